@@ -110,6 +110,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     world_size = launchers.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
     settings = accumulate(settings, batch_size(given.dataloader), compat.mesh_sizes(settings, world_size)["dp"])
+    compat.raise_for(compat.check(settings, world_size, place.type))  # with the length of a cycle
     recipe = recipe_of(settings)
     with ExitStack() as undo:  # after an error the model can be given again
         given = _build(given, undo)

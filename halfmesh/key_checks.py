@@ -88,6 +88,20 @@ def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
     if options.mode is not None and options.backend != "inductor":
         message = f"only backend='inductor' has modes, and the backend is {options.backend!r}; remove one of the two"
         yield "compile.mode", message
+    graphs = {"mode": options.mode, "backend": options.backend}
+    several = {
+        "gradient_accumulation": config.gradient_accumulation,
+        "num_losses": recipe_of(config).num_losses,
+        "parallel.pipeline.size": parallel.pipeline.size,
+    }
+    why = " and ".join(key for key, number in several.items() if number > 1)
+    for key, value in graphs.items():
+        if why and value in ("reduce-overhead", "max-autotune", "cudagraphs"):
+            message = (
+                f"{value!r} makes CUDA graphs, and with {why} > 1 the next call of a graph may overwrite "
+                "gradients that are still needed; use mode='max-autotune-no-cudagraphs' or 'default'"
+            )
+            yield f"compile.{key}", message
     whole_model = {
         "under a pipeline, whose stages call blocks and never the model as a whole": parallel.pipeline.size > 1,
         f"with data={parallel.data.strategy!r}, which gathers the weights of each block between graphs": (

@@ -92,7 +92,7 @@ class HostCopy:
 
     def read(self) -> list[float]:
         """The values; waits for them."""
-        if self._ready is not None:
+        if self._ready is not None and not self._ready.query():
             self._ready.synchronize()
         return torch.stack([value.double() for value in self._values]).tolist() if self._values else []
 

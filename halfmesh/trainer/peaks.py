@@ -37,7 +37,7 @@ PEAK_FLOPS = {
 def least_seconds(device: torch.device, flops: Mapping[str, float]) -> float | None:
     """The least time in which `device` can do these operations, given by dtype ("torch.bfloat16"); None if unknown.
 
-    fp32 counts as TF32 where torch may use it: `torch.set_float32_matmul_precision`.
+    fp32 counts as TF32 where torch may use it: `torch.backends.cuda.matmul.fp32_precision`.
     """
     if device.type != "cuda":
         return None
@@ -45,7 +45,7 @@ def least_seconds(device: torch.device, flops: Mapping[str, float]) -> float | N
     peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
     if peak is None:
         return None
-    single = peak.fp32 if torch.get_float32_matmul_precision() == "highest" else peak.tf32
+    single = peak.tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else peak.fp32
     rates = {"torch.float16": peak.half, "torch.bfloat16": peak.half, "torch.float32": single}
     if not flops.keys() <= rates.keys():
         return None

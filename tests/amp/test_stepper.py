@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,17 @@ import halfmesh
 from halfmesh.amp import stepper
 from halfmesh.amp.master_weights import bucket_bytes
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
-from tests.support.updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update, take
+from tests.support.updates import (
+    OPTIMIZERS,
+    assert_close,
+    by_hand,
+    give,
+    gradients,
+    held,
+    make_params,
+    make_update,
+    take,
+)
 
 SCALED = Recipe(loss_scale=LossScale(initial=1024.0, growth_interval=100))
 NAIVE = Recipe(torch.bfloat16, torch.bfloat16, False, True)
@@ -214,3 +225,43 @@ def test_buckets_grow_with_the_model_on_a_gpu():
     mib, gpu = 2**20, torch.device("cuda")
     assert bucket_bytes(torch.device("cpu"), 10**10) == 25 * mib
     assert [bucket_bytes(gpu, numel * mib) for numel in (1, 200, 10**5)] == [25 * mib, 50 * mib, 512 * mib]
+
+
+def capturable_in_part(params):
+    return optim.AdamW([{"params": params[:1], "capturable": True}, {"params": params[1:]}], fused=True)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """torch's optimizers are told that the current stream of a GPU is captured, or not."""
+    stream = mock.Mock()
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.current_stream", lambda: stream)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # torch 2.11 asks these two
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", stream.is_capturing)
+    return stream
+
+
+@pytest.mark.parametrize("recipe", [FP32, SCALED, NAIVE], ids=["fp32", "scaled", "naive"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "adamw_of_two_groups"])
+def test_a_fused_step_can_be_captured(name, recipe, gpu, recwarn):
+    """torch refuses Adam without `capturable`, and warns of it in an ordinary step."""
+    params, make = make_params(), OPTIMIZERS.get(name, capturable_in_part)
+    update = make_update(params, make, recipe)
+    settings = [group.get("capturable") for group in update.optimizer.param_groups]
+    for step, capturing in enumerate([False, True, False]):
+        gpu.is_capturing.return_value = capturing
+        take(update, params, step)
+        assert [group.get("capturable") for group in update.optimizer.param_groups] == settings
+    gpu.is_capturing.return_value = False
+    tolerances = (0.05, 0.05) if recipe is NAIVE else ()
+    assert_close(held(update), by_hand(make, 3)[0], *tolerances)
+    assert not recwarn.list
+
+
+def test_other_steps_need_a_capturable_optimizer(gpu):
+    params = make_params()
+    update = make_update(params, functools.partial(optim.AdamW, foreach=True))
+    gpu.is_capturing.return_value = True
+    with pytest.raises(RuntimeError, match="but param_groups' capturable is False"):
+        take(update, params, 0)

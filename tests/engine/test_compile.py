@@ -258,6 +258,17 @@ PIPE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
         ({}, {"backend": "eager", "mode": "max-autotune"}, "compile.mode: only backend='inductor' has modes"),
         (PIPE, {"scope": "model"}, "compile.scope: 'model' is not possible under a pipeline"),
         ({"parallel": {"tensor": 2}}, {"fullgraph": True}, "compile.fullgraph: sharded layers wait for other ranks"),
+        *(
+            (config, value, f"compile.{key}: {value[key]!r} makes CUDA graphs, and with {why} > 1 the next call")
+            for value in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"})
+            for key in value
+            for config, why in (
+                ({"gradient_accumulation": 2}, "gradient_accumulation"),
+                ({"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2}}, "num_losses"),
+                (PIPE, "parallel.pipeline.size"),
+                (PIPE | {"gradient_accumulation": 2}, "gradient_accumulation and parallel.pipeline.size"),
+            )
+        ),
     ],
 )
 def test_refusals(config, value, message):
@@ -268,3 +279,14 @@ def test_refusals(config, value, message):
     [line] = find({"enabled": True, **value})
     assert line.startswith(message)
     assert find({**value, "enabled": False}) == []
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_with_cuda_graphs_take_one_batch_per_update(mode):
+    def find(config, mode=mode):
+        return [str(f) for f in check(load_config(config | {"compile": {"mode": mode}}), 2)]
+
+    assert find({}) == []
+    assert find({"gradient_accumulation": 4}, "max-autotune-no-cudagraphs") == []
+    with pytest.raises(IncompatibleConfigError, match="makes CUDA graphs, and with gradient_accumulation > 1"):
+        make_engine({"global_batch_size": 8, "compile": {"mode": mode}}, loader=make_loader(8, batch_size=4))

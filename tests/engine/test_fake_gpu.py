@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import halfmesh
+from halfmesh.amp.step_result import HostCopy
 from tests.support.fake_gpu import fake_gpu, give_gradients
 from tests.support.models import MLP, MODES, adamw, sgd
 
@@ -99,3 +100,14 @@ def test_a_save_compares_all_masters_by_one_read():
             found = engine._parts.update.master_weights.by_name()
     assert len(found) > 3
     assert len([what for what in gpu.found if " reads" in what or "cpu" in what]) == 1, gpu.found
+
+
+def test_numbers_that_have_arrived_are_not_waited_for():
+    with fake_gpu() as gpu, gpu.watch(capturing=False):
+        copy = HostCopy([torch.ones((), device="cuda")])
+        assert not copy.arrived  # until it is asked again
+        copy.read()
+        assert gpu.found == []
+        HostCopy([torch.ones((), device="cuda")]).read()
+        [waited] = gpu.found
+        assert waited.startswith("Event.synchronize")

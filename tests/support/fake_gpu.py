@@ -110,7 +110,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     gpu = FakeGpu()
 
     class Event:
-        """Notes whoever waits for it without having asked whether it is over."""
+        """Is over when it is asked for the second time; notes whoever waits for it before."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self._is_over = False
@@ -120,12 +120,11 @@ def fake_gpu() -> Iterator[FakeGpu]:
         def query(self) -> bool:
             if gpu.capturing:
                 gpu.note("Event.query within a capture")
-            self._is_over = True
-            return True
+            was_over, self._is_over = self._is_over, True
+            return was_over
 
         def synchronize(self) -> None:
-            if not self._is_over:
-                gpu.note("Event.synchronize")
+            gpu.note("Event.synchronize")
 
     empty = torch.empty
 

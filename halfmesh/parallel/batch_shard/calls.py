@@ -121,7 +121,8 @@ class SharesBatch(AppliedAxis):
         self.check_functions(sharded.functions)
         if whole.counts != sharded.counts:
             gap = 1.0  # targets were lost, which a loss hardly shows
-        rounds = whole.half or torch.get_float32_matmul_precision() != "highest"  # TF32
+        fp32 = {backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)}
+        rounds = whole.half or not fp32 <= {"none", "ieee"}  # to TF32 or bf16
         everyone = self._context.everyone((gap, rounds))
         worst = max(theirs for theirs, _ in everyone)
         if worst > (HALF_TOLERANCE if any(rounds for _, rounds in everyone) else TOLERANCE):

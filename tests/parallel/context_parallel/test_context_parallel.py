@@ -104,6 +104,20 @@ def test_parity(make, step, ranks, config):
     compare(make, step, ranks, **config)
 
 
+def reduced_precision(engine, seed):
+    """Products may be rounded, as torch's settings say: the trial allows for it."""
+    torch.backends.fp32_precision = "tf32"
+    try:
+        return plain_step(engine, seed)
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
+@pytest.mark.distributed
+def test_products_of_fp32_that_may_be_rounded():
+    compare(make_gpt, reduced_precision)
+
+
 class OwnCheckpoint(GPT):
     def forward(self, ids, positions=None):
         x = self.embed(ids, positions)
