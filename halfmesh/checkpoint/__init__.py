@@ -3,6 +3,7 @@
 checkpointer.py   saves and loads for one engine
 state.py          which shard of which tensor this rank holds
 validate.py       whether a checkpoint fits, checked before anything changes
+settings.py       settings that a load overwrites
 storage.py        the files of one checkpoint; dcp.py: those of tensors
 folder.py         the folder of all checkpoints, locked by the one job that saves into it
 background.py     the thread that writes while training continues

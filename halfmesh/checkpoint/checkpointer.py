@@ -23,7 +23,8 @@ from . import folder, rank_state, storage, validate
 from .background import BackgroundWriter
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .rank_state import AttachedState
-from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, without_empty
+from .settings import GivenSettings
+from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, place_of, without_empty
 from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Checkpointer:
         self.locks: dict[Path, IO[str]] = {}
         self.attached = AttachedState()
         self._parts = parts
+        self._settings = GivenSettings(parts.update.optimizer.param_groups, parts.lr.state_dict())
         self._writer = BackgroundWriter(parts.context.device)
 
     @property
@@ -135,6 +137,7 @@ class Checkpointer:
             "lr_class": None if scheduler is None else validate.class_name(scheduler),
             "optimizer": validate.class_name(parts.update.optimizer),
             "groups": [group | {"params": p} for group, p in zip(groups, join_groups(names), strict=True)],
+            "given": self._settings.in_force,
             "plain_state": _merge(all_plain),
             "extras": _merge(all_extras),
         }
@@ -176,6 +179,7 @@ class Checkpointer:
             self._load_tensors(stored)
             shared = SharedRNG(context.from_first(random_state(CPU)))
             notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared)))
+        self._compare_settings(stored)
         parts.global_step = stored.common["global_step"]
         title = f"loaded step {parts.global_step} from {stored.folder}"
         _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)
@@ -267,6 +271,17 @@ class Checkpointer:
             yield "it has no average of the weights (engine.averaged_model): the average restarts from these weights"
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
 
+    def _compare_settings(self, stored: Stored) -> None:
+        common, given = stored.common, stored.common.get("given", {})
+        names = [group["params"] for group in self.sharded_state.groups()]
+        places = [place_of(own, index, common["groups"]) for index, own in enumerate(names)]
+        if given:  # in the order of this run's groups
+            given = given | {
+                "optimizer": [group for place in places for group in given["optimizer"][place : place + 1]]
+            }
+        groups = [common["groups"][place] for place in places]
+        self._settings.loaded(stored.folder, groups, common["lr_scheduler"], given)
+
     def _after_load(self) -> None:
         self._parts.results.clear()
         if self.preemption is not None:
@@ -284,6 +299,7 @@ class Checkpointer:
             "model": model,
             "update": update,
             "lr_scheduler": parts.lr.state_dict(),
+            "given": self._settings.in_force,
             "global_step": parts.global_step,
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
             "random": rank_state.rank_random(parts.context, parts.division),
@@ -307,6 +323,8 @@ class Checkpointer:
         parts.update.load_state_dict(state["update"])
         parts.average.load_state_dict(state.get("average", {}))
         parts.lr.load_state_dict(state["lr_scheduler"])
+        groups = state["update"]["optimizer"]["param_groups"]
+        self._settings.loaded("the state", groups, state["lr_scheduler"], state.get("given", {}))
         parts.global_step = state["global_step"]
         if parts.dataloader is not None and state["dataloader"] is not None:
             same_rank = state["random"]["rank"] == parts.context.rank

@@ -285,14 +285,14 @@ class ShardedState:
             names, kept = group["params"], {key: group[key] for key in IMPLEMENTATION if key in group}
             places = {name: count + number for number, name in enumerate(names)}
             count += len(names)
-            groups.append({**_group_of(names, index, saved), **kept, "params": list(places.values())})
+            groups.append({**saved[place_of(names, index, saved)], **kept, "params": list(places.values())})
             state |= {place: values[name] for name, place in places.items() if values.get(name)}
         self.update.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _group_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The group of a checkpoint that holds `names`; of a group of which this rank has none, the one at its place."""
-    return next((group for group in saved if names and names[0] in group["params"]), saved[index])
+def place_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> int:
+    """Which group of a checkpoint holds `names`; of a group of which this rank has none, the one at its place."""
+    return next((place for place, group in enumerate(saved) if names and names[0] in group["params"]), index)
 
 
 def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:

@@ -166,7 +166,7 @@ def _numpy_is_safe() -> torch.serialization.safe_globals:
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
     safe: list[Any] = [np.ndarray, np.dtype, *dtypes]
     for value in (np.float64(0), np.zeros(0)):  # the functions that make them, under their names in numpy 1 and 2
-        make = value.__reduce__()[0]
+        make: Any = value.__reduce__()[0]
         safe += [(make, f"numpy.{core}.multiarray.{make.__name__}") for core in ("core", "_core")]
     known = torch.serialization.get_safe_globals()
     return torch.serialization.safe_globals([each for each in safe if each not in known])  # the end removes them
