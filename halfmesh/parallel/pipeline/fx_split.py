@@ -8,6 +8,7 @@ positions, sizes) is computed by every stage that needs it.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
@@ -129,6 +130,8 @@ class _SplitForward:
 
 def _compile(graph: fx.Graph) -> Callable[[nn.Module, Mapping[str, Any]], Any]:
     """The graph as a function of a model with its modules and weights, and of values by name."""
+    for node in graph.nodes:
+        node.meta.pop("is_wrapped", None)  # else the code registers the function with fx, for all later traces
     code = graph.python_code("self")
     names = dict(code.globals)
     exec(code.src, names)
@@ -201,7 +204,8 @@ def _changed_by(node: fx.Node) -> fx.Node | None:
         return None
     name = str(getattr(node.target, "__name__", node.target))
     target = node.kwargs.get("out")
-    if (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True:
+    in_place = name.endswith("_") and not name.endswith("__") and node.target not in vars(operator).values()
+    if in_place or node.kwargs.get("inplace") is True:
         target = node.args[0] if node.args else node.kwargs.get("input")
     elif node.target in UPDATES and isinstance(first := node.args[0], fx.Node):
         # `n += 1` of a number makes another one, which matters only where the old one is used again.

@@ -146,7 +146,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # else what is computed from a buffer would be a constant
 
     def __init__(self, opened: Sequence[nn.Module], signature: inspect.Signature, answers: Sequence[bool]) -> None:
-        super().__init__(param_shapes_constant=True)
+        super().__init__(autowrap_functions=tuple(_MAKERS), param_shapes_constant=True)
+        self._autowrap_search.append(torch)  # torch.ones(n, n) would fail before `_Makers` sees it
         self._answers = iter(answers)
         self._opened = set(opened)
         self._signature = signature

@@ -80,7 +80,7 @@ class _Unpack(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return grads[:-1]
+        return tuple(map(_contiguous, grads[:-1]))  # torch sends them as they are where it splits backwards
 
 
 class _Link(Function):
@@ -107,12 +107,17 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
-def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous and floating-point; an integer becomes the float with its bits."""
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
         # A tensor with a dim of 0 or 1 is contiguous with other strides, too, but not for torch 2.11.
         tensor = tensor.reshape(-1).view(tensor.shape)
+    return tensor
+
+
+def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous and floating-point; an integer becomes the float with its bits."""
+    tensor = _contiguous(tensor)
     if tensor.is_floating_point():
         return tensor
     wire = _wire_dtype(tensor.dtype)

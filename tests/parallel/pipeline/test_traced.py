@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import full, nn, zeros
 
 from halfmesh import Call, InputError
 from tests.support.pipeline_parts import assert_equal, check_pieces, compose, pieces_of
@@ -79,6 +80,20 @@ def masks(self, x):
     return x * self.plain * SCALE
 
 
+def operators(self, x):
+    """Of operator, and_ and or_ are the only names that end like those of changes in place."""
+    large, table = x > 0, self.table[:3] > 0
+    keep = large & (x < 2) | operator.xor(large, table) & operator.and_(table, True)
+    return self.c(self.b(self.a(x * keep) * self.weight) * (large | table) * (True & ~large)) * (keep ^ table)
+
+
+def made_of_sizes(self, x):
+    rows, width = x.shape
+    mask = torch.tril(torch.ones(rows, x.size(0))) + torch.zeros(rows, rows) + full((rows, rows), 0.5)
+    x = self.b(mask @ self.a(x * self.weight + self.table[0]))
+    return self.c(x + torch.zeros(1, width) + torch.eye(rows, width)) + zeros(rows, width)
+
+
 def counts(self, x):
     x = self.a(x * self.weight + self.table[0])
     self.table.add_(1)
@@ -99,7 +114,7 @@ def checks(self, x):
     return self.c(x) * self.weight + self.table[:rows]
 
 
-FORWARDS = [skips, drops, shapes_late, parameter_everywhere, in_place, masks, counts, checks]
+FORWARDS = [skips, drops, shapes_late, parameter_everywhere, in_place, masks, operators, made_of_sizes, counts, checks]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -339,6 +354,12 @@ def updates_what_has_another_name(self, x):
     return self.c(self.b(self.a(x) * mask)) * other
 
 
+def updates_a_mask(self, x):
+    other = mask = x > 0
+    mask &= x < 2
+    return self.c(self.b(self.a(x) * mask)) * other
+
+
 def changes_a_buffer_late(self, x):
     x = self.b(self.a(x * self.table[0]))
     self.table.add_(1)
@@ -379,6 +400,7 @@ EACH = "but every stage that needs it computes it"
         (anything, ("b",), r"Net.forward takes \*args or \*\*kwargs, which cannot be traced .*PARTITIONERS"),
         (changes_its_argument, ("b",), rf"changes x in place \(`x.mul_\(2\)`, line .*\), {EACH}"),
         (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(`mask \+= 1`, line .*\), {EACH}"),
+        (updates_a_mask, ("b",), rf"changes gt in place \(`mask &= x < 2`, line .*\), {EACH}"),
         (
             changes_a_buffer_late,
             ("b", "c"),
