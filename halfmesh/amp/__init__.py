@@ -9,6 +9,7 @@ Read in this order:
                     full precision
     optimizer       the path of an update, from a loss to new weights. Below it:
     master_weights  what the user's optimizer holds; originals: full precision of what it does not hold
+    optimizer_state  what its state dict holds of each parameter, and of optimizers inside it
     loss_scales     what backward begins with; loss_scaler: how a scale moves; multi_loss: several losses
     grad_norm       norm and overflow, on all ranks the same
     stepper         calls `optimizer.step()`; fused: with which implementation

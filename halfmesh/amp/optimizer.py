@@ -14,6 +14,7 @@ from .grad_norm import GradStats, clip_divisor, grad_stats
 from .gradient_watch import GradientWatch
 from .loss_scales import LossScales
 from .master_weights import MasterWeights
+from .optimizer_state import saved_state
 from .recipe import HALF, Recipe, UpdateOptions
 from .skip_counter import SkipCounter
 from .step_result import StepResult
@@ -255,7 +256,9 @@ class MixedPrecisionOptimizer:
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer state, masters by parameter name, loss scalers and counters."""
+        """Optimizer state, masters by parameter name, loss scalers and counters. Raises InputError of state that is in
+        an optimizer inside the user's."""
+        saved_state(self.optimizer)
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": self.master_weights.by_name(),

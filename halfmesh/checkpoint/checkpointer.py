@@ -100,6 +100,11 @@ class Checkpointer:
                 write()
         return folder.final_place(place)
 
+    def refuse_unsavable(self) -> None:
+        """Raise the error with which `save` would refuse the state, on all ranks."""
+        with self._parts.guard.own_call():
+            self._snapshot()
+
     def wait(self) -> None:
         """Wait for a save in the background; raises CheckpointError if it failed."""
         self._writer.wait()

@@ -49,7 +49,7 @@ class PreemptionHook(EngineHook):
         self._options = options
         self._directory = folder_of(options)
         self._step = self._saved = parts.global_step
-        self._preempted = self._locked = False
+        self._preempted = self._locked = self._tried = False
         self._handled = sys.exception()
         self._several = parts.context.size > 1 and not is_alone()  # a dry run is alone
         self._group = parts.context.host_group if self._several else None
@@ -109,6 +109,9 @@ class PreemptionHook(EngineHook):
         if parts.global_step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
             return
         self._step = parts.global_step
+        if not self._tried:  # what cannot be saved is told now, and not when the run is told to end
+            self._checkpointer.refuse_unsavable()
+            self._tried = True
         if not self._agree():
             self._save_if_due(before)
             return

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.optimizer_state import saved_state
 from ..division import Division
 from ..errors import InputError, shorten
 from ..parallel.shard_spec import Placement, Shape, whole
@@ -221,6 +222,7 @@ class ShardedState:
         nothing says where in the whole model it belongs."""
         masters, shards = self.update.master_weights, Shards()
         optimizer, kind = masters.optimizer, type(masters.optimizer).__name__
+        state = saved_state(optimizer)
         own = [repr(key) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor) and value]
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
             own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
@@ -232,7 +234,7 @@ class ShardedState:
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
             target, placement = masters.target(shard), self.division.placement(shard)
-            for key, value in optimizer.state.get(target, {}).items() if 0 not in placement.shape else ():
+            for key, value in state.get(target, {}).items() if 0 not in placement.shape else ():
                 is_tensor = isinstance(value, torch.Tensor)
                 if is_tensor and value.shape == target.shape and key != "step":
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)

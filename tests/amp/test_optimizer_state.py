@@ -1,0 +1,140 @@
+"""Optimizers inside an optimizer: saved where its state dict has their state, refused by name where it has not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import optim
+
+from halfmesh.errors import InputError
+from tests.support.checkpoint_runs import differing, make_engine, make_small, train, weights
+from tests.support.ranks import run_ranks
+
+
+class Container(optim.Optimizer):
+    """Steps the optimizers that `parts` holds."""
+
+    def __init__(self, parts, *optimizers):
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+        self.parts, self._inner = parts, optimizers
+
+    def step(self, closure=None):
+        for inner in self._inner:
+            inner.step()
+
+
+class Sharpness(optim.Optimizer):
+    """As SAM: the groups and state of its own, and an optimizer that is made from its class."""
+
+    def __init__(self, params, base):
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = base(self.param_groups)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["e_w"] = torch.zeros_like(param)
+        self.base_optimizer.step()
+
+
+class Whole(Container):
+    """Its state dict has the state of those inside, each parameter's where that one's is."""
+
+    def state_dict(self):
+        for inner in self._inner:
+            self.state.update(inner.state)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = defaultdict(dict)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for inner, groups in zip(self._inner, ([self.param_groups[0]], [self.param_groups[1]]), strict=True):
+            inner.param_groups = groups
+            inner.state = defaultdict(dict, {p: self.state[p] for p in groups[0]["params"] if p in self.state})
+        self.state = defaultdict(dict)
+
+
+def two(params):
+    return optim.SGD(params[:4], lr=0.1, momentum=0.9), optim.AdamW(params[4:], lr=0.1)
+
+
+def nested(params):
+    inner = Container([two(params)[0]], two(params)[0])
+    return Container({"deep": (inner,)}, inner)
+
+
+HIDING = {
+    "list": (lambda params: Container(list(both := two(params)), *both), "Container holds another optimizer, SGD"),
+    "dict": (lambda params: Container({"b": (both := two(params))[1]}, both[1]), "Container holds .* AdamW"),
+    "nested": (nested, "Container holds another optimizer, SGD"),
+    "sam": (lambda params: Sharpness(params, lambda groups: optim.AdamW(groups)), "Sharpness holds .* AdamW"),
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "naive"])
+@pytest.mark.parametrize("kind", HIDING)
+def test_state_that_would_be_lost_is_refused_by_name(kind, mode, tmp_path):
+    build, words = HIDING[kind]
+    engine = make_engine("one", mode, optimizer=lambda params: build(params))
+    engine.save(tmp_path)  # nothing is lost yet
+    train(engine, 1)
+    for save in (lambda: engine.save(tmp_path), engine.state_dict):
+        with pytest.raises(InputError, match=f"{words}.* leaves out its state, which would be lost"):
+            save()
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-00000000"]
+
+
+def test_automatic_saves_are_refused_after_the_first_update(tmp_path):
+    """Not when the run is told to end."""
+    engine = make_small(optimizer=HIDING["list"][0], checkpoint=str(tmp_path))
+    with pytest.raises(InputError, match="Container holds another optimizer, SGD"):
+        train(engine, 3)
+    assert engine.global_step == 1
+
+
+def test_state_that_the_state_dict_has_comes_back(tmp_path):
+    def make(seed):
+        return make_small(optimizer=lambda params: Whole(both := two(params), *both), seed=seed)
+
+    expected = train(engine := make(0), 4, save_at=2, folder=tmp_path)[2:]
+    other = make(1)
+    other.load(tmp_path)
+    assert train(other, 2) == expected
+    assert differing(weights(other), weights(engine)) == []
+
+
+def test_an_optimizer_that_shares_its_state_is_not_refused(tmp_path):
+    def share(params):
+        outer = Container([inner := optim.AdamW(params, lr=0.1)], inner)
+        outer.state = inner.state
+        return outer
+
+    train(engine := make_small(optimizer=share), 2)
+    engine.save(tmp_path)
+    other = make_small(optimizer=share)
+    other.load(tmp_path)
+    state = other.optimizer.state[other.model.first.weight]["exp_avg"]
+    assert torch.equal(state, engine.optimizer.state[engine.model.first.weight]["exp_avg"])
+
+
+def on_each(rank, world_size, folder):
+    said = []
+    for layout in ("dp2", "pp2"):
+        train(engine := make_engine(layout, "none", optimizer=HIDING["sam"][0]), 1)
+        with pytest.raises(InputError) as refused:
+            engine.save(folder)
+        said.append(str(refused.value))
+        engine.close()
+    return said
+
+
+@pytest.mark.distributed
+def test_all_ranks_refuse_it(tmp_path):
+    for said in run_ranks(on_each, 2, str(tmp_path)):
+        assert all("Sharpness holds another optimizer, AdamW" in words for words in said)
