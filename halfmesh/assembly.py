@@ -14,6 +14,7 @@ from torch import nn, optim
 from . import compat, inputs, launchers
 from .amp.convert import convert
 from .amp.gradient_watch import SHARDED, UNDIVIDED
+from .amp.keep_fp32 import find_kept_problems
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
@@ -308,6 +309,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     problems = [
         *inputs.find_model_problems(given.model, recipe, config.precision.mode if config.precision else None, device),
         *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if has_model else ()),
+        *(find_kept_problems(given.model, recipe) if has_model else ()),
         *inputs.find_other_problems(
             given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
         ),

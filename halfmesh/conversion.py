@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from . import compat, inputs
 from .amp.convert import convert
+from .amp.keep_fp32 import find_kept_problems
 from .amp.o1 import CastTable
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, AMP_TYPE, PRECISIONS
@@ -82,6 +83,7 @@ def convert_to_amp(
     problems = list(inputs.find_model_problems(model, recipe, config.precision.mode, device))
     if not problems:
         problems += inputs.find_optimizer_problems(optimizer, model, recipe)
+        problems += find_kept_problems(model, recipe)
     problems += inputs.find_criterion_problems(criterion)
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to convert_to_amp:", problems))
@@ -118,7 +120,11 @@ class AMPModel(nn.Module):
         self.register_load_state_dict_pre_hook(_add_module_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._precision.forward(self.module, *args, **kwargs)
+        try:
+            return self._precision.forward(self.module, *args, **kwargs)
+        except RuntimeError as error:
+            self._precision.explain(self.module, error)
+            raise
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in, for computations of your own; `enabled=False` leaves it."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
+from .amp.keep_fp32 import kept_by_name
 from .amp.recipe import Recipe
 from .compilation import compile_modules, uncompile
 from .division_plans import Plans, data_strategy
@@ -122,6 +123,7 @@ class Division:
             casts={} if recipe.linear is None else recipe.linear.cast_before_gather(model),
             blocks=plans.blocks,
             not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},
+            kept=set(kept_by_name(model, recipe)),
             tied={param for axis in self.axes.values() for param in axis.ties},
             make=(lambda module: None) if late is None else late.make,
             finish=(lambda: None) if late is None else late.finish,

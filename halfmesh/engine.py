@@ -69,6 +69,7 @@ class Engine:
                 return parts.division.call(self.model, parts.executor.forward, args, kwargs)
         except RuntimeError as error:
             parts.division.explain(error)
+            parts.precision.explain(parts.model, error)
             raise
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +108,7 @@ class Engine:
                 )
         except RuntimeError as error:
             parts.division.explain(error)
+            parts.precision.explain(parts.model, error)
             raise
         parts.division.check_loss(loss)
         for hook in self._after_backward:

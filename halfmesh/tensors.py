@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from operator import is_
 from typing import Any
 
@@ -19,10 +21,15 @@ def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type | tuple[type, ..
     instances; returns anything else as it is. A container in which `fn` changes nothing is itself returned, so that
     code that compares outputs by identity still works.
     """
+    return map_named(lambda _, leaf: fn(leaf), tree, "", kind)
+
+
+def map_named(fn: Callable[[str, Any], Any], tree: Any, name: str, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
+    """`map_tensors` of a `fn` that also takes the name of a leaf: `name` and the keys below it, as "batch.images.0"."""
     if isinstance(tree, kind):
-        return fn(tree)
+        return fn(name, tree)
     if isinstance(tree, (list, tuple)):
-        values = [map_tensors(fn, value, kind) for value in tree]
+        values = [map_named(fn, value, f"{name}.{i}", kind) for i, value in enumerate(tree)]
         return tree if all(map(is_, values, tree)) else _rebuild_sequence(tree, values)
     old: dict[Any, Any]
     if isinstance(tree, Mapping):
@@ -31,7 +38,7 @@ def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type | tuple[type, ..
         old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
     else:
         return tree
-    new = {key: map_tensors(fn, value, kind) for key, value in old.items()}
+    new = {key: map_named(fn, value, f"{name}.{key}", kind) for key, value in old.items()}
     return tree if all(new[key] is value for key, value in old.items()) else _rebuild(tree, new)
 
 
@@ -58,6 +65,22 @@ def count_rows(batch: Any) -> int:
     if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
         return first.shape[0] if first.dim() else 1
     return next((tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
+
+
+def parameter_names(what: Callable[..., Any]) -> list[str]:
+    """Names of the parameters, with the stars of *args and **kwargs, which also stand for an unknown signature."""
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    try:
+        parameters = inspect.signature(getattr(what, "forward", what)).parameters
+    except (TypeError, ValueError):
+        return ["*args", "**kwargs"]
+    return [stars.get(parameter.kind, "") + name for name, parameter in parameters.items()]
+
+
+def position_names(names: Sequence[str], count: int) -> list[str]:
+    """The names of `count` positional arguments, of a function with these `parameter_names`."""
+    known = list(takewhile(lambda name: not name.startswith("*"), names))[:count]
+    return known + [f"argument {place + 1}" for place in range(len(known), count)]
 
 
 def _rebuild_sequence(tree: Any, values: list[Any]) -> Any:

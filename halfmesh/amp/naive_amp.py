@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from pydantic import model_validator
 
-from ..options import BackoffFactor, GrowthFactor, Options, PositiveInt, Scale
+from ..options import BackoffFactor, GrowthFactor, Names, Options, PositiveInt, Scale
 from .plugin import ALL_PARALLEL, AMPPlugin, Composes
 from .recipe import LossScale, Recipe
 
@@ -27,6 +27,8 @@ class NaiveOptions(Options):
     max_scale: Scale = 2.0**32
     min_scale: Scale = 1.0
     verbose: bool = False
+    keep_fp32: Names = ()
+    """Patterns of the names of buffers, parameters and arguments of the model's forward that are not cast."""
 
     @model_validator(mode="after")
     def _consistent(self) -> NaiveOptions:
@@ -67,6 +69,7 @@ class NaiveAMP(AMPPlugin):
             loss_scale=_loss_scale(options) if dtype == torch.float16 else None,
             output_dtype=torch.float32,
             count_zeros=options.log_num_zeros_in_grad,
+            keep_fp32=options.keep_fp32,
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import re
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -10,11 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import BATCH_NORMS
-from ..errors import InputError
-from ..tensors import map_tensors
+from .._torch import BATCH_NORMS, has_no_memory
+from ..errors import InputError, shorten
+from ..log import get_logger
+from ..tensors import dtype_name, map_named, map_tensors, parameter_names, position_names
+from .keep_fp32 import is_kept, kept_tensors, named_tensors
 from .o1 import CastTable, O1Casts, o1_scope
-from .recipe import Recipe
+from .recipe import HALF, Recipe
+
+_log = get_logger(__name__)
+
+_MIXED_DTYPES = (
+    r"same (scalar )?d?type|d?types? must be the same|type \(.*should be the same|expected (scalar type|dtype)|"
+    "dtypes? match|dtype to be equal|mixed dtype"
+)
+"""In the words of torch's operations: matmul, convolution, attention, linear algebra, index_put, scatter."""
 
 FP16_MAX_SCALE = 2.0**15
 """The largest power of two in fp16, whose maximum is 65504: the gradient of an fp16 loss is the loss scale itself."""
@@ -31,6 +43,7 @@ class Precision:
         self.recipe = recipe
         self.device = device
         self.casts = CastTable() if recipe.cast_lists == "apex" else None
+        self._names: Sequence[str] = ()  # of the model's arguments
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in; with `enabled=False` the scope that switches its casts off."""
@@ -59,7 +72,7 @@ class Precision:
 
     def forward(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
-        args, kwargs = self.cast_inputs(args), self.cast_inputs(kwargs) if kwargs else kwargs
+        args, kwargs = self.cast_inputs(model, args, kwargs)
         return self.cast_output(self.run_in_autocast(model, *args, **kwargs))
 
     def run_in_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -71,12 +84,37 @@ class Precision:
 
     criterion = run_in_autocast  # where the forward runs, so that losses are fp32 where autocast says so
 
-    def cast_inputs(self, inputs: Any) -> Any:
-        """What the model is called with: floating-point tensors in the dtype of its parameters."""
-        dtype = self.recipe.param_dtype
+    def cast_inputs(
+        self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `model` is called with: floating-point tensors in the dtype of its parameters, but those to keep.
+
+        The first call is looked at for values that the cast changes much, for which the host waits.
+        """
+        dtype, keep, is_first = self.recipe.param_dtype, self.recipe.keep_fp32 or (), not self._names
         if dtype is None:
-            return inputs
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+            return args, kwargs
+        if is_first:
+            self._names = parameter_names(model)
+            is_first = not torch.compiler.is_compiling()
+
+        def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point() or (keep and is_kept(name, keep)):
+                return tensor
+            new = tensor.to(dtype)
+            if is_first and (change := find_change(tensor, new)):
+                _log.warning(
+                    "the model's argument %r %s in %s. If that matters, keep it in float32: mode='naive' with "
+                    "keep_fp32=[%r], or mode='torch'",
+                    *(name, change, dtype_name(dtype), name),
+                )
+            return new
+
+        names = position_names(self._names, len(args))
+        return (
+            tuple(map_named(cast, value, name) for name, value in zip(names, args, strict=True)),
+            {name: map_named(cast, value, name) for name, value in kwargs.items()},
+        )
 
     def cast_output(self, output: Any) -> Any:
         """What the model returned, in the recipe's `output_dtype`. Raises InputError as `check_loss`, for a loss of its
@@ -89,6 +127,22 @@ class Precision:
         if tensor.ndim == 0 and tensor.requires_grad:
             self.check_loss(tensor)
         return tensor.to(self.recipe.output_dtype)
+
+    def explain(self, model: nn.Module, error: RuntimeError) -> None:
+        """Raise InputError if `error`, of a call of `model`, is torch's refusal to mix dtypes; the mode casts it."""
+        if self.recipe.param_dtype not in HALF or not re.search(_MIXED_DTYPES, str(error)):
+            return
+        names = {id(module): name or "the model itself" for name, module in model.named_modules()}
+        owners = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        where = next((name for name in reversed(owners) if name), "forward")
+        dtype = dtype_name(self.recipe.param_dtype)
+        kept = [name for name, tensor in named_tensors(model) if tensor.dtype == torch.float32]
+        stay = f"; these of the model stay in float32: {shorten(kept)}" if kept else ""
+        raise InputError(
+            f"{where}: {error}. The mode casts weights and the model's inputs to {dtype}, but not tensors that forward "
+            f"makes or casts itself (torch.zeros, .float(), keep_fp32){stay}. Cast them where they meet others "
+            "(x.to(self.weight.dtype)), or set mode='torch', which casts for each operation"
+        ) from error
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Raise InputError if the gradient of `loss`, which is the loss scale, is inf in its dtype at every step. (A
@@ -129,13 +183,26 @@ def tensors_to_cast(
     """The parameters and buffers whose dtype `cast_model` changes, by name."""
     if recipe.param_dtype is None:
         return
-    stays = set(apart)
+    stays = set(apart) | set(map(id, kept_tensors(model, recipe)))
     for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
         if isinstance(module, BATCH_NORMS) and module.affine:  # apex's rule: those without weights are cast
             stays.update(map(id, chain(module.parameters(recurse=False), module.buffers(recurse=False))))
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and id(tensor) not in stays and tensor.dtype != recipe.param_dtype:
             yield name, tensor
+
+
+def find_change(value: torch.Tensor, new: torch.Tensor) -> str | None:
+    """How a cast to `new` changes `value` more than it may change an activation: to inf, or at all if there is at most
+    one number for each sample, as a timestep."""
+    if not value.numel() or new.dtype == value.dtype or has_no_memory(value):
+        return None
+    changed = (new.isinf() if value.dim() > 1 else new != value) & value.isfinite()
+    if not changed.any():
+        return None
+    was, now = value.detach()[changed], new.detach()[changed]
+    place = (was - now).abs().argmax()
+    return f"changes from {was[place].item():.7g} to {now[place].item():g}"
 
 
 def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> str | None:

@@ -87,7 +87,7 @@ class PipelineExecutor:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""
         self._compare_inputs("inputs", args, kwargs)
-        call = Call(self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs))
+        call = Call(*self._precision.cast_inputs(self._model, args, kwargs))
         if self._model.training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
         everywhere = self._options.eval_outputs == "all"

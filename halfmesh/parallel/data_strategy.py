@@ -36,6 +36,7 @@ class StrategyInputs:
         casts: of weights that may be cast before they are gathered.
         blocks: names of the model's repeated blocks; a rank may not have all of them.
         not_called: under a pipeline, names of the modules that stages do not call as a whole.
+        kept: parameters that the mode leaves in fp32 by their names.
         tied: parameters that other pipeline ranks hold, too.
         make: gives the tensors of a module their values, where the model was built without.
         finish: gives all others theirs. A strategy calls it once.
@@ -51,6 +52,7 @@ class StrategyInputs:
     casts: Mapping[nn.Parameter, GatherCast]
     blocks: Sequence[str]
     not_called: Collection[str] | None
+    kept: Collection[torch.Tensor]
     tied: Collection[nn.Parameter]
     make: Callable[[nn.Module], None]
     finish: Callable[[], None]

@@ -10,9 +10,9 @@ from torch import nn
 from ..._torch import RUNNING_STATISTICS
 from ...errors import shorten
 from ...options import Names, Options, PositiveInt
+from ...tensors import parameter_names
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..models.transformers import find_context_problem
-from ..pipeline.microbatches import parameter_names
 from .calls import CallPlan, ContextParallel
 
 _POSITIONS = ("position_ids", "positions")

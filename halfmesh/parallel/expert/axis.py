@@ -13,9 +13,9 @@ from torch import nn
 from ..._torch import BATCH_NORMS
 from ...errors import shorten
 from ...options import Options, PositiveInt
+from ...tensors import parameter_names
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..batch_shard.calls import SharesBatch
-from ..pipeline.microbatches import parameter_names
 from ..shard_spec import Split
 from .dispatch import dispatch
 

@@ -10,6 +10,7 @@ from torch import nn, optim
 from ..._torch import is_compiled
 from ...errors import did_you_mean, shorten
 from ...log import get_logger
+from ...tensors import parameter_names
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..registries import DATA_STRATEGIES, SCHEDULES
 
@@ -114,8 +115,6 @@ def _find_module_problems(model: nn.Module) -> Iterator[str]:
 
 def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequence[str]) -> Iterator[str]:
     """Names in `non_split` that neither the model nor the criterion takes."""
-    from .microbatches import parameter_names
-
     known = [name for what in (model, criterion) if what is not None for name in parameter_names(what)]
     takes_anything = any(name.startswith("*") for name in known)
     for name in () if takes_anything else non_split:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...errors import InputError
-from ...tensors import map_tensors, tensors_of
+from ...tensors import map_tensors, parameter_names, position_names, tensors_of
 from .pieces import Call
 
 
@@ -73,9 +71,8 @@ class Splitter:
         return [map_tensors(partial(cut, index), value) for index in range(count)]
 
     def _named(self, call: Call) -> list[tuple[str, Any]]:
-        names = list(takewhile(lambda name: not name.startswith("*"), self._names))
-        positional = [(names[i] if i < len(names) else f"argument {i + 1}", value) for i, value in enumerate(call.args)]
-        return [*positional, *call.kwargs.items()]
+        names = position_names(self._names, len(call.args))
+        return [*zip(names, call.args, strict=True), *call.kwargs.items()]
 
 
 def _has_items_of_rows(tree: Any, rows: int) -> bool:
@@ -102,13 +99,3 @@ def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | N
     each, else the most that it accepts, else None."""
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
     return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
-
-
-def parameter_names(what: Callable[..., Any]) -> list[str]:
-    """Names of the parameters, with the stars of *args and **kwargs, which also stand for an unknown signature."""
-    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    try:
-        parameters = inspect.signature(getattr(what, "forward", what)).parameters
-    except (TypeError, ValueError):
-        return ["*args", "**kwargs"]
-    return [stars.get(parameter.kind, "") + name for name, parameter in parameters.items()]

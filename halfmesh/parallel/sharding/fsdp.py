@@ -43,7 +43,8 @@ class FSDP(DataStrategy):
         places: the module and the name of each of them; several for a tied one.
         units: the modules that gather their weights separately.
         replicated: names of parameters that every rank holds whole: those that FSDP2 cannot shard (scalars, empty ones,
-            non-contiguous ones), those of several units, and under a pipeline those of modules that no stage calls.
+            non-contiguous ones), those that stay in fp32 by their names, those of several units, and under a pipeline
+            those of modules that no stage calls.
     """
 
     shards_state = shards_model = True
@@ -61,7 +62,8 @@ class FSDP(DataStrategy):
         self._mesh = mesh = make_mesh(inputs.context, data.hybrid)
         self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         units = find_units(model, inputs.blocks, inputs.not_called)
-        whole = {s.param for s in inputs.shards if not can_be_sharded(s.param)} | unowned_params(model, units)
+        whole = {s.param for s in inputs.shards if not can_be_sharded(s.param) or s.param in inputs.kept}
+        whole |= unowned_params(model, units)
         self.replicated = [shard.name for shard in inputs.shards if shard.param in whole]
         taken = [shard.param for shard in inputs.shards if shard.param not in whole]
         self._dtypes = {param: param.dtype for param in taken}

@@ -1,0 +1,194 @@
+"""NAIVE: what stays in fp32, what is said of arguments that it rounds, and of dtypes that a forward mixes."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import halfmesh
+from tests.support.ranks import run_ranks
+
+BF16, FULL = torch.bfloat16, torch.float32
+TIMES = torch.tensor([998.3897, 513.3, 70000.0])
+
+
+class Denoiser(nn.Module):
+    """Computes with the sine of a timestep that comes as an argument, or in a dict; has frequencies of two kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("inv_freq", 10000 ** -torch.linspace(0, 1, 8))
+        self.fourier = nn.Parameter(torch.linspace(-30, 30, 8) / 3, requires_grad=False)
+
+    def forward(self, x, t=None, batch=None):
+        self.got = batch["t"] if t is None else t
+        angles = self.got.float()[:, None] * (self.inv_freq + self.fourier / 1000)
+        return self.a(x) * angles.sin().to(x.dtype)
+
+
+def start(model, precision, **config):
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    return halfmesh.initialize(model, optimizer, F.mse_loss, None, precision | config, device="cpu")
+
+
+def naive(key="bf16", **keys):
+    return {key: {"mode": "naive", **keys}}
+
+
+@pytest.mark.parametrize(("pattern", "call"), [("t", "t"), ("t*", "t"), ("batch.t", "batch"), ("batch", "batch")])
+@pytest.mark.parametrize("key", ["fp16", "bf16"])
+def test_arguments_that_are_kept(key, pattern, call):
+    model = Denoiser()
+    engine = start(model, naive(key, keep_fp32=[pattern]))
+    x = torch.randn(3, 8)
+    engine(x, **({"t": TIMES} if call == "t" else {"batch": {"t": TIMES}}))
+    assert torch.equal(model.got, TIMES)
+    engine.close()
+
+
+def test_what_patterns_keep_reaches_the_output():
+    torch.manual_seed(0)
+    model, x, times = Denoiser(), torch.randn(3, 8), TIMES[:2].repeat(2)[:3]
+    expected = model(x, times)
+    kept = start(model, naive(keep_fp32=["t", "fourier"]))
+    assert (kept(x, times) - expected).abs().max() < 0.02
+    kept.close()
+    rounded = start(model, naive())
+    assert (rounded(x, times) - expected).abs().max() > 0.2
+    rounded.close()
+
+
+def test_frequencies_that_are_not_trained_stay_in_fp32():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.freqs = nn.Parameter(torch.rand(2), requires_grad=False)
+            for name in ("inv_freq", "full_inv_freq", "bands", "periods", "scale"):
+                self.register_buffer(name, torch.rand(2))
+            self.rope = nn.Module()
+            self.rope.freqs = nn.Parameter(torch.rand(2))
+
+    model = Odd()
+    halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), lr=0.1), mode="naive")
+    cast = {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.dtype == torch.float16}
+    assert cast == {"scale", "rope.freqs"}
+
+
+@pytest.mark.parametrize("key", ["fp16", "bf16"])
+def test_what_a_model_wants_in_fp32(key):
+    class Words(nn.Module):
+        _keep_in_fp32_modules = frozenset({"wo"})
+        _keep_in_fp32_modules_strict = ("gate.weight", "bias_*")
+
+        def __init__(self):
+            super().__init__()
+            self.wo, self.two, self.gate = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+            self.register_buffer("bias_of", torch.rand(2))
+
+        def forward(self, x):
+            x = self.two(self.wo(x.to(self.wo.weight.dtype)).to(self.two.weight.dtype))
+            return F.linear(x.float(), self.gate.weight) + self.bias_of
+
+    model = Words()
+    engine = start(model, naive(key))
+    named = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    kept = {name for name, dtype in named.items() if dtype == FULL}
+    assert kept == {"gate.weight", "bias_of"} | ({"wo.weight"} if key == "fp16" else set())
+    before = model.gate.weight.detach().clone()
+    engine.backward(engine(torch.randn(4, 2)).square().mean())
+    engine.step()
+    assert not torch.equal(model.gate.weight, before)
+    engine.close()
+
+
+def test_patterns_that_match_nothing_are_refused():
+    for pattern, text in (
+        ("inv_frek", "did you mean 'inv_freq'"),
+        ("*.t", "its arguments: x, t"),
+        ("batsh.t", "its arguments: x, t"),
+    ):
+        with pytest.raises(halfmesh.InputError, match=f"keep_fp32: .* is the name of no .*{text}"):
+            start(Denoiser(), naive(keep_fp32=[pattern]))
+    model = Denoiser()
+    with pytest.raises(halfmesh.InputError, match="keep_fp32"):
+        halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), lr=0.1), None, "naive", {"keep_fp32": ["s"]})
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "value", "text"),
+    [
+        (naive("fp16"), "t", TIMES, "changes from 70000 to inf in float16"),
+        (naive("bf16"), "t", TIMES[:2].repeat(2)[:3], "changes from 998.3897 to 1000 in bfloat16"),
+        ({"fp16": {"mode": "apex", "opt_level": "O2"}}, "t", TIMES, "changes from 70000 to inf"),
+        (naive("fp16"), "batch.t", TIMES, "argument 'batch.t' changes"),
+        (naive("fp16"), "t", torch.tensor([512.0, math.inf, 3.0]), None),
+        ({"bf16": {"mode": "torch"}}, "t", TIMES, None),
+    ],
+)
+def test_the_first_call_tells_of_arguments_that_change(caplog, precision, name, value, text):
+    engine = start(Denoiser(), precision)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "halfmesh"):
+            engine(torch.randn(3, 8), **({"t": value} if name == "t" else {"batch": {"t": value}}))
+    assert sum(record.levelno == logging.WARNING for record in caplog.records) == (text is not None)
+    assert text is None or (text in caplog.text and f"keep_fp32=[{name!r}]" in caplog.text)
+    engine.close()
+
+
+def test_a_large_input_that_becomes_inf_is_told(caplog):
+    engine = start(Denoiser(), naive("fp16"))
+    engine(torch.full((3, 8), 1e5), TIMES[:1].round().repeat(3) * 0)
+    assert "argument 'x' changes from 100000 to inf" in caplog.text
+    engine.close()
+
+
+def kept_on_ranks(rank, world_size, data):
+    torch.manual_seed(0)
+    model = Denoiser()
+    engine = start(model, naive(keep_fp32=["t", "fourier"]), parallel={"data": data})
+    assert model.fourier.dtype == model.inv_freq.dtype == FULL
+    torch.manual_seed(1)
+    x = torch.randn(3, 8)
+    losses = []
+    for _ in range(3):
+        engine.zero_grad()
+        losses.append(engine.criterion(engine(x, TIMES), x))
+        engine.backward(losses[-1])
+        engine.step()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("data", ["zero1", "fsdp"])
+def test_kept_parameters_with_sharded_ones(data):
+    alone = run_ranks(kept_on_ranks, 1, "replicate")[0]
+    assert run_ranks(kept_on_ranks, 2, data) == [alone, alone]
+
+
+def test_an_error_of_mixed_dtypes_names_the_layer_and_the_way_out():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(torch.zeros(len(x), 8) + x.sum())
+
+    model = nn.Sequential(nn.Identity(), Mixed())
+    engine = start(model, naive())
+    with pytest.raises(halfmesh.InputError, match=r"1\.fc: mat1 and mat2 must have the same dtype.*mode='torch'"):
+        engine(torch.randn(3, 8))
+    engine.close()
+    model, _, _ = halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), lr=0.1), mode="naive", dtype="bfloat16")
+    with pytest.raises(halfmesh.InputError, match=r"1\.fc: .*mode='torch'"):
+        model(torch.randn(3, 8))
+
+
+def test_other_errors_stay_as_they_are():
+    engine = start(nn.Linear(8, 8), naive())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine(torch.randn(3, 7))
+    engine.close()
