@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ._torch import call_hooks, has_no_memory, is_compiled
 from .amp.precision import find_overflow, tensors_to_cast
@@ -84,6 +85,23 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
             f"needed, but {_kind(optimizer)} was given"
         )
         return
+    try:
+        optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
+        parameters = inspect.signature(type(optimizer).step).parameters.values()
+        needed = [p.name for p in list(parameters)[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    except AttributeError:
+        yield (
+            f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__ and keeps state in "
+            "another optimizer, so neither fp32 masters nor checkpoints can follow it (timm's Lookahead is one); pass "
+            "the inner optimizer ('adamw' in place of 'lookahead_adamw'), and average with engine.averaged_model()"
+        )
+        return
+    if needed:
+        yield (
+            f"optimizer: {type(optimizer).__name__}.step needs {needed[0]!r}, with which it computes the loss several "
+            "times in an update; the engine steps once, after backward. Use SGD, Adam, AdamW or another one whose step "
+            "needs no argument, or train with it in a loop of your own"
+        )
     if "zero_grad" in vars(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield (
             "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "
@@ -133,7 +151,14 @@ def find_other_problems(
         if not isinstance(loader, DataLoader):
             yield (
                 f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given; "
-                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) makes one of a dataset"
+                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) makes one of a dataset; of an object "
+                "that wraps one pass the inner one (with timm's create_loader: use_prefetcher=False)"
+            )
+        elif _goes_on(loader):
+            yield (
+                f"{name}: {type(loader).__name__} goes on with one iterator in every epoch, which can be neither "
+                "sharded nor resumed; pass a DataLoader with persistent_workers=True, which keeps its workers, too "
+                "(with timm's create_loader: use_multi_epochs_loader=False)"
             )
         elif _is_empty(loader):
             yield f"{name}: it is empty: {NO_BATCH}"
@@ -198,6 +223,15 @@ def _is_empty(loader: DataLoader[Any]) -> bool:
         return len(loader) == 0
     except TypeError:  # an IterableDataset without a length
         return False
+
+
+def _goes_on(loader: DataLoader[Any]) -> bool:
+    """Whether a loader with an `__iter__` of its own has an iterator already, or a sampler without an end."""
+    if type(loader).__iter__ is DataLoader.__iter__:
+        return False
+    has_begun = any(isinstance(value, Iterator) for name, value in vars(loader).items() if name != "_iterator")
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return has_begun or not (isinstance(loader.dataset, IterableDataset) or isinstance(sampler, Sized))
 
 
 def _kind(value: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -42,6 +44,46 @@ def last_layer_in_half():
 
 
 FEW = DataLoader(TensorDataset(*make_data(3)), 8, drop_last=True)
+
+
+class Wrapper(optim.Optimizer):
+    """Steps another optimizer, and never called Optimizer.__init__."""
+
+    def __init__(self, params):
+        self.inner = sgd(params)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, {}, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Endless(DataLoader):
+    """One iterator for all epochs, over a sampler that begins anew; begun at once or in the first epoch."""
+
+    def __init__(self, begins):
+        super().__init__(TensorDataset(*make_data(8)), 4)
+        batches = self.batch_sampler
+        object.__setattr__(self, "batch_sampler", Repeated(batches))
+        self.count, self.iterator = len(batches), super().__iter__() if begins else None
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        self.iterator = self.iterator or super().__iter__()
+        return itertools.islice(self.iterator, len(self))
+
+
+class Repeated:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        while True:
+            yield from self.batches
+
+
 STEP_LR = lambda o: optim.lr_scheduler.StepLR(o, 1)  # noqa: E731
 PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
 
@@ -74,6 +116,11 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
             {"optimizer": sgd(MLP(seed=3).parameters())},
             r"holds 9 parameter\(s\) that are not the model's: param_groups\[0\]",
         ),
+        ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__ .*'adamw' in place of 'lookahead_adamw'"),
+        ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .* Use SGD, Adam, AdamW"),
+        ({"optimizer": optim.LBFGS, "config": NAIVE_BF16}, "LBFGS.step needs 'closure'"),
+        ({"loader": Endless(begins=True)}, "dataloader: Endless goes on with one iterator .*persistent_workers=True"),
+        ({"eval_dataloader": Endless(begins=False)}, "eval_dataloader: Endless goes on with one iterator"),
         ({"criterion": "cross_entropy"}, "criterion: a callable .* is needed, but a str was given"),
         ({"criterion": nn.MSELoss}, r"the class MSELoss was given, not a criterion; write MSELoss\(\)"),
         ({"loader": [(1, 2)]}, "dataloader: a torch.utils.data.DataLoader is needed, but a list was given"),
@@ -91,6 +138,24 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
 def test_refusals(options, message):
     with pytest.raises(InputError, match=f"(?s){message}"):
         start(**options)
+
+
+@pytest.mark.parametrize("name", ["lookahead_sgd", "lookahead_adamw"])
+@pytest.mark.parametrize("config", [{}, NAIVE_BF16])
+def test_lookahead_of_timm_is_refused(name, config):
+    timm_optim = pytest.importorskip("timm.optim")
+    with pytest.raises(InputError, match="Lookahead does not call"):
+        start(optimizer=lambda params: timm_optim.create_optimizer_v2(params, name, lr=0.1), config=config)
+
+
+def test_loaders_of_timm():
+    timm_loader = pytest.importorskip("timm.data.loader")
+    dataset = TensorDataset(*make_data(8))
+    with pytest.raises(InputError, match="dataloader: MultiEpochsDataLoader goes on with one iterator"):
+        start(loader=timm_loader.MultiEpochsDataLoader(dataset, batch_size=4))
+    prefetched = timm_loader.PrefetchLoader(DataLoader(dataset, 4), device=torch.device("cpu"))
+    with pytest.raises(InputError, match=r"a PrefetchLoader was given.*use_prefetcher=False"):
+        start(loader=prefetched)
 
 
 def test_no_config():

@@ -238,9 +238,21 @@ class EngineDataLoader:
             self._on_epoch_end()
 
 
+class _HasTo(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or (hasattr(value, "to") and not isinstance(value, Mapping))
+
+
+class _Movable(metaclass=_HasTo):
+    """A tensor, or an object that moves its own: a `PackedSequence`, a graph of torch_geometric, a class of a user."""
+
+
 class ToDevice:
-    """Copies batches to `device`; to a GPU on a stream of its own, with an event for each batch, so that no batch waits
-    for the copy of the next one. Look-ahead takes the memory of one more batch there."""
+    """Copies batches to `device`: their tensors, and objects that have a method `to`.
+
+    To a GPU tensors are copied on a stream of its own, with an event for each batch, so that no batch waits for the
+    copy of the next one. Look-ahead takes the memory of one more batch there.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -250,12 +262,12 @@ class ToDevice:
     def start(self, batch: Any) -> tuple[Any, torch.cuda.Event | None]:
         """Begin to copy the batch. What is returned is for `finish` only."""
         if self.device.type != "cuda":
-            return map_tensors(lambda tensor: tensor.to(self.device), batch), None
+            return map_tensors(self._move, batch, _Movable), None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            batch = map_tensors(self._copy, batch)
+            batch = map_tensors(self._copy, batch, _Movable)
             copied.record(self._stream)
         self._last_copied = copied
         return batch, copied
@@ -268,12 +280,13 @@ class ToDevice:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(copied)
 
-        def use(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.to(self.device)
-            tensor.record_stream(stream)  # else its memory could be given away while this stream reads it
-            return tensor
+        def use(value: Any) -> Any:
+            value = self._move(value)
+            if isinstance(value, torch.Tensor):
+                value.record_stream(stream)  # else its memory could be given away while this stream reads it
+            return value
 
-        return map_tensors(use, batch)
+        return map_tensors(use, batch, _Movable)
 
     def wait(self) -> None:
         """Return when the last batch has been copied. Its copy waits for no computation, so this is soon."""
@@ -285,10 +298,20 @@ class ToDevice:
         """Whether the device has nothing to compute. Does not wait for it."""
         return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":  # copied in `finish`, after what computes it
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)  # it is pinned already by a loader with workers
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":  # copied in `finish`, after what computes it
+            return value
+        pinned = value.pin_memory() if hasattr(value, "pin_memory") else value  # it is already by a loader with workers
+        return pinned.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else pinned
+
+    def _move(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device)
+        try:
+            moved = value.to(self.device, non_blocking=True)
+        except TypeError:  # it takes a device only
+            moved = value.to(self.device)
+        return value if moved is None else moved
 
 
 def get_dataloader(

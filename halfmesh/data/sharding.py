@@ -173,7 +173,7 @@ class ShardedLoader:
         self._indices.replace(loader)
         self._indices.items = items
         loader.generator = torch.Generator().manual_seed(worker_seed)
-        return iter(loader)
+        return self._indices.check(loader)
 
     def _part(self, items: list[Any], epoch: int) -> Iterator[Any]:
         self._refuse_other_data(hashlib.sha256(repr(items).encode()), epoch, self._sampler)
@@ -230,9 +230,25 @@ class _Indices:
     """Replaces the loader's own index sampler; its items are set for each epoch."""
 
     items: Iterator[Any] = iter(())
+    _was_asked = False
 
     def __iter__(self) -> Iterator[Any]:
+        self._was_asked = True
         return self.items
+
+    def check(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """The batches of `loader`. Raises InputError, on all ranks, if it never asks which samples are to be read."""
+        batches = iter(loader)
+        if type(loader).__iter__ is DataLoader.__iter__:
+            return batches
+        first = list(itertools.islice(batches, 1))
+        if first and not self._was_asked:
+            raise InputError(
+                f"{type(loader).__name__} has an __iter__ of its own that does not use its sampler, so it cannot be "
+                "sharded: every rank would read all of the data; iterate super().__iter__() in it, or put what it does "
+                "into the dataset or collate_fn of a DataLoader"
+            )
+        return itertools.chain(first, batches)
 
     def replace(self, loader: DataLoader[Any]) -> None:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"

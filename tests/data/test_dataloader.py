@@ -47,6 +47,45 @@ def test_batches_of_any_structure_are_moved(item):
     assert type(batch) is (Pair if isinstance(item, Pair) else dict if isinstance(item, dict) else list)
 
 
+class Graph:
+    """An object that moves its own tensors, in place or to a new one, with or without `non_blocking`."""
+
+    def __init__(self, x, moves):
+        self.x, self.moves, self.lengths = x, moves, torch.ones(2)
+
+    def to(self, device, **options):
+        if self.moves == "device only" and options:
+            raise TypeError("unexpected keyword argument 'non_blocking'")
+        if self.moves == "in place":
+            self.x = self.x.to(device)
+            return None
+        return Graph(self.x.to(device), self.moves)
+
+
+class Boxes(list):
+    """A list with a method of its own, as detection models have."""
+
+    def to(self, device, **options):
+        return Boxes(box.to(device) for box in self[:1])
+
+
+@pytest.mark.parametrize("moves", ["in place", "new", "device only"])
+def test_objects_move_their_own_tensors(moves):
+    moved = ToDevice(torch.device("meta"))
+    batch = moved.finish(moved.start({"graph": Graph(TENSOR, moves), "x": TENSOR, "boxes": [Boxes([TENSOR, TENSOR])]}))
+    assert type(batch["graph"]) is Graph
+    assert [batch["graph"].x.is_meta, batch["graph"].lengths.is_meta, batch["x"].is_meta] == [True, False, True]
+    assert [box.is_meta for box in batch["boxes"][0]] == [True]
+
+
+def test_a_packed_sequence_keeps_its_lengths_on_the_host():
+    moved = ToDevice(torch.device("meta"))
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    packed = moved.finish(moved.start((packed, TENSOR)))[0]
+    assert packed.data.is_meta
+    assert packed.batch_sizes.tolist() == [2, 1, 1]
+
+
 class Reader(IterableDataset):
     """Gives one buffer again and again, as readers of large files do; the second number says what should be in it."""
 
@@ -285,6 +324,24 @@ def test_a_batch_on_a_gpu_waits_for_its_own_copy_only(gpu):
     to_device.wait()
     to_device.wait()
     assert log[10:] == ["host waits for 2"]
+
+
+def test_an_object_is_moved_on_the_stream_that_uses_it(gpu):
+    log = gpu[1]
+
+    class Sentences:
+        def pin_memory(self):
+            log.append("pin sentences")
+            return self
+
+        def to(self, device, non_blocking):
+            log.append(f"{OnGPU.stream} moves to {device}, {non_blocking=}")
+            return self
+
+    gpu[0].finish(gpu[0].start(Sentences()))
+    assert log == [
+        *("pin sentences", "event 1 on copies", "compute waits for 1", "compute moves to cuda, non_blocking=True"),
+    ]
 
 
 def test_batches_are_pinned_where_no_worker_did_it(gpu, monkeypatch):

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from tests.support.models import make_data, make_engine, said, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -234,3 +234,30 @@ def uneven(rank: int, world_size: int) -> list[int]:
 def test_uneven_tails_never_hang():
     """They are padded, so that both ranks have 2 batches and nobody waits."""
     assert run_ranks(uneven, 2) == [[2, 2, 2]] * 2
+
+
+class OwnIter(DataLoader):
+    """Iterates in its own way: over what torch's gives, or past it."""
+
+    def __init__(self, dataset, uses_sampler):
+        super().__init__(dataset, 2)
+        self.uses_sampler = uses_sampler
+
+    def __iter__(self):
+        if self.uses_sampler:
+            for x, y in super().__iter__():
+                yield x + 1, y
+        else:
+            yield from DataLoader(self.dataset, 2)
+
+
+def with_own_iter(rank: int, world_size: int, uses_sampler: bool) -> list[float]:
+    loader = OwnIter(TensorDataset(torch.arange(8.0), torch.zeros(8)), uses_sampler)
+    return [value for x, _ in make_engine(loader=loader).dataloader for value in x.tolist()]
+
+
+def test_a_loader_with_its_own_iter_is_sharded_or_refused():
+    first, second = run_ranks(with_own_iter, 2, True)
+    assert sorted([*first, *second]) == [1, 2, 3, 4, 5, 6, 7, 8]
+    with pytest.raises(RankFailure, match="OwnIter has an __iter__ of its own that does not use its sampler"):
+        run_ranks(with_own_iter, 2, False)

@@ -166,6 +166,9 @@ def test_precision(run, capsys):
     config = halfmesh.load_config({"fp8": run("precision.md", "fp8.py", given={})["fp8"]})
     assert config.fp8.options.filter == ("*head", "blocks.0.*")
 
+    config = halfmesh.load_config({"bf16": run("precision.md", "denoiser.py", given={})["bf16"]})
+    assert config.bf16.options.keep_fp32 == ("timestep", "batch.sigmas", "*fourier.weight")
+
     names = run("precision.md", "average.py")
     assert not torch.equal(names["outputs"], names["engine"](names["images"]))
     assert Path("average.safetensors").exists()
