@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class MixedPrecisionOptimizer:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the options' own. Returns the norm before clipping (0-dim)."""
-        if not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        if not isinstance(max_norm, Real) or not max_norm > 0:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
         stats = self._measure(self.gradients())
         self._clip_once = (float(max_norm), stats)

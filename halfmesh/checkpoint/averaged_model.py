@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Literal
 
@@ -42,11 +43,11 @@ class AveragedModel:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        if type(decay) not in (int, float) or not 0 <= decay < 1:
+        if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay < 1:
             raise InputError(
                 f"decay={show(decay)} is not the share of the average that each update keeps; give 0 <= decay < 1"
             )
-        self._average.decay = decay
+        self._average.decay = float(decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

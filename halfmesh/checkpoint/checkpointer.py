@@ -378,7 +378,8 @@ class Checkpointer:
         """What `Engine.close` restores. All ranks together."""
         from .whole import WholeModel
 
-        return WholeModel(self.sharded_state, self._parts.context)
+        with self._parts.guard.own_call():
+            return WholeModel(self.sharded_state, self._parts.context)
 
     def close(self) -> None:
         """Unlock the folders for other jobs."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -156,7 +158,9 @@ def test_parameters_that_come_later_and_settings(tmp_path):
     engine = make_engine({}, model=model, optimizer=lambda _: torch.optim.SGD(model[0].parameters(), lr=0.1))
     average = engine.averaged_model(0)
     assert average.decay == 0
-    average.decay = 0.5
+    for decay in (np.float32(0.5), np.float64(0.5), Fraction(1, 2)):
+        average.decay = decay
+        assert type(average.decay) is float
     step_on(engine, X, Y)
     engine.optimizer.add_param_group({"params": list(model[2].parameters())})
     weights, averages = [], []

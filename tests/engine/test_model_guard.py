@@ -172,6 +172,7 @@ def asks_for_states(rank, world_size, folder):
     heard, found = [], {}
     logging.getLogger("halfmesh.loop.model_guard").addFilter(lambda record: heard.append(record.getMessage()) or True)
     for layout, (parallel, _, _) in LAYOUTS.items():
+        make_engine({"parallel": parallel}).close(restore=True)
         engine = make_engine({"parallel": parallel})
         step_on(engine, X, Y)
         state = engine.state_dict()
