@@ -32,6 +32,10 @@ _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSample
 """They give as many items as their length says. A subclass, or a sampler of the user's own, may give others."""
 
 
+_DRAWN = 1024
+"""Items of a sampler that are drawn at a time, or one batch of all ranks."""
+
+
 class DataOrder(NamedTuple):
     """The units in which the order of the data is counted. The order is the same in every layout; batches are not.
 
@@ -58,7 +62,8 @@ class ShardedLoader:
 
     Args:
         training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
-            would hang the others), and compare the ranks' data once an epoch. False: no sample comes twice.
+            would hang the others), and compare the data that the ranks begin an epoch with. False: no sample
+            comes twice.
 
     Attributes:
         given: the user's loader.
@@ -138,7 +143,7 @@ class ShardedLoader:
         """The batches of an epoch without the first `skip`, which a map-style dataset does not read.
 
         In one process without `skip`, torch draws everything as in a plain loop. Otherwise the order is drawn here,
-        within `order`: at once where the sampler has a length.
+        within `order`: some batches at a time where the sampler has a length.
 
         Args:
             worker_seed: of the workers, where the order is drawn here.
@@ -162,7 +167,7 @@ class ShardedLoader:
             if loader._iterator is None:  # else persistent workers have their seed
                 torch.empty((), dtype=torch.int64).random_(generator=given.generator)
             if isinstance(source, Sized):
-                items = self._part(list(items), epoch)
+                items = self._part(items, epoch, order)
         if not isinstance(source, Sized):
             items = self._turns(items, epoch, source, order)
         if self.splits_samples:
@@ -175,11 +180,24 @@ class ShardedLoader:
         loader.generator = torch.Generator().manual_seed(worker_seed)
         return self._indices.check(loader)
 
-    def _part(self, items: list[Any], epoch: int) -> Iterator[Any]:
-        self._refuse_other_data(hashlib.sha256(repr(items).encode()), epoch, self._sampler)
-        if self.training and items:
-            items = list(itertools.islice(itertools.cycle(items), self._share(len(items)) * self._size))
-        return iter(items[self._rank :: self._size])
+    def _part(self, items: Iterator[Any], epoch: int, scope: AbstractContextManager[Any]) -> Iterator[Any]:
+        """This rank's item of each round of `size`. What the first batches take is drawn now, all others later, within
+        `scope`: a sampler may have no end, whatever its length says."""
+        count = self._size * (self.given.batch_size or 1)
+        count *= max(1, _DRAWN // count)
+        drawn = list(itertools.islice(items, count))
+        self._refuse_other_data(hashlib.sha256(repr(drawn).encode()), epoch, self._sampler)
+
+        def parts(drawn: list[Any]) -> Iterator[Any]:
+            first = drawn[: self._size]
+            while drawn:
+                if self.training:
+                    drawn += itertools.islice(itertools.cycle(first), -len(drawn) % self._size)
+                yield from drawn[self._rank :: self._size]
+                with scope:
+                    drawn = list(itertools.islice(items, count))
+
+        return parts(drawn)
 
     def _turns(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import random
@@ -173,6 +174,72 @@ def test_the_order_is_that_of_a_plain_loop_in_every_layout():
 
 def joined_batch(mine: list[int], theirs: list[int], in_turn: bool) -> list[int]:
     return [sample for pair in zip(mine, theirs, strict=True) for sample in pair] if in_turn else mine + theirs
+
+
+class Endless(Sampler):
+    """Has a length and no end; it is not to be read far ahead of the loop."""
+
+    def __init__(self, of_batches: bool = False) -> None:
+        self.of_batches = of_batches
+
+    def __iter__(self):
+        for _ in range(10_000):
+            yield torch.randint(SAMPLES, (BATCH,)).tolist() if self.of_batches else int(torch.randint(SAMPLES, ()))
+        raise AssertionError("it is read far ahead")
+
+    def __len__(self) -> int:
+        return 10**10
+
+
+LONG = {
+    "replacement": lambda batch: DataLoader(Numbers(), batch, sampler=RandomSampler(Numbers(), True, 10**6)),
+    "generator": lambda batch: DataLoader(
+        Numbers(), batch, sampler=RandomSampler(Numbers(), num_samples=10**6, generator=generator())
+    ),
+    "weighted": lambda batch: DataLoader(Numbers(), batch, sampler=WeightedRandomSampler([1.0] * SAMPLES, 10**5)),
+    "endless": lambda batch: DataLoader(Numbers(), batch, sampler=Endless()),
+    "workers": lambda batch: DataLoader(
+        Numbers(), batch, sampler=Endless(), num_workers=1, multiprocessing_context="fork"
+    ),
+    "batches": lambda batch: DataLoader(Numbers(), batch_sampler=Endless(of_batches=True)),
+}
+LONG_STEPS, LONG_SAVED = 600, 550
+"""More than is drawn at a time."""
+
+
+def begin_long_epochs(rank: int, world_size: int) -> dict[str, Any]:
+    """The batches of a run, and of one that goes on from a state of it."""
+    multiprocessing.current_process().daemon = False
+    found = {}
+    for kind, make in LONG.items():
+        with engine_of("dp2", make(BATCH // 2)) as engine:
+            seen = []
+            for batch in itertools.islice(engine.dataloader, LONG_STEPS):
+                seen.append(batch.tolist())
+                engine.dataloader.note_training()
+                if len(seen) == LONG_SAVED:
+                    state = engine.dataloader.state_dict()
+        with engine_of("dp2", make(BATCH // 2)) as engine:
+            engine.dataloader.load_state_dict(state)
+            again = [batch.tolist() for batch in itertools.islice(engine.dataloader, LONG_STEPS - LONG_SAVED)]
+        found[kind] = seen, again
+    return found
+
+
+@pytest.mark.distributed
+def test_an_epoch_that_never_ends_is_drawn_as_the_loop_goes_on():
+    first, second = run_ranks(begin_long_epochs, 2, timeout=120, fresh=True)
+    for kind, (seen, again) in first.items():
+        theirs, theirs_again = second[kind]
+        seed_all()
+        expected = [batch.tolist() for batch in itertools.islice(LONG[kind](BATCH), LONG_STEPS)]
+        pairs = zip(seen, theirs, strict=True)
+        if kind == "batches":
+            joined = [batch for pair in pairs for batch in pair][:LONG_STEPS]
+        else:
+            joined = [joined_batch(*pair, True) for pair in pairs]
+        assert joined == expected, kind
+        assert (again, theirs_again) == (seen[LONG_SAVED:], theirs[LONG_SAVED:]), kind
 
 
 def losses(rank: int, world_size: int, layout: str) -> tuple[list[float], torch.Tensor]:
