@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from .parallel.deferred.materialize import Materializer, make_materializer
 from .parallel.deferred.meta import convert_to_meta, refuse_early_state
 from .parallel.gradient_sums import CompleteGradients, Reduction
 from .parallel.objects import is_alone
-from .summary import EffectivePlan, make_plan
+from .summary import make_plan
 
 _log = get_logger(__name__)
 
@@ -80,7 +81,7 @@ def initialize(
 
     Everything is checked first: a refusal names all problems and leaves the arguments untouched. Then the model moves
     to the device, takes rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters where the
-    mode keeps them.
+    mode keeps them. If a later part fails, such as `resume`, both are given back, unless they are sharded by then.
 
     Args:
         model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
@@ -124,17 +125,27 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         )
         context, loaders, late = _prepare(given, recipe, settings, place, group)
         undo.pop_all()
-    engine = _make_engine(*_convert(given, recipe, settings, context, loaders, plans, late))
-    owner = group if launch is None else launch.group
-    if owner is not None:
-        owner.failures.watch(engine)
-    engine.context.begin_calls(owner)
+    context.start_equal(given.model, given.optimizer)
+    sharded = bool(plans.axes) or data_strategy(settings, context.dp_size).shards_state
+    with _given_back(given.model, given.optimizer, sharded) as undo:
+        parts = _convert(given, recipe, settings, context, loaders, plans, late, undo)
+        checkpointer = Checkpointer(parts)
+        engine = undo.enter_context(Engine(parts, checkpointer))
+        engine.plan = make_plan(parts, recipe, given.dataloader)
+        _log.info("%s", engine.plan)
+        for advice in find_advice(settings) if context.dp_size > 1 else ():
+            _log.info("advice: %s", advice)
+        engine._set_hooks(_make_hooks(parts, checkpointer))
+        owner = group if launch is None else launch.group
+        if owner is not None:
+            owner.failures.watch(engine)
+        engine.context.begin_calls(owner)
+        _resume(engine)
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
         _log.warning(
             "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, so "
             "checkpoints have it, too; to avoid this, pass the uncompiled model and set compile = True in the config"
         )
-    _resume(engine)
     if group is not None:
         group.join(engine.context)  # not earlier: a refused call closes nothing
     return engine
@@ -173,9 +184,9 @@ def _convert(
     loaders: list[Any],
     plans: Plans,
     late: Materializer | None,
-) -> tuple[EngineParts, EffectivePlan]:
+    undo: ExitStack,
+) -> EngineParts:
     """Parallelize and cast the model, and build the parts. From here on the user's objects change."""
-    context.start_equal(given.model, given.optimizer)
     # Before the model goes to the device, which may not have room for all of it.
     division = Division(given.model, given.optimizer, plans, config, context, late)
     shards = division.make_shards(given.model, given.optimizer, recipe)
@@ -184,6 +195,8 @@ def _convert(
     update = convert(
         given.model, given.optimizer, shards, recipe, context, options, division.data.update_device, backend.cast_model
     )
+    undo.callback(division.close, restore=False)
+    undo.callback(update.close, undo=not division.divides)
     update.publisher = division.data.publisher
     precision = backend.precision(recipe, context.device)
     if division.axes:
@@ -191,6 +204,8 @@ def _convert(
     elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = _make_reduction(given.model, update, context, config, division)
+    if reducer is not None:
+        undo.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
     accumulation = Accumulation(update, precision, *cycle, context, reducer, SameTrained(context))
     executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
@@ -215,17 +230,36 @@ def _convert(
         guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
         statistics=StatisticsCheck(given.model, update.recipe, context.rank == context.stage_ranks[0]),
     )
-    plan = make_plan(parts, recipe, given.dataloader)
-    _log.info("%s", plan)
-    for advice in find_advice(config) if context.dp_size > 1 else ():
-        _log.info("advice: %s", advice)
-    return parts, plan
+    undo.pop_all()  # the engine does it from now on
+    return parts
 
 
-def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
-    """Add the hooks that the config needs; modules of unused features are not imported."""
+@contextmanager
+def _given_back(model: nn.Module, optimizer: optim.Optimizer, sharded: bool) -> Iterator[ExitStack]:
+    """A scope in which model and optimizer change. After an error in it what is on the stack is undone, and both are on
+    their devices again; if they are `sharded` the error says that they are of no more use."""
+    devices = {name: tensor.device for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    try:
+        with ExitStack() as undo:
+            yield undo
+            undo.pop_all()
+    except BaseException as error:
+        if sharded:
+            error.add_note(
+                "model and optimizer were sharded by then and cannot be given back: before you call initialize again, "
+                "build new ones"
+            )
+        else:
+            for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+                if devices[name].type != "meta":  # else it had no values
+                    tensor.data = tensor.data.to(devices[name])
+            _move_state(optimizer)
+        raise
+
+
+def _make_hooks(parts: EngineParts, checkpointer: Checkpointer) -> list[EngineHook]:
+    """The hooks that the config needs; modules of unused features are not imported."""
     config, context, hooks = parts.config, parts.context, list[EngineHook]()
-    checkpointer = Checkpointer(parts)
     if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run is alone
         from .debug.sync_check import SyncCheck
 
@@ -240,7 +274,7 @@ def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
 
         checkpointer.preemption = PreemptionHook(parts, checkpointer, config.checkpoint)
         hooks.append(checkpointer.preemption)
-    return Engine(parts, checkpointer, hooks, plan)
+    return hooks
 
 
 def _make_reduction(
@@ -266,13 +300,9 @@ def _resume(engine: Engine) -> None:
         return
     from .checkpoint.preemption import find_resumed
 
-    try:
-        place = find_resumed(engine.config, engine.context)
-        if place is not None:
-            engine.load(place)
-    except BaseException as error:
-        engine._close_hooks(error)
-        raise
+    place = find_resumed(engine.config, engine.context)
+    if place is not None:
+        engine.load(place)
 
 
 def _load(config: Any) -> Config:

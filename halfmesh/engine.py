@@ -41,17 +41,17 @@ class Engine:
         plan: the effective plan that initialize prints.
     """
 
-    def __init__(
-        self, parts: EngineParts, checkpointer: Checkpointer, hooks: Iterable[EngineHook], plan: EffectivePlan
-    ) -> None:
+    plan: EffectivePlan
+
+    def __init__(self, parts: EngineParts, checkpointer: Checkpointer) -> None:
         self.model = parts.model
         self.context = parts.context
         self.config = parts.config
-        self.plan = plan
         self._parts = parts
         self._checkpointer = checkpointer
-        self._set_hooks(hooks)
-        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
+        self._set_hooks(())
+        # Its own would miss the model's gradients. (Not this engine's: the optimizer would keep the engine.)
+        self.optimizer.zero_grad = parts.accumulation.zero_grad  # type: ignore[method-assign]
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -174,8 +174,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients; does nothing inside an accumulation cycle. (`set_to_none` is there for code of torch.)"""
-        if not self._parts.accumulation.in_progress:
-            self._parts.accumulation.clear()
+        self._parts.accumulation.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.

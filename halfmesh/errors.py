@@ -104,9 +104,19 @@ class Preempted(SystemExit):
         folder: the checkpoint.
     """
 
+    _status = EXIT_PREEMPTED
+
     def __init__(self, folder: Path | None = None) -> None:
-        super().__init__(EXIT_PREEMPTED)
+        super().__init__(self._status)
         self.folder = folder
+
+
+class Interrupted(Preempted, KeyboardInterrupt):
+    """Ctrl-C, or SIGINT from elsewhere, told the run to end, and it has saved. Raised like `Preempted`, but ends the
+    process with status 130, as shells give it for Ctrl-C.
+    """
+
+    _status = 130
 
 
 def bullet_list(title: str, lines: Iterable[str]) -> str:

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.automatic import AutomaticConfig
-from ..errors import CheckpointError, Preempted
+from ..errors import CheckpointError, Interrupted, Preempted
 from ..log import get_logger
 from ..loop.parts import EngineHook, EngineParts
 from ..parallel.context import ParallelContext
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from .checkpointer import Checkpointer
 
 _log = get_logger(__name__)
+
+AGAIN_S = 1.0
+"""Seconds within which a second SIGINT is the same Ctrl-C: a terminal and a launcher may both send it."""
 
 
 class PreemptionHook(EngineHook):
@@ -54,22 +59,34 @@ class PreemptionHook(EngineHook):
         self._several = parts.context.size > 1 and not is_alone()  # a dry run is alone
         self._group = parts.context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
-        self._signals = StopSignals(options.signals)
+        self._came: list[str] = []  # what has told the run to end, in order
+        names = options.signals if hasattr(sys, "ps1") else (*options.signals, "SIGINT")  # not where one types
+        found = {name: find_handler(signal.Signals[name]) for name in names}
+        self._handlers = [handler for handler in found.values() if handler is not None]
+        for handler in self._handlers:
+            handler.listeners.add(self)
+        handled = [handler.number for handler in self._handlers]
         for sharded in (parts.dataloader, parts.eval_dataloader):
             loader = None if sharded is None else sharded.loader.loader
-            if loader is not None and loader.num_workers and self._signals.handled:
-                loader.worker_init_fn = ShelteredWorker(self._signals.handled, loader.worker_init_fn)
-        if self._signals.others:
+            if loader is not None and loader.num_workers and handled:
+                loader.worker_init_fn = ShelteredWorker(handled, loader.worker_init_fn)
+        others = [name for name in options.signals if found[name] is None]
+        if others:
             _log.warning(
                 "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; "
                 "call engine.preempt() from that handler, or leave the signal out",
-                ", ".join(self._signals.others),
+                ", ".join(others),
                 ranks=None,
             )
 
-    def ask(self) -> None:
-        """End the run as if a signal had come. May be called by a signal handler."""
-        self._signals.came.append("engine.preempt()")
+    def ask(self, why: str = "engine.preempt()") -> bool:
+        """End the run. May be called by a signal handler. Returns False if it was asked for the same reason before."""
+        if why in self._came:
+            return False
+        self._came.append(why)
+        if why == "SIGINT" and self._parts.context.rank == 0:
+            os.write(2, b"\nCtrl-C: training ends after this update, and is saved; press it again to end at once\n")
+        return True
 
     def forget(self) -> None:
         """A checkpoint was loaded: the next event is not a step boundary."""
@@ -96,8 +113,9 @@ class PreemptionHook(EngineHook):
             if error is None and not self._preempted and sys.exception() in (None, self._handled):
                 self._end()
         finally:
+            for handler in self._handlers:
+                handler.remove(self)
             self._handled = None
-            self._signals.replace(signal.SIG_DFL)
             self._checkpointer.preemption = None
 
     def _pass_boundary(self) -> None:
@@ -115,20 +133,21 @@ class PreemptionHook(EngineHook):
         if not self._agree():
             self._save_if_due(before)
             return
-        reason = _describe(parts.context.everyone(self._signals.came))
-        place = self._save_last(reason, f", and ends with status {Preempted().code}")
+        reason = _describe(parts.context.everyone(self._came))
+        kind = Interrupted if reason == "SIGINT" else Preempted
+        place = self._save_last(reason, f", and ends with status {kind().code}")
         self._preempted = True
-        # Python removes its own handlers when it shuts down: a launcher's second signal would change the exit status.
-        self._signals.replace(signal.SIG_IGN)
-        raise Preempted(place)
+        for handler in self._handlers:
+            handler.ignore()
+        raise kind(place)
 
     def _agree(self) -> bool:
         """Whether a signal had come to some rank by the boundary before; to the only one, by now."""
         if not self._several:
-            return bool(self._signals.came)
+            return bool(self._came)
         if self._read_flag():
             return True
-        flag = torch.tensor(int(bool(self._signals.came)))
+        flag = torch.tensor(int(bool(self._came)))
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._flag = work, flag
@@ -146,7 +165,7 @@ class PreemptionHook(EngineHook):
         """All ranks close: a signal counts that came after the last boundaries, too."""
         parts = self._parts
         self._read_flag()
-        everyone = parts.context.everyone((self._signals.came, parts.accumulation.holds_gradients))
+        everyone = parts.context.everyone((self._came, parts.accumulation.holds_gradients))
         reason = _describe([came for came, _ in everyone])
         if any(holds_gradients for _, holds_gradients in everyone):
             if reason:
@@ -168,7 +187,11 @@ class PreemptionHook(EngineHook):
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
             self._checkpointer.wait()
         place = self._save()
-        _log.info("told to end (%s): saved to %s%s", reason, place, then)
+        if reason == "SIGINT":
+            step = self._parts.global_step
+            _log.info("interrupted; saved update %d in %s; run again with resume='auto' to go on", step, place)
+        else:
+            _log.info("told to end (%s): saved to %s%s", reason, place, then)
         return place
 
     def _save(self, in_background: bool = False) -> Path:
@@ -207,44 +230,61 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
-class StopSignals:
-    """Handlers of the signals that tell a run to end. They note that the signal came, and nothing else: a handler runs
+class StopHandler:
+    """Handler of a signal that tells a run to end. It tells the engines that listen, and nothing else: a handler runs
     between any two instructions of the main thread, so it takes no lock and does not communicate.
 
+    Where none listens any more, and at a second Ctrl-C, what was there before acts instead.
+
     Attributes:
-        came: the names of what came, in order.
-        handled: the signals that are handled here.
-        others: the names of those that the user or a library handles already; these stay as they are.
+        listeners: of those engines that are neither closed nor collected.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.came: list[str] = []
-        self.others: list[str] = []
-        self.handled: list[signal.Signals] = []
-        for name in names:
-            if _is_free(signal.Signals[name]):
-                signal.signal(signal.Signals[name], self)
-                self.handled.append(signal.Signals[name])
-            else:
-                self.others.append(name)
+    def __init__(self, number: signal.Signals, before: Any) -> None:
+        self.number = number
+        self.listeners: weakref.WeakSet[PreemptionHook] = weakref.WeakSet()
+        self._before = before
+        self._process = os.getpid()
+        self._asked_at = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came.append(signal.Signals(number).name)
+        listeners = self.listeners if os.getpid() == self._process else ()  # not for a forked one
+        asked, now = [listener.ask(self.number.name) for listener in listeners], time.monotonic()
+        if any(asked):
+            self._asked_at = now
+        elif not asked or (self.number is signal.SIGINT and now > self._asked_at + AGAIN_S):
+            signal.signal(number, self._before)
+            signal.raise_signal(number)
 
-    def replace(self, handler: signal.Handlers) -> None:
-        """Take back these handlers for SIG_DFL, which was there before, or SIG_IGN."""
-        for number in self.handled if _in_main_thread() else ():
-            if signal.getsignal(number) is self:  # else another handler has replaced it
-                signal.signal(number, handler)
+    def ignore(self) -> None:
+        """The process ends, and the same signal is not to end it once more, which would change its exit status: Python
+        removes its own handlers when it shuts down. (But Ctrl-C may.)"""
+        if self.number is not signal.SIGINT and _in_main_thread() and signal.getsignal(self.number) is self:
+            signal.signal(self.number, signal.SIG_IGN)
+
+    def remove(self, listener: PreemptionHook) -> None:
+        """`listener` is told no more. After the last one the handler before is put back."""
+        self.listeners.discard(listener)
+        if not self.listeners and _in_main_thread() and signal.getsignal(self.number) is self:
+            signal.signal(self.number, self._before)
 
 
-def _is_free(number: signal.Signals) -> bool:
-    """Whether no Python handler is set for the signal."""
-    return _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL
+def find_handler(number: signal.Signals) -> StopHandler | None:
+    """The handler of the signal, which may be that of an earlier engine. None: the user or a library has one, which
+    stays; or this is not the main thread, where Python allows none."""
+    if not _in_main_thread():
+        return None
+    present = signal.getsignal(number)
+    if isinstance(present, StopHandler):
+        return present
+    if present not in ([signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]):
+        return None
+    handler = StopHandler(number, present)
+    signal.signal(number, handler)
+    return handler
 
 
 def _in_main_thread() -> bool:
-    """Python allows signal handlers only here."""
     return threading.current_thread() is threading.main_thread()
 
 

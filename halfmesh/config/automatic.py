@@ -18,7 +18,7 @@ def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             raise ValueError(f"{name!r} is not the name of a signal here{did_you_mean(name, known)}")
-        if name in ("SIGKILL", "SIGSTOP", "SIGINT"):
+        if name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"{name!r} ends or stops a run at once; leave it out ('SIGTERM' and 'SIGUSR1' are usual)")
     return names
 

@@ -189,6 +189,11 @@ class Accumulation:
             self.reduce()
         return divisor
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`Engine.zero_grad`."""
+        if not self.in_progress:
+            self.clear()
+
     def clear(self) -> None:
         """Forget the gradients and begin a new cycle."""
         self._update.zero_grad()

@@ -237,6 +237,8 @@ def _settings(config: Config) -> dict[str, Any]:
 def _how(error: BaseException | None) -> dict[str, Any]:
     if error is None:
         return {"status": "finished"}
+    if isinstance(error, KeyboardInterrupt):
+        return {"status": "interrupted"}
     if isinstance(error, Preempted):
         return {"status": "preempted"}
     first, *_ = str(error).splitlines() or [""]

@@ -16,6 +16,7 @@ Rows = list[tuple[str, list[str]]]
 _STATUS = {
     "finished": "✓ finished",
     "failed": "✗ failed",
+    "interrupted": "⏸ interrupted",
     "preempted": "⏸ preempted, and saved",
     "running": "… still running, or killed: no end was written",
 }

@@ -9,7 +9,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _signals_are_as_before():
-    before = signal.getsignal(signal.SIGTERM)
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before:
+        signal.signal(number, handler)

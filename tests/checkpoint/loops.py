@@ -90,15 +90,15 @@ def parts(engine, when=NOWHERE):
                 break
 
 
-def at(number, position=1):
-    """Send SIGTERM after step `number`; in a cycle, after its microbatch `position`."""
+def at(number, position=1, signum=signal.SIGTERM):
+    """Send a signal after step `number`; in a cycle, after its microbatch `position`."""
     calls = []
 
     def send(engine):
         if engine.global_step == number:
             calls.append(1)
             if len(calls) == position:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signum)
 
     return send
 

@@ -5,14 +5,20 @@ Several ranks, and signals from outside, are in tests/faults/.
 
 from __future__ import annotations
 
+import gc
+import json
+import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
 
-from halfmesh.errors import CheckpointError, InputError, Preempted
+import halfmesh
+from halfmesh.checkpoint import preemption
+from halfmesh.errors import CheckpointError, InputError, Interrupted, Preempted
 from tests.checkpoint.loops import at, loop, made, step, steps_in, twice
 from tests.support.checkpoint_runs import Gate
 from tests.support.models import make_data
@@ -184,3 +190,139 @@ def test_a_handler_of_the_users_stays(tmp_path, caplog):
     with pytest.raises(Preempted):
         loop(engines[0], at(2))
     assert signal.getsignal(signal.SIGTERM) is mine
+
+
+# --- engines that are left --------------------------------------------------------------------------------------------
+
+
+def test_the_newest_engine_is_told_beside_one_that_was_left(tmp_path):
+    """By an exception in a notebook, say. Closing the one that was left takes nothing from the newer one."""
+    step(left := made(tmp_path / "left"))
+    newest = made(tmp_path / "newest")
+    left.close()
+    with pytest.raises(Preempted):
+        loop(newest, at(3))
+    assert (steps_in(tmp_path / "left"), steps_in(tmp_path / "newest")) == ([], [3])
+
+
+def test_an_older_engine_is_still_told(tmp_path):
+    older = made(tmp_path / "older")
+    made(tmp_path / "newest").close()
+    with pytest.raises(Preempted):
+        loop(older, at(3))
+    third = made(tmp_path / "third")  # after the signal, which is ignored by then
+    with pytest.raises(Preempted):
+        loop(third, at(2))
+    assert (steps_in(tmp_path / "older"), steps_in(tmp_path / "third")) == ([3], [2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_without_a_live_engine_signals_act_as_before(number, tmp_path, monkeypatch):
+    before, raised = signal.getsignal(number), []
+    engine = made(tmp_path)
+    kept = engine.model, engine.optimizer, engine.dataloader  # they do not keep the engine
+    assert signal.getsignal(number) is not before
+    del engine, kept
+    gc.collect()
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    os.kill(os.getpid(), number)
+    assert raised == [number]
+    assert signal.getsignal(number) is before
+
+
+def linger(started):
+    started.set()
+    time.sleep(60)
+
+
+def test_a_forked_process_ends_as_before(tmp_path):
+    engine, forked = made(tmp_path), multiprocessing.get_context("fork")
+    child = forked.Process(target=linger, args=(started := forked.Event(),))
+    child.start()
+    assert started.wait(20)
+    child.terminate()
+    child.join(20)
+    assert child.exitcode == -signal.SIGTERM
+    engine.close()
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ctrl_c_finishes_the_update_and_saves(accumulation, tmp_path, caplog, capfd):
+    engine = made(tmp_path / "saves", gradient_accumulation=accumulation)
+    with (
+        caplog.at_level("INFO", "halfmesh"),
+        pytest.raises(KeyboardInterrupt) as ended,
+        halfmesh.RunFolder(engine, tmp_path / "run"),
+    ):
+        loop(engine, at(3, accumulation, signal.SIGINT))
+    number = 3 if accumulation == 1 else 4  # it comes within the fourth
+    assert isinstance(ended.value, (Preempted, SystemExit))
+    assert (ended.value.code, steps_in(tmp_path / "saves")) == (130, [number])
+    place = tmp_path / "saves" / f"step-{number:08d}"
+    assert (
+        caplog.messages[-1] == f"interrupted; saved update {number} in {place}; run again with resume='auto' to go on"
+    )
+    assert capfd.readouterr().err.count("press it again to end at once") == 1
+    session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
+    assert (session["status"], session["to_step"], session.get("error")) == ("interrupted", number, None)
+    engine.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert made(tmp_path / "saves").global_step == number
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
+    """One that a launcher sends too is none."""
+    monkeypatch.setattr(preemption, "AGAIN_S", 0.2)
+    engine, reached = made(tmp_path), []
+
+    def twice(engine):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append(engine.global_step)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("too late")
+
+    with pytest.raises(KeyboardInterrupt) as ended:
+        loop(engine, twice)
+    assert not isinstance(ended.value, Interrupted)
+    assert (reached, steps_in(tmp_path)) == ([1], [])
+
+
+def test_ctrl_c_without_automatic_saves_ends_at_once(tmp_path):
+    engine = made(None)
+    with pytest.raises(KeyboardInterrupt), halfmesh.RunFolder(engine, tmp_path):
+        loop(engine, at(2, signum=signal.SIGINT))
+    session = json.loads((tmp_path / "config.json").read_text())["sessions"][-1]
+    assert (session["status"], session["to_step"], engine.global_step) == ("interrupted", 2, 2)
+
+
+def test_ctrl_c_ends_fit(tmp_path):
+    class CtrlC(halfmesh.Hook):
+        def after_step(self, trainer, result):
+            at(3, signum=signal.SIGINT)(trainer.engine)
+
+    engine = made(tmp_path / "saves")
+    with pytest.raises(Interrupted):
+        halfmesh.Trainer(engine).fit(epochs=2, hooks=[CtrlC(), {"type": "run", "directory": tmp_path / "run"}])
+    session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
+    assert (session["status"], steps_in(tmp_path / "saves")) == ("interrupted", [3])
+
+
+def test_a_handler_of_the_users_for_ctrl_c_stays(tmp_path, caplog):
+    came = []
+    signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    loop(engine := made(tmp_path), at(2, signum=signal.SIGINT))
+    engine.close()
+    assert (came, steps_in(tmp_path)) == ([1], [])
+    assert "handled already" not in caplog.text
+
+
+def test_ctrl_c_is_pythons_where_one_types(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    engine = made(tmp_path)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    engine.close()

@@ -157,7 +157,7 @@ MISTAKES = [
     # checkpoints
     ({"checkpoint": True}, f"True is not a folder; {FOLDER}; to compute activations again in backward, set activation"),
     ({"checkpoint": {"every": 3}}, "checkpoint.directory: is required"),
-    ({"checkpoint": {"directory": "x", "signals": ["SIGINT"]}}, "'SIGINT' ends or stops a run at once; leave it out"),
+    ({"checkpoint": {"directory": "x", "signals": ["SIGKILL"]}}, "'SIGKILL' ends or stops a run at once; leave it out"),
     ({"checkpoint": {"directory": "x", "signals": ["SIGTREM"]}}, "'SIGTREM' is not the name of a signal here; did you"),
 ]
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfmesh.errors import Preempted
+from halfmesh.errors import Interrupted, Preempted
 from tests.faults.launches import TORCHRUN, started
 from tests.support import checkpoint_program
 from tests.support.checkpoint_runs import make_engine
@@ -104,6 +104,33 @@ def test_all_ranks_save_after_the_same_step_and_resume_exactly(cell, tmp_path):
     assert run_ranks(tell_and_resume, 2, *job, timeout=100) == [[], []]
 
 
+def interrupted(rank, world_size, layout, mode, folder):
+    """Ctrl-C reaches the ranks at different places."""
+    engine = made(layout, mode, folder, 1)
+
+    def press(step):
+        if step == 3 + rank:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02 * (1 + rank))
+
+    with pytest.raises(Interrupted) as ended:
+        loop(engine, press)
+    engine.close()
+    return ended.value.code, ended.value.folder.name, signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "cell", ["dp2-none", *(pytest.param(c, marks=pytest.mark.slow) for c in ("zero1-naive", "fsdp-none", "pp2-none"))]
+)
+def test_ranks_agree_on_the_update_that_ctrl_c_finishes(cell, tmp_path):
+    one, other = run_ranks(interrupted, 2, *cell.split("-"), str(tmp_path), timeout=100)
+    assert one == other
+    assert one[0] == 130
+    assert one[1] in ("step-00000004", "step-00000005", "step-00000006")
+    assert one[2]
+
+
 def own_loader(rank, folder):
     """Without engine.dataloader: the boundary is the next forward."""
     engine = made("dp2", "none", folder, 1)
@@ -185,6 +212,19 @@ def assert_same_weights(first, second, tolerance=0.0):
 
 
 @pytest.mark.slow
+def test_ctrl_c_at_one_process_ends_it_with_status_130(tmp_path):
+    """It reaches the DataLoader's workers, too."""
+    options = make_folders(tmp_path) | {"workers": 1}
+    with begin((sys.executable,), **options, pause=0.05) as process:
+        await_step(options["log"], 0, 7, process)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 130, output
+    assert output.splitlines()[-1].startswith("interrupted; saved update ")
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
 def test_one_process_ends_with_status_75_and_resumes(tmp_path):
     """With a worker, and the signal to all of its processes, as torchrun and SLURM send it: again and again, also while
     the interpreter shuts down."""
@@ -246,14 +286,17 @@ def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_told_through_torchrun_and_resumed_with_one_process(tmp_path):
-    options = make_folders(tmp_path) | {"dropout": 0.0, "shuffle": False}
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_through_torchrun_and_resumed_with_one_process(number, tmp_path):
+    options = make_folders(tmp_path) | {"dropout": 0.0, "shuffle": False, "workers": 1}
     with begin(TORCHRUN, **options, pause=0.05) as process:
         await_step(options["log"], 0, 7, process)
-        process.terminate()
+        os.killpg(process.pid, number)  # as a terminal sends Ctrl-C
         output, _ = process.communicate(timeout=200)
     assert process.returncode != 0
-    assert "[rank 0] told to end (SIGTERM): saved to" in output
+    said = "interrupted; saved update " if number == signal.SIGINT else "told to end (SIGTERM): saved to"
+    assert f"[rank 0] {said}" in output
+    assert not re.search(r"KeyboardInterrupt|terminate called|DataLoader worker", output)
     rest = checkpoint_program.main(**options)
     assert 0 < len(rest) < 30
     checkpoint_program.main(str(tmp_path / "whole.pt"), dropout=0.0, shuffle=False)

@@ -1,0 +1,118 @@
+"""An `initialize` that fails when model and optimizer are converted already: both come back, and can be given again."""
+
+from __future__ import annotations
+
+import copy
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import halfmesh
+from halfmesh import assembly
+from halfmesh.errors import CheckpointError, HalfmeshError
+from tests.support.checkpoint_runs import FP16, LAYOUTS, Net
+from tests.support.models import MODES, adamw, make_data, make_loader
+from tests.support.ranks import rank_device, run_ranks
+
+X, Y = make_data(8)
+
+
+def start(model, optimizer, config, device="cpu"):
+    return halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), config, device=device)
+
+
+def hooks_of(*objects):
+    found = (vars(thing) for thing in objects)
+    return [(name, len(value)) for names in found for name, value in names.items() if "hooks" in name and value]
+
+
+def looks(model, optimizer):
+    """What of them is compared."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        "tensors": [(name, tensor.dtype, tensor.device, tensor.requires_grad, tensor.grad) for name, tensor in named],
+        "params": [id(param) for param in model.parameters()],
+        "hooks": hooks_of(*model.modules(), optimizer),
+        "groups": [[id(param) for param in group["params"]] for group in optimizer.param_groups],
+        "settings": [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups],
+        "state": [id(param) for param in optimizer.state],
+        "own": [name in vars(thing) for thing in (model, optimizer) for name in ("zero_grad", "step", "forward")],
+        "handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+    }
+
+
+def broken(*_, **__):
+    raise ZeroDivisionError
+
+
+def fail(how, folder, monkeypatch):
+    """Let the next `initialize` fail. Returns keys of the config."""
+    if how in ("LRAdvance", "make_plan", "NonFiniteProbes"):  # which it calls one after another
+        monkeypatch.setattr(assembly, how, broken)
+    if how == "other":
+        model = nn.Linear(3, 3)
+        engine = halfmesh.initialize(model, adamw(model.parameters()), config={}, device="cpu")
+        engine.save(folder)
+        engine.close()
+        return {"resume": str(folder)}
+    return {"resume": str(folder / "nothing")} if how == "missing" else {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        *((mode, "missing") for mode in ("none", "torch_fp16", "naive_fp16", "naive_bf16", "apex_o1", "apex_o2")),
+        *(("naive_fp16", how) for how in ("other", "LRAdvance", "make_plan", "NonFiniteProbes")),
+    ],
+)
+def test_model_and_optimizer_come_back(mode, how, tmp_path, monkeypatch):
+    model = Net()
+    optimizer = adamw(model.parameters())
+    keys = MODES[mode] | {"checkpoint": str(tmp_path / "saves"), "activation_checkpoint": {"patterns": ["up"]}}
+    with monkeypatch.context() as patch:
+        failing = keys | fail(how, tmp_path, patch)
+        before, values = looks(model, optimizer), copy.deepcopy(model.state_dict())
+        with pytest.raises((HalfmeshError, ZeroDivisionError)) as error:
+            start(model, optimizer, failing)
+    assert not getattr(error.value, "__notes__", [])
+    assert looks(model, optimizer) == before
+    torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
+    nn.functional.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    engine = start(model, optimizer, keys)
+    engine.backward(engine.criterion(engine(X), Y))
+    assert not engine.step().skipped
+    engine.close()
+
+
+def again_on_ranks(rank, world_size, layout):
+    model = Net()
+    optimizer = adamw(model.parameters())
+    keys = {"parallel": LAYOUTS[layout][1], **FP16["torch"]}
+    before = looks(model, optimizer)
+    with pytest.raises(CheckpointError) as error:
+        start(model, optimizer, keys | {"resume": "nowhere"}, rank_device())
+    if layout == "dp2":
+        assert looks(model, optimizer)["hooks"] == before["hooks"]
+    else:
+        assert "build new ones" in error.value.__notes__[-1]
+        model = Net()
+        optimizer = adamw(model.parameters())
+    engine = start(model, optimizer, keys, rank_device())
+    for x, y in engine.dataloader:
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    value = engine.grad_norm
+    engine.close()
+    return value
+
+
+@pytest.mark.distributed
+def test_ranks_initialize_again():
+    """With sharded parameters the error says that model and optimizer are of no more use."""
+    for layout in ("dp2", "zero1", "fsdp"):
+        one, other = run_ranks(again_on_ranks, 2, layout, timeout=60)
+        assert one == other
