@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,19 @@ from ..log import get_logger
 from .state import Boxes
 
 _log = get_logger(__name__)
+
+
+class _SaveThread(threading.Thread):
+    def __init__(self, run: Callable[[Callable[[], object]], None], write: Callable[[], object], directory: Path):
+        super().__init__(target=run, args=(write,), name="halfmesh save")
+        self.directory = directory.resolve()
+
+
+def wait_for_writers(directory: Path) -> None:
+    """Wait for saves of all engines of this process into `directory`: the next one removes what is unfinished there."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _SaveThread) and thread.directory == directory.resolve():
+            thread.join()
 
 
 class BackgroundWriter:
@@ -36,9 +50,10 @@ class BackgroundWriter:
             torch.cuda.current_stream(self._device).synchronize()
         return self._copies
 
-    def start(self, write: Callable[[], object]) -> None:
-        """Call `write` in a thread that the process joins at exit. The previous one must have ended."""
-        self._thread = threading.Thread(target=self._run, args=(write,), name="halfmesh save")
+    def start(self, write: Callable[[], object], directory: Path) -> None:
+        """Call `write`, which writes into `directory`, in a thread that the process joins at exit. The previous one
+        must have ended."""
+        self._thread = _SaveThread(self._run, write, directory)
         self._thread.start()
 
     def wait(self) -> None:

@@ -20,7 +20,7 @@ from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
 from . import folder, rank_state, storage, validate
-from .background import BackgroundWriter
+from .background import BackgroundWriter, wait_for_writers
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .rank_state import AttachedState
 from .settings import GivenSettings
@@ -83,6 +83,7 @@ class Checkpointer:
         what = f"saving step {step} to {directory} failed; earlier checkpoints are unchanged"
 
         def begin() -> Path:
+            wait_for_writers(directory)
             folder.lock(directory, self.locks)
             return folder.begin(directory, step)
 
@@ -95,7 +96,7 @@ class Checkpointer:
             group = context.saving_group if in_background else None
             write = partial(_write, place, snapshot, keep, context, what, group)
             if in_background:
-                self._writer.start(write)
+                self._writer.start(write, directory)
             else:
                 write()
         return folder.final_place(place)

@@ -94,6 +94,44 @@ def test_save_load_and_close_wait(tmp_path, gate):
     assert len(list(tmp_path.glob("step-*"))) == 1
 
 
+@pytest.mark.parametrize("second_in_background", [True, False])
+def test_engines_that_share_a_folder_write_one_after_the_other(tmp_path, gate, second_in_background):
+    """The second one's save would remove what the first has not finished."""
+    engines = {name: made(name=name, seed=seed) for seed, name in enumerate("ab")}
+    for round in range(2):
+        for engine in engines.values():
+            train(engine, 1)
+        gate.open.clear()
+        places = {"a": engines["a"].save(tmp_path / "all", in_background=True)}
+        threading.Timer(0.2, gate.open.set).start()
+        os.makedirs(tmp_path / "link", exist_ok=True)
+        places["b"] = engines["b"].save(tmp_path / "link" / ".." / "all", in_background=second_in_background)
+        for name, engine in engines.items():
+            engine.wait_for_save()
+            other = made(name=name, seed=9)
+            other.load(places[name])
+            assert (other.global_step, differing(weights(other), weights(engine))) == (round + 1, [])
+    assert len(list((tmp_path / "all").glob("step-*"))) == 4
+    assert not list((tmp_path / "all").glob(".step-*"))
+
+
+def sharing(rank, world_size, folder):
+    engines = [make_engine(layout, "none", name=layout) for layout in ("dp2", "fsdp")]
+    for _ in range(3):
+        for engine in engines:
+            train(engine, 1)
+            engine.save(folder, in_background=True)
+    for engine in engines:
+        engine.close()
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.distributed
+def test_engines_of_two_ranks_that_share_a_folder(tmp_path):
+    steps = [f"step-0000000{step}{again}" for step in (1, 2, 3) for again in ("", ".1")]
+    assert run_ranks(sharing, 2, str(tmp_path)) == [[".lock", *steps]] * 2
+
+
 ENDS = """
 import os, sys, threading
 from tests.support.checkpoint_runs import make_engine
