@@ -1,6 +1,6 @@
 """accelerate's default_config.yaml, and the arguments of `Accelerator`."""
 
-from .table import AS_HERE, CONTEXT, FSDP, OFFLOAD, TENSOR, ZERO, Origin, Values, done, lost, no, on, to
+from .table import AS_HERE, CLIPPED, CONTEXT, FSDP, OFFLOAD, TENSOR, ZERO, Origin, Values, done, lost, no, on, to
 
 _OFF = {"no": AS_HERE, False: AS_HERE}  # YAML reads a plain no as False
 _KEPT = FSDP | {"parallel.data.reshard_after_forward": False}
@@ -18,6 +18,12 @@ def _half(value: str, values: Values) -> object:
     kind, key = values.get("distributed_type"), value.lower()
     look = "'naive' gathers weights in half precision, as FSDP's MixedPrecision; 'torch' in fp32"
     return to({f"{key}.mode": "naive" if kind == "DEEPSPEED" else "torch"}, look if kind == "FSDP" else "")
+
+
+def _clipping(values: Values) -> Values:
+    """DeepSpeed's default, unless a file of its own may say otherwise."""
+    decided = {"deepspeed_config.gradient_clipping", "deepspeed_config.deepspeed_config_file"} & values.keys()
+    return CLIPPED if values.get("distributed_type") == "DEEPSPEED" and not decided else {}
 
 
 ACCELERATE = Origin(
@@ -61,5 +67,6 @@ ACCELERATE = Origin(
         ("deepspeed_config.*", "distributed_type", "DEEPSPEED", "DEEPSPEED"),
         ("deepspeed_config.offload_*_device", "deepspeed_config.zero_stage", 3, 2),
     ),
+    always=_clipping,
     look="accelerator.accumulate and clip_grad_norm_ are in your script: gradient_accumulation, clip_grad_norm here",
 )

@@ -1,6 +1,6 @@
 """DeepSpeed's ds_config.json."""
 
-from .table import AS_HERE, MICROBATCHES, OFFLOAD, STAGES, TENSOR, ZERO, Origin, Values, lost, no, on, to
+from .table import AS_HERE, CLIPPED, MICROBATCHES, OFFLOAD, STAGES, TENSOR, ZERO, Origin, Values, lost, no, on, to
 
 _HALF = "half-precision weights, fp32 masters; gradients are averaged in fp32, in DeepSpeed in half precision"
 _STAYS = dict.fromkeys([True, "cpu"], no("zero1 keeps optimizer state on the device; data='fsdp' has cpu_offload"))
@@ -58,4 +58,5 @@ DEEPSPEED = Origin(
         ("amp.*", "amp.enabled", True, False),
         ("fp16.*_power fp16.*_window fp16.hysteresis fp16.min_loss_scale", "fp16.loss_scale", 0, 0),
     ),
+    always=lambda values: {} if "gradient_clipping" in values else CLIPPED,
 )

@@ -64,6 +64,7 @@ class Origin:
 
 STAGES, MICROBATCHES, TENSOR = "parallel.pipeline.size", "parallel.pipeline.microbatches", "parallel.tensor.size"
 CONTEXT = "parallel.context.size", "give engine(...) whole sequences, see docs/context-parallel.md"
+CLIPPED = {"clip_grad_norm": 1.0}  # by DeepSpeed since 0.19, where gradient_clipping is left out
 ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
 ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 does not shard gradients: the same numbers"), 3: to(FSDP)}
 _OFFLOADED = to({"parallel.data.cpu_offload": True}, "parameters, gradients and optimizer state wait in host memory")

@@ -88,6 +88,14 @@ def test_an_accumulation_says_that_step_is_called_for_each_batch():
     assert "delete the" not in run("opt_level=O2", "--from", "apex").stderr
 
 
+def test_a_default_of_another_engine_is_said_and_written():
+    result = run("{'zero_optimization': {'stage': 1}}", "--from", "deepspeed")
+    assert result.exit_code == 0
+    assert "look: clip_grad_norm = 1.0 is the default of DeepSpeed" in result.stderr
+    assert "\nclip_grad_norm = 1.0" in result.stdout
+    assert "clip_grad_norm = 1" not in run("gradient_clipping=0", "--from", "deepspeed").stdout
+
+
 def test_imports_of_colossalai_are_named(source):
     (source / "colossal.py").write_text("from colossalai.amp import AMP_TYPE\n")
     result = run("colossal.py", "--from", "colossal")

@@ -9,6 +9,7 @@ from halfmesh.cli.convert_config import flatten, read
 from halfmesh.migration.convert import ORIGINS, convert
 
 NAIVE, ZERO1, FSDP = {"fp16": {"mode": "naive"}}, {"parallel": {"data": "zero1"}}, {"parallel": {"data": "fsdp"}}
+CLIPPED = {"clip_grad_norm": 1.0}
 HYBRID = {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_activation_checkpointing": True}
 OFFLOADED = {"parallel": {"data": {"strategy": "fsdp", "cpu_offload": True}}}
 
@@ -237,14 +238,33 @@ def test_sagemakers_traps_are_said():
     ],
 )
 def test_deepspeed(source, expected, rest):
+    assert_becomes("deepspeed", source, CLIPPED | expected, rest)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected", "rest"),
+    [
+        ({}, CLIPPED, {}),
+        ({"gradient_clipping": 0.5}, {"clip_grad_norm": 0.5}, {}),
+        ({"gradient_clipping": 0}, {}, {}),
+        ({"gradient_clipping": 0.0}, {}, {}),
+        ({"gradient_clipping": None}, {}, {}),
+        ({"gradient_clipping": "auto"}, {}, {"gradient_clipping": "not understood"}),
+    ],
+)
+def test_deepspeed_clips_where_nothing_is_said(source, expected, rest):
     assert_becomes("deepspeed", source, expected, rest)
+    inner = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0, **source}}
+    rest = {f"deepspeed_config.{key}": kind for key, kind in rest.items()}
+    assert_becomes("accelerate", inner, expected, rest)
 
 
 def test_deepspeeds_batch_sizes():
     """All three are kept: global_batch_size is refused where the others do not fit it."""
     source = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
-    assert_becomes("deepspeed", source, {"global_batch_size": 64, "BATCH_SIZE": 4, "gradient_accumulation": 4}, {})
-    assert_becomes("deepspeed", {"train_batch_size": "auto"}, {}, {"train_batch_size": "not understood"})
+    expected = {"global_batch_size": 64, "BATCH_SIZE": 4, "gradient_accumulation": 4}
+    assert_becomes("deepspeed", source, CLIPPED | expected, {})
+    assert_becomes("deepspeed", {"train_batch_size": "auto"}, CLIPPED, {"train_batch_size": "not understood"})
 
 
 def test_reasons_of_deepspeeds_keys():
@@ -283,7 +303,7 @@ def test_reasons_of_deepspeeds_keys():
         ),
         (
             {"distributed_type": "DEEPSPEED", "mixed_precision": "fp16", "deepspeed_config": {"zero_stage": 3}},
-            NAIVE | FSDP,
+            NAIVE | FSDP | CLIPPED,
             {},
         ),
         (
