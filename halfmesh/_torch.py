@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -166,8 +167,13 @@ class _ShapesOnly(fake_tensor.FakeTensorMode):
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """Infer shapes: tensors made within have no memory, collectives send nothing, and no random numbers are drawn."""
-    with _ShapesOnly(allow_non_fake_inputs=True):
-        yield
+    log = logging.getLogger(fake_tensor.__name__)  # it writes the stack of an error that the caller may expect
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with _ShapesOnly(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = was_disabled
 
 
 def in_shapes_only() -> bool:

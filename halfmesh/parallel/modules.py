@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ def comes_from(module: nn.Module, kinds: Collection[type[nn.Module] | str]) -> b
 def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
     """A copy of `module`, one of `model`'s (or `model` itself), with parameters and buffers on the meta device.
 
-    Frozen parameters are not frozen in the copy.
+    Frozen parameters are not frozen in the copy. Functions on modules (`self.mlp = lambda x: drop(linear(x))`) call its
+    modules.
 
     Raises:
         Exception: whatever copy.deepcopy raises.
@@ -29,4 +31,20 @@ def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
         memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.is_floating_point())
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    new = copy.deepcopy(module, memo)
+    for each in new.modules():
+        own = vars(each)
+        own |= {name: _rebind(value, memo) for name, value in own.items() if isinstance(value, FunctionType)}
+    return new
+
+
+def _rebind(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
+    """`function` with the copies of what it has from around it, by their ids."""
+    around = [cell.cell_contents for cell in function.__closure__ or ()]
+    if not any(id(value) in copies for value in (*around, *(function.__defaults__ or ()))):
+        return function
+    closure = tuple(CellType(copies.get(id(value), value)) for value in around)
+    defaults = tuple(copies.get(id(value), value) for value in function.__defaults__ or ())
+    new = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import gc
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,12 +15,15 @@ from torch import nn
 
 from ..._torch import DATA_NEEDED
 from ...errors import InputError, shorten
-from ...tensors import map_tensors
+from ...tensors import map_tensors, tensors_of
 from ..modules import meta_copy
 from .fx_trace import run_without_data
 from .partition import Partition
 from .pieces import Call
 from .stage import ForwardContext
+
+_PLAIN = (bool, int, float, str)
+_CACHED = type(functools.lru_cache(len))
 
 
 def make_meta_model(model: nn.Module) -> nn.Module:
@@ -35,6 +43,24 @@ def make_meta_model(model: nn.Module) -> nn.Module:
         ) from error
 
 
+@contextmanager
+def _caches_as_before() -> Iterator[None]:
+    """Afterwards, functions under functools.cache remember no tensors without memory."""
+    before = _cache_misses()
+    try:
+        yield
+    finally:
+        for function, misses in _cache_misses().items():
+            if misses != before.get(function, 0):
+                function.cache_clear()
+
+
+def _cache_misses() -> dict[Any, int]:
+    found = (each for each in gc.get_objects() if type(each) is _CACHED)
+    return {each: each.cache_info().misses for each in found if not str(each.__module__).startswith("torch.")}
+
+
+@_caches_as_before()
 def infer_stages(
     meta_model: nn.Module,
     model: nn.Module,
@@ -45,6 +71,8 @@ def infer_stages(
 ) -> list[Any]:
     """What each stage returns for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
 
+    The forward runs on a copy of `meta_model`, which may keep what it likes.
+
     Args:
         model: the one that `meta_model` was made from, in training mode or not.
         context: what the stages' forward runs in.
@@ -52,6 +80,7 @@ def infer_stages(
     Raises:
         InputError: the forward needs values.
     """
+    meta_model = meta_copy(meta_model, meta_model)
     _update(meta_model, model)
     for piece in partition.pieces:
         if piece.prepare is not None:
@@ -103,9 +132,29 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
             "each rank holds its stages of the model as it was then. Change it before initialize (a layer may be "
             "frozen, and unfrozen later), or close the engine, change the model, and initialize again"
         )
+    own = vars(nn.Module()).keys() - {"training"}
     for mine, theirs in zip(meta_model.modules(), model.modules(), strict=True):
-        plain = (bool, int, float, str)
-        vars(mine).update({name: value for name, value in vars(theirs).items() if isinstance(value, plain)})
+        tensors = mine._parameters | mine._buffers
+        is_held = all(getattr(theirs, name, None) is not None for name, t in tensors.items() if t is not None)
+        # All together: a length and the table that was made for it belong to each other.
+        data = {
+            name: value
+            for name, value in vars(theirs).items()
+            if name not in own and (_is_data(value) if is_held else isinstance(value, _PLAIN))
+        }
+        vars(mine).update(copy.deepcopy(data, {id(tensor): tensor for tensor in tensors_of(data)}))
+        mine._buffers.update({name: buffer for name, buffer in theirs._buffers.items() if buffer is not None})
+
+
+def _is_data(value: Any) -> bool:
+    """Whether `value` consists of tensors, other than parameters, and plain values."""
+    if isinstance(value, Mapping):
+        return all(map(_is_data, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_data, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_is_data(getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    return value is None or (isinstance(value, (torch.Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter))
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

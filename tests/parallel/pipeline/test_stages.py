@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -116,6 +117,64 @@ class Caches(nn.Module):
         return x + self.cache[: len(x)]
 
 
+class Inline(nn.Module):
+    """A function on it has its layer from around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer = linear()
+        self.function = lambda x, scale=2.0: layer(x).tanh() * scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def table(rows: int) -> torch.Tensor:
+    return torch.arange(rows, device=rank_device())[:, None] * 0.1
+
+
+class Keeps(Layer):
+    """Keeps a table, and the number of rows that it was made for, as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.rows = how, 0
+        self.kept: Any = {"dict": {}, "nested": {"list": []}, "object": Box()}.get(how)
+        if how == "buffer":
+            self.register_buffer("table", torch.zeros(0, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new, rows = len(x) != self.rows, len(x)
+        self.rows = rows
+        if self.how == "number" and new:
+            self.kept = table(rows)
+        elif self.how == "dict" and rows not in self.kept:
+            self.kept[rows] = table(rows)
+        elif self.how == "nested" and new:
+            self.kept["list"].append(table(rows))
+        elif self.how == "object" and new:
+            self.kept.table = table(rows)
+        elif self.how == "buffer" and new:
+            self.table = table(rows)
+        found = {
+            "number": lambda: self.kept,
+            "dict": lambda: self.kept[rows],
+            "nested": lambda: self.kept["list"][-1],
+            "object": lambda: self.kept.table,
+            "buffer": lambda: self.table,
+            "function": lambda: cached_table(rows),
+        }
+        return self.layer(x) + found[self.how]()
+
+
+@dataclass
+class Box:
+    table: Any = None
+
+
+cached_table = cache(table)
+
+
 def sequential(*modules: nn.Module) -> nn.Sequential:
     return nn.Sequential(*modules)
 
@@ -175,6 +234,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "shared_layer": shared_layer,
     "scales": scales,
     "caches": lambda: sequential(linear(), Caches(), linear(), Caches(), linear()),
+    "kept_tables": lambda: sequential(*map(Keeps, ("number", "dict", "nested", "object", "buffer", "function"))),
+    "functions": lambda: sequential(Inline(), Inline(), linear(), Inline()),
     "encoder": encoder,
     "gru": gru,
     "parametrized": parametrized,
