@@ -41,7 +41,7 @@ _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds
 class AutomaticSaves(Protocol):
     """Those that the config asks for."""
 
-    def ask(self) -> None:
+    def ask(self) -> bool:
         """Save at the next boundary, and end the loop."""
 
     def forget(self) -> None:

@@ -80,7 +80,7 @@ class PreemptionHook(EngineHook):
             )
 
     def ask(self, why: str = "engine.preempt()") -> bool:
-        """End the run. May be called by a signal handler. Returns False if it was asked for the same reason before."""
+        """End the run, because of `why`. May be called by a signal handler. Returns whether it is the first time."""
         if why in self._came:
             return False
         self._came.append(why)
@@ -259,14 +259,20 @@ class StopHandler:
     def ignore(self) -> None:
         """The process ends, and the same signal is not to end it once more, which would change its exit status: Python
         removes its own handlers when it shuts down. (But Ctrl-C may.)"""
-        if self.number is not signal.SIGINT and _in_main_thread() and signal.getsignal(self.number) is self:
+        if self.number is not signal.SIGINT and self._is_set:
             signal.signal(self.number, signal.SIG_IGN)
 
     def remove(self, listener: PreemptionHook) -> None:
         """`listener` is told no more. After the last one the handler before is put back."""
         self.listeners.discard(listener)
-        if not self.listeners and _in_main_thread() and signal.getsignal(self.number) is self:
+        if not self.listeners and self._is_set:
             signal.signal(self.number, self._before)
+
+    @property
+    def _is_set(self) -> bool:
+        """Whether it is the handler, and can be replaced here."""
+        present: object = signal.getsignal(self.number)
+        return present is self and _in_main_thread()
 
 
 def find_handler(number: signal.Signals) -> StopHandler | None:
@@ -274,7 +280,7 @@ def find_handler(number: signal.Signals) -> StopHandler | None:
     stays; or this is not the main thread, where Python allows none."""
     if not _in_main_thread():
         return None
-    present = signal.getsignal(number)
+    present: Any = signal.getsignal(number)
     if isinstance(present, StopHandler):
         return present
     if present not in ([signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]):

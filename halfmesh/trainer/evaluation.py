@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,18 +69,24 @@ def _detached(value: Any) -> Any:
 
 def predict(engine: Engine, dataloader: Any) -> Any:
     """Outputs for all samples of a DataLoader, in its order, on the CPU and on every rank."""
-    loader = shard_dataloader(engine, dataloader)
+    loader, context = shard_dataloader(engine, dataloader), engine.context
+    splits = context.dp_size > 1 and loader.loader.splits_samples
     mine: list[Any] = []
+    batches, looked = iter(loader), not splits
     with evaluating(engine):
-        for batch in loader:
-            output = _call(engine, batch)
-            if engine.context.counts_outputs:
-                mine.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
-    context = engine.context
+        while (batch := next(batches, None)) is not None or not looked:
+            if batch is not None:
+                output = _call(engine, batch)
+                if context.counts_outputs:
+                    mine.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
+            if not looked:  # at the first batch, also on a rank that has none
+                looked = True
+                _refuse_odd(sizes for theirs in context.everyone(list(map(_sizes, mine))) for sizes in theirs)
     everyone = context.everyone((context.dp_rank, mine) if mine else None)
     by_rank = dict(given for given in everyone if given is not None)
     ranks = [by_rank.get(rank, []) for rank in range(context.dp_size)]
-    if len(ranks) > 1 and loader.loader.splits_samples:
+    if splits:
+        _refuse_odd(_sizes(output) for theirs in ranks for output in theirs)
         ranks = [[row for output in theirs for row in _rows(output)] for theirs in ranks]
     turns = range(max(map(len, ranks)))
     return _joined([theirs[turn] for turn in turns for theirs in ranks if turn < len(theirs)])
@@ -108,18 +114,34 @@ def _call(engine: Engine, batch: Any) -> Any:
     return engine(batch)
 
 
-def _rows(output: Any) -> list[Any]:
-    sizes = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)]
-    if not sizes or min(sizes) != max(sizes) or not sizes[0]:
+def _sizes(output: Any) -> list[int]:
+    """The first dim of each tensor; 0 where there is none."""
+    return [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)]
+
+
+def _is_odd(sizes: list[int]) -> bool:
+    """Whether there is no row for each sample."""
+    return len(set(sizes)) != 1 or not sizes[0]
+
+
+def _refuse_odd(outputs: Iterable[list[int]]) -> None:
+    if (sizes := next(filter(_is_odd, outputs), None)) is not None:
         raise InputError(
-            f"predict joins outputs along the first dim, which has to be the batch's, but their sizes are {sizes}; "
-            "let the model return tensors of one row for each sample"
+            "predict joins outputs along the first dim, which has to be the batch's where data ranks take turns in "
+            f"samples, but their sizes are {sizes}; let the model return tensors of one row for each sample"
         )
-    return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(sizes[0])]  # type: ignore[misc]
 
 
-def _joined(pieces: Sequence[Any]) -> Any:
+def _rows(output: Any) -> list[Any]:
+    return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(_sizes(output)[0])]  # type: ignore[misc]
+
+
+def _joined(pieces: list[Any]) -> Any:
+    """The pieces joined along the first dim, or as they are if they do not fit together."""
     if not pieces:
         raise InputError("predict was given no sample; give it a DataLoader that is not empty")
+    shapes = {tuple(tensor.shape[1:] for tensor in tensors_of(piece)) for piece in pieces}
+    if len(shapes) > 1 or any(_is_odd(_sizes(piece)) for piece in pieces):
+        return pieces
     joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, pieces), strict=True)])
     return map_tensors(lambda tensor: next(joined), pieces[0])

@@ -161,7 +161,12 @@ class Trainer:
         The model does not get the target: the last item of a batch that is a tuple of two or more, or a dict's target.
 
         Returns:
-            What the model returns for one batch (a tensor, or a nest of tensors), joined along the first dim.
+            What the model returns for one batch (a tensor, or a nest of tensors), joined along the first dim. If that
+            does not fit together (sequences of other lengths in each batch), a list: of the output for each batch, in
+            one process; of each sample's, whose first dim is 1, where data ranks take turns in samples.
+
+        Raises:
+            InputError: they do, and the outputs have not one row for each sample; after the first batch.
         """
         return predict(self.engine, dataloader)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import halfmesh
+from halfmesh.errors import InputError
 from tests.support.checkpoint_runs import LAYOUTS, Net
 from tests.support.checkpoint_runs import make_engine as engine_in_layout
 from tests.support.models import (
@@ -133,6 +135,62 @@ def test_loss_and_predictions_are_those_of_one_process(ranks):
             assert loss == pytest.approx(cross_entropy(expected, y).item(), rel=1e-5)
             torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
         assert [loss for loss, _ in results] == [loss for loss, _ in everyone[0]]
+
+
+LENGTHS = 3, 3, 2, 5, 4
+SEQUENCES = [torch.arange(length) + length for length in LENGTHS]
+
+
+class Tagger(nn.Module):
+    """Scores of each token, and a state of each sequence."""
+
+    def __init__(self, extra=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.extra, self.calls = nn.Embedding(16, 8), nn.Linear(8, 5), extra, 0
+
+    def forward(self, x):
+        self.calls += 1
+        scores = self.head(self.embedding(x))
+        return {"scores": scores, "state": (scores[:, 0],)} | ({} if self.extra is None else {"extra": self.extra})
+
+
+def predicted(rank, world_size, extra=None, calls=None):
+    """The outputs for sequences, padded to the longest of a batch; `calls`: it is refused after so many."""
+    model = Tagger(extra)
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    with make_engine(model=model, criterion=None) as engine:
+        trainer = halfmesh.Trainer(engine)
+        if calls is None:
+            return trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
+        with pytest.raises(InputError, match=r"first dim, .*take turns in samples, but their sizes are \[2, 2, "):
+            trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
+    return model.calls == calls
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_predictions_of_other_lengths_are_a_list(ranks):
+    """Of batches, or of samples."""
+    model = Tagger()
+    for outputs in run_ranks(predicted, ranks, init=ranks > 1):
+        assert [len(output["scores"]) for output in outputs] == ([2, 2, 1] if ranks == 1 else [1] * 5)
+        if ranks == 1:
+            assert [output["scores"].shape[1] for output in outputs] == [3, 5, 4]
+        rows = [row for output in outputs for row in zip(output["scores"], output["state"][0], strict=True)]
+        for x, (scores, state) in zip(SEQUENCES, rows, strict=True):
+            expected = model(x[None])
+            torch.testing.assert_close(scores[: len(x)], expected["scores"][0])
+            torch.testing.assert_close(state, expected["state"][0][0])
+
+
+@pytest.mark.distributed
+def test_outputs_without_a_row_for_each_sample():
+    """Lists of batches in one process; on data ranks, which split batches, refused after the first one."""
+    for extra in (torch.tensor(1.0), torch.ones(7, 5)):
+        (outputs,) = run_ranks(predicted, 1, extra, init=False)
+        assert [output["extra"].shape for output in outputs] == [extra.shape] * 3
+        assert run_ranks(predicted, 2, extra, 1) == [True, True]
 
 
 def test_hooks_hear_what_happens_in_order(tmp_path):
