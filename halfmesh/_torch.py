@@ -111,14 +111,18 @@ def divisor_of(value: Any) -> float | None:
     return divisor.item() if can_be_read else None  # that of a GPU would be waited for
 
 
-def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """A stamp of each tensor that changes when it is written in place or gets other memory (`tensor.data = ...`)."""
-    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
-
-
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
-    """`edit_stamps` of one tensor."""
-    return edit_stamps([tensor])[0]
+    """A stamp that changes when `tensor` is written in place or gets other memory (`tensor.data = ...`)."""
+    return versions([tensor])[0], tensor.data_ptr()
+
+
+WriteStamp = tuple[int, torch.UntypedStorage]
+
+
+def write_stamps(tensors: Sequence[torch.Tensor]) -> list[WriteStamp]:
+    """`edit_stamp` of each tensor, for stamps that are kept long: they keep the memory, too, so that no later one of
+    the tensor has its address."""
+    return list(zip(versions(tensors), map(torch.Tensor.untyped_storage, tensors), strict=True))
 
 
 def has_grad_hooks(tensor: torch.Tensor) -> bool:

@@ -102,7 +102,7 @@ def convert_to_amp(
     update = convert(model, optimizer, shards, recipe, cast=backend.cast_model)
     precision = backend.precision(recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
-    return AMPModel(model, precision), AMPOptimizer(update, precision), wrapped
+    return AMPModel(model, precision, update), AMPOptimizer(update, precision), wrapped
 
 
 class AMPModel(nn.Module):
@@ -112,14 +112,16 @@ class AMPModel(nn.Module):
         module: the model that was given.
     """
 
-    def __init__(self, module: nn.Module, precision: Precision) -> None:
+    def __init__(self, module: nn.Module, precision: Precision, update: MixedPrecisionOptimizer) -> None:
         super().__init__()
         self.module = module
         self._precision = precision
+        self._writes = _Writes(update.sync_writes)
         self.register_state_dict_post_hook(_remove_module_prefix)
         self.register_load_state_dict_pre_hook(_add_module_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._writes.sync()
         try:
             return self._precision.forward(self.module, *args, **kwargs)
         except RuntimeError as error:
@@ -144,6 +146,20 @@ class AMPModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+class _Writes:
+    """Brings what others write into masters to the model. A copy of the model has no masters."""
+
+    def __init__(self, sync: Callable[[], None]) -> None:
+        self.sync = sync
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Writes, (_do_nothing,)
+
+
+def _do_nothing() -> None:
+    """In a copy."""
 
 
 def _remove_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -62,6 +62,7 @@ class Engine:
         """
         parts = self._parts
         parts.refuse_if_closed()
+        parts.update.sync_writes()
         for hook in self._before_forward:
             hook(args, kwargs)
         try:
@@ -196,6 +197,8 @@ class Engine:
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
+        if not self._parts.closed:  # here too: of an evaluation loader a rank may have no batch
+            self._parts.update.sync_writes(look=not mode)
         self.model.train(mode)
         if not mode:
             self._parts.statistics.look()
@@ -492,6 +495,8 @@ class Engine:
         try:
             self._close_hooks(None)
             self._checkpointer.wait()
+            if not parts.closed:
+                parts.update.sync_writes()
         finally:
             self._give_back(restore)
             self.context.close()
@@ -502,10 +507,7 @@ class Engine:
         if parts.closed:
             return
         stays_in_parts = parts.division.divides and not restore
-        whole = None
-        if restore:
-            parts.division.data.follow()
-            whole = self._checkpointer.collect_whole()
+        whole = self._checkpointer.collect_whole() if restore else None
         parts.accumulation.clear()
         parts.average.values.clear()
         parts.closed = True

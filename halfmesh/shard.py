@@ -122,6 +122,12 @@ class GatherCast(Protocol):
 class Publisher(Protocol):
     """Sends the weights that a rank has stepped to the ranks that use them: an all-gather (zero1, fsdp)."""
 
+    def follow(self) -> None:
+        """Called before weights are used: what is stepped, or computed with, may have other memory (`x.data = ...`)."""
+
+    def join(self, names: list[str]) -> list[str]:
+        """Called if others have written into what is stepped, before it is sent: the `names` that any rank has."""
+
     def begin(self) -> None:
         """Called before an update writes weights."""
 

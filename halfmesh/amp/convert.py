@@ -180,5 +180,5 @@ def _load_full(
         originals.keep(param, value)
         # A value in the parameter's dtype is no more exact than what the parameter gets: the next step adopts that.
         if shard is not None and shard.param in masters and value.dtype != param.dtype:
-            master = masters[shard.param]
+            master = masters[shard.param].data  # `.data`: no write of others, the model gets it, too
             master.copy_(shard.part_of(torch.empty_like(param, dtype=master.dtype).copy_(value)))

@@ -33,6 +33,8 @@ class GradStats:
     by_loss: torch.Tensor | None
     """For each of several losses, nonzero if its gradients held inf or nan on any rank, and if any rank used it
     (shape [2, losses], float64)."""
+    own: tuple[torch.Tensor, torch.Tensor | None]
+    """This rank's norm, and what else is summed."""
 
 
 def grad_stats(
@@ -42,6 +44,7 @@ def grad_stats(
     norm_type: float = 2.0,
     count_zeros: bool = False,
     by_loss: torch.Tensor | None = None,
+    known: GradStats | None = None,
 ) -> GradStats:
     """Measure `grads` together with those of the other ranks.
 
@@ -53,15 +56,20 @@ def grad_stats(
     Args:
         device: where the results are wanted; gradients may be elsewhere, too.
         by_loss: as in `GradStats`, of this rank.
+        known: what was measured of the same gradients; those of other ranks may be others since.
 
     Raises:
         InputError: a gradient is sparse.
     """
-    norm = _local_norm(grads, device, norm_type)
-    extra = [_count_zeros(grads, device).unsqueeze(0)] if count_zeros else []
-    if by_loss is not None:
-        extra.append(by_loss.flatten())
-    sums = torch.cat(extra) if extra else None
+    if known is None:
+        norm = _local_norm(grads, device, norm_type)
+        extra = [_count_zeros(grads, device).unsqueeze(0)] if count_zeros else []
+        if by_loss is not None:
+            extra.append(by_loss.flatten())
+        own = norm, torch.cat(extra) if extra else None
+    else:
+        own = known.own
+    norm, sums = own
     if ranks.size > 1:
         norm, sums = _over_ranks(norm, sums, ranks, norm_type)
     return GradStats(
@@ -69,6 +77,7 @@ def grad_stats(
         found_inf=(norm < math.inf).logical_not_().float(),
         num_zeros=sums[0] if count_zeros and sums is not None else None,
         by_loss=None if by_loss is None or sums is None else sums[-by_loss.numel() :].view_as(by_loss),
+        own=own,
     )
 
 

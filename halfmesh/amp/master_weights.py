@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import nn, optim
 
-from .._torch import edit_stamps, foreach_copy_
+from .._torch import WriteStamp, foreach_copy_, write_stamps
 from ..errors import InputError, shorten
+from ..log import get_logger
 from ..shard import ParamShard, foreign_params
 from .originals import Originals, current_value, current_values
 from .recipe import HALF
 
+_log = get_logger(__name__)
+
+_UNCOUNTED = (
+    "%s in the model and the fp32 master weights are not the same any more: one of them was written through `.data` "
+    "(param.data.copy_(...)), which torch does not count. The model computes with its own, and saves take these, but "
+    "the next step trains on the masters. Write without .data, as in `with torch.no_grad(): param.copy_(...)`"
+)
 _MIB = 2**20
 _T = TypeVar("_T")
 
@@ -56,7 +64,10 @@ class MasterWeights:
         self._model_params = {shard.param: shard.model_param for shard in shards}
         # The model's original parameter for each of `masters`: users write into these.
         self._written: list[nn.Parameter] = []
-        self._stamps: list[tuple[int, int]] = []  # of these, at the last publish
+        self._stamps: list[WriteStamp] = []  # of these, at the last publish
+        # And into these: what is stepped in place of a parameter of the model, with its stamp at its last publish.
+        self._published: dict[torch.Tensor, WriteStamp] = {}
+        self._has_warned = False
         self.add(masters or {})
         self.sync()
 
@@ -75,6 +86,9 @@ class MasterWeights:
         self.receivers = [s.source or s for s in self.trained]
         self.grad_params = [shard.param for shard in {*self.trained, *self.receivers}]
         self.stepped = {s: target for s in self.trained if id(target := self.target(s)) in held}
+        apart = [self.target(s) for s in self.trained if s.source is not None or s.param in self.masters]
+        stamps = zip(apart, write_stamps(apart), strict=True)
+        self._published = {target: self._published.get(target, stamp) for target, stamp in stamps}
 
     def add(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """These are the masters of parameters from now on."""
@@ -82,7 +96,7 @@ class MasterWeights:
         self.masters.update(masters)
         added = [self._model_params[param] for param in new]
         self._written += added
-        self._stamps += edit_stamps(added)
+        self._stamps += write_stamps(added)
 
     def groups_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last `sync`."""
@@ -95,48 +109,95 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self, shards: Iterable[ParamShard]) -> None:
         """Round the masters of `shards` into the model; `mark_published` follows."""
+        shards = list(shards)
         params = [shard.param for shard in shards if shard.param in self.masters]
         foreach_copy_(params, [self.masters[param] for param in params])
+        held = [target for shard in shards if (target := self.target(shard)) in self._published]
+        self._published.update(zip(held, write_stamps(held), strict=True))
 
     def mark_published(self) -> None:
         """The model's weights are the rounded masters."""
-        self._stamps = edit_stamps(self._written)
+        self._stamps = write_stamps(self._written)
 
-    def adopt_external_writes(self) -> None:
+    def forget_stamps(self) -> None:
+        """Nothing is published any more: free the memory that stamps keep."""
+        for kept in (self._written, self._stamps, self._published):
+            kept.clear()
+
+    def moved(self) -> set[torch.Tensor]:
+        """What others have written of the tensors that are stepped in place of the model's, since their last `publish`.
+
+        Writes through `.data` are not seen, neither here nor in the model: torch does not count them.
+        """
+        now = write_stamps(list(self._published))
+        return {target for (target, old), new in zip(self._published.items(), now, strict=True) if old != new}
+
+    def adopt_external_writes(self, moved: Container[torch.Tensor] = ()) -> list[str]:
         """Copy to the masters what others wrote into the model since the last `publish`, which the next would undo.
 
-        Writes through `param.data` are not seen: torch does not count them.
+        Returns the names of parameters of which the master has `moved`, too, to another value: no one knows which of
+        the two is meant.
         """
-        now = edit_stamps(self._written)
+        now = write_stamps(self._written)
         if now == self._stamps:
-            return
-        for param, old, new in zip(self.masters, self._stamps, now, strict=True):
-            if old != new:
-                self.masters[param].data.copy_(current_value(param, self.masters[param]))
-        self._stamps = now
+            return []
+        written = [param for param, old, new in zip(self.masters, self._stamps, now, strict=True) if old != new]
+        pairs = [(param, self.masters[param]) for param in written]
+        unlike = set()
+        for (param, master), value in zip(pairs, current_values(pairs), strict=True):
+            if master not in moved:
+                master.data.copy_(value)  # of which `moved` knows nothing
+            elif value.data_ptr() != master.data_ptr():  # a merged copy
+                unlike.add(param)
+        if not unlike:
+            self._stamps = now
+        return [shard.name for shard in self.shards if shard.param in unlike]
 
     def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A parameter or buffer of the model in full precision; None if the model itself holds that."""
         master = self.masters.get(tensor)  # type: ignore[call-overload]  # a buffer has none
-        return self.originals.value(tensor) if master is None else current_value(tensor, master)
+        if master is None:
+            return self.originals.value(tensor)
+        has_moved = write_stamps([master]) != [self._published.get(master)]
+        return master.detach() if has_moved else current_value(tensor, master)
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """The masters by the parameter's name, with what others have written into the model."""
+        """The masters by the parameter's name, with what others have written into the model. Warns once of writes that
+        torch did not count."""
         held = [shard for shard in self.trained if shard.param in self.masters]
-        values = current_values([(shard.param, self.masters[shard.param]) for shard in held])
-        return {shard.name: value for shard, value in zip(held, values, strict=True)}
+        pairs = [(shard.param, self.masters[shard.param]) for shard in held]
+        values = {shard.name: value for shard, value in zip(held, current_values(pairs), strict=True)}
+        if not self._has_warned:
+            stamps = zip(self.masters, self._stamps, write_stamps(self._written), strict=True)
+            same = {param for param, old, new in stamps if old == new}
+            unlike = [s for s in held if s.param in same and values[s.name].data_ptr() != self.target(s).data_ptr()]
+            lost = [s.name for s in unlike if not bool(values[s.name].isnan().any())]
+            if lost:
+                self._has_warned = True
+                _log.warning(_UNCOUNTED, shorten(lost))
+        return values
 
     @torch.no_grad()
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy `values`, by the parameter's name, into the masters and the model. Names that are missing stay."""
-        loaded = []
-        for shard in self.trained:
-            value, master = values.get(shard.name), self.masters.get(shard.param)
-            if master is not None and value is not None and value.shape == master.shape:
-                master.copy_(value)
-                loaded.append(shard)
+        """Copy `values`, by the parameter's name, into the masters and the model. See `refuse_unfit`."""
+        self.refuse_unfit(values)
+        loaded = [shard for shard in self.trained if shard.param in self.masters and values]
+        for shard in loaded:
+            self.masters[shard.param].copy_(values[shard.name])
         self.publish(loaded)
         self.mark_published()
+
+    def refuse_unfit(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Raise InputError unless `values` are of these masters, or none: of a mode that has no masters."""
+        own = {shard.name: self.masters[shard.param] for shard in self.trained if shard.param in self.masters}
+        unfit = [name for name, value in values.items() if name in own and value.shape != own[name].shape]
+        if own and values and (unfit or own.keys() != values.keys()):
+            names = sorted(own.keys() ^ values.keys()) or unfit
+            raise InputError(
+                f"the fp32 masters in this state do not fit: {shorten(names)} are missing there, unknown here, or of "
+                "another shape; load a state of the same model with the same parameters in the optimizer, or the "
+                "weights alone: model.load_state_dict"
+            )
 
     def _refuse_unknown_params(self) -> None:
         """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""
@@ -155,7 +216,7 @@ class MasterWeights:
 def make_master(param: torch.Tensor) -> nn.Parameter:
     """An fp32 copy of `param`. An fp32 parameter gives its memory, so cast the model afterwards; a view is copied,
     because it would keep all of what it is a view of."""
-    value = param.detach().float()
+    value = param.data.float()  # `.data`: writes into both are counted apart
     if value.untyped_storage().nbytes() > value.numel() * value.element_size():
         value = value.clone()
     return nn.Parameter(value, requires_grad=True)

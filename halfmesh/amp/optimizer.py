@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn, optim
 
-from ..errors import InputError
+from .._torch import WriteStamp, write_stamps
+from ..errors import InputError, shorten
 from ..shard import OneRank, ParamShard, Publisher, Ranks, clear_grads
 from .grad_norm import GradStats, clip_divisor, grad_stats
 from .gradient_watch import GradientWatch
@@ -73,7 +75,8 @@ class MixedPrecisionOptimizer:
         self.on_close: Callable[[], None] | None = None
         self.gradient_watch = GradientWatch(self.master_weights, self.loss_scales.scale is not None)
         self._ranks = ranks or OneRank()
-        self._clip_once: tuple[float, GradStats | None] | None = None
+        # A norm for the next update, the gradients' statistics if they are complete, and their stamps.
+        self._clip_once: tuple[float, GradStats | None, list[WriteStamp]] | None = None
         self._has_backward = False  # gradients of the next update are there
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.sync_param_groups())
         self.sync_param_groups()
@@ -97,7 +100,7 @@ class MixedPrecisionOptimizer:
     def before_backward(self) -> None:
         """Prepare for the gradients of one loss, which come until `after_backward`."""
         if self._clip_once is not None:
-            self._clip_once = (self._clip_once[0], None)  # the norm is no longer that of all gradients
+            self._clip_once = (self._clip_once[0], None, [])  # the norm is no longer that of all gradients
         self._has_backward = True
         self.stepper.free_used()
         self.loss_scales.before_backward(self.master_weights.receivers)
@@ -142,8 +145,9 @@ class MixedPrecisionOptimizer:
         """Clip the next update to `max_norm` instead of the options' own. Returns the norm before clipping (0-dim)."""
         if not isinstance(max_norm, Real) or not max_norm > 0:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
-        stats = self._measure(self.gradients())
-        self._clip_once = (float(max_norm), stats)
+        grads = self.gradients()
+        stats = self._measure(grads)
+        self._clip_once = (float(max_norm), stats, write_stamps(list(grads.values())))
         _, total = self.loss_scales.grad_divisor(divisor)
         return stats.norm if total is None else stats.norm / total
 
@@ -163,14 +167,18 @@ class MixedPrecisionOptimizer:
         self.gradient_watch.check(divisor)
         if self.stepper.changed():
             self.sync_param_groups()
+        self.sync_writes()
         self.master_weights.adopt_external_writes()
         grads, scalers = self.gradients(), self.loss_scales.scalers
+        max_norm, stats, stamps = self._clip_once or (self.options.max_norm, None, [])
+        if stats is not None:  # others may have changed gradients since; only the verdict is new, as in a loop by hand
+            known = stats if write_stamps(list(grads.values())) == stamps else None
+            stats = replace(self._measure(grads, known), norm=stats.norm)
         buckets = self.stepper.buckets(grads, self.publisher is not None)
         sparse = {grad.layout for grad in grads.values()} - {torch.strided}
         if sparse:
             self.stepper.avoid_fused()
 
-        max_norm, stats = self._clip_once or (self.options.max_norm, None)
         self._clip_once = None
         wants_norm = max_norm > 0 or self.needs_grad_norm
         if stats is None and (wants_norm or (not sparse and self.skip_counter.due_for_check())):
@@ -199,9 +207,9 @@ class MixedPrecisionOptimizer:
             self._forget_grads()
         return result
 
-    def _measure(self, grads: Grads) -> GradStats:
+    def _measure(self, grads: Grads, known: GradStats | None = None) -> GradStats:
         by_loss, count_zeros = self.loss_scales.flags_by_loss(), self.recipe.count_zeros
-        return grad_stats(grads, self._ranks, self.device, self.options.norm_type, count_zeros, by_loss)
+        return grad_stats(grads, self._ranks, self.device, self.options.norm_type, count_zeros, by_loss, known)
 
     def _apply(
         self,
@@ -237,6 +245,37 @@ class MixedPrecisionOptimizer:
         if self.publisher is not None:
             self.publisher.stepped(shards)
 
+    @torch.no_grad()
+    def sync_writes(self, look: bool = False) -> None:
+        """Bring what others wrote into masters, or parts of weights, since the last update to the model and the ranks
+        that use them. All ranks together.
+
+        Args:
+            look: warn of writes that torch does not count; this reads the device.
+
+        Raises:
+            InputError: others wrote different values into a parameter and into its master.
+        """
+        masters, publisher = self.master_weights, self.publisher
+        if publisher is not None:
+            publisher.follow()
+        if moved := masters.moved():
+            unlike = masters.adopt_external_writes(moved)
+            if publisher is not None:
+                unlike = publisher.join(unlike)
+            if unlike:
+                raise InputError(
+                    f"since the last update both {shorten(unlike)} in the model and the fp32 master weights "
+                    "(engine.master_params()) were written, to different values, so that it is open which of them to "
+                    "train on; write into one of the two only, or load weights after it (engine.load_weights)"
+                )
+            self._publish(masters.trained)
+            if publisher is not None:
+                publisher.finish()
+            masters.mark_published()
+        if look:
+            masters.by_name()
+
     def sync_param_groups(self) -> None:
         """Follow the optimizer's groups: parameters added or removed, and settings that decide the implementation.
 
@@ -260,6 +299,7 @@ class MixedPrecisionOptimizer:
         """Optimizer state, masters by parameter name, loss scalers and counters. Raises InputError of state that is in
         an optimizer inside the user's."""
         saved_state(self.optimizer)
+        self.sync_writes()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": self.master_weights.by_name(),
@@ -269,6 +309,7 @@ class MixedPrecisionOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken. Copies masters into the model's parameters too."""
+        self.master_weights.refuse_unfit(state["masters"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.master_weights.load(state["masters"])
         self.loss_scales.load_state_dict(state["scalers"])
@@ -280,5 +321,6 @@ class MixedPrecisionOptimizer:
         if self.on_close is not None and undo:
             self.on_close()
         self.on_close = None  # it refers back to this object
+        self.master_weights.forget_stamps()
         self.stepper.close()
         self._load_hook.remove()

@@ -63,12 +63,12 @@ class AveragedModel:
         average.begin_anew(besides=average.values)
         written = state.written()
         kept = [tensor.clone() for tensor in written]
-        with torch.no_grad():
-            for shard in state.update.master_weights.trained:
-                state.update.master_weights.target(shard).copy_(average.values[shard])
-        state.publish()
-        parts.accumulation.averaged = True
         try:
+            with torch.no_grad():
+                for shard in state.update.master_weights.trained:
+                    state.update.master_weights.target(shard).copy_(average.values[shard])
+            state.publish()
+            parts.accumulation.averaged = True
             yield
         finally:
             parts.accumulation.averaged = False

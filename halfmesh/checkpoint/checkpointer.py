@@ -300,7 +300,7 @@ class Checkpointer:
         parts = self._parts
         parts.lr.settle()
         with parts.guard.own_call():
-            model, update = parts.model.state_dict(), parts.update.state_dict()
+            update, model = parts.update.state_dict(), parts.model.state_dict()  # what others wrote is shared first
         return {
             "model": model,
             "update": update,
@@ -324,6 +324,7 @@ class Checkpointer:
         parts = self._parts
         validate.refuse_unfit(state.get("update", {}), len(parts.update.loss_scales.scalers), "engine")
         validate.refuse_other_part(state["layout"], self._part())
+        parts.update.master_weights.refuse_unfit(state["update"]["masters"])
         parts.accumulation.clear()
         parts.model.load_state_dict(state["model"])
         parts.update.load_state_dict(state["update"])

@@ -118,6 +118,7 @@ class ShardedState:
     def weights(self) -> Shards:
         """The model's parameters and buffers in full precision: masters where there are any, others in the dtype that
         they came with. Copied only where that is not what is held."""
+        self.update.sync_writes()
         state = self.model.state_dict()
         masters = self.update.master_weights.by_name()
         found: Shards = {}

@@ -33,8 +33,8 @@ class WeightAverage:
     def begin_anew(self, besides: Container[ParamShard] = ()) -> None:
         """Restart the average from the current weights, except for the shards in `besides`."""
         masters = self._update.master_weights
-        if masters.masters:
-            masters.adopt_external_writes()
+        self._update.sync_writes()
+        masters.adopt_external_writes()
         for shard in masters.trained:
             if shard not in besides:
                 self.make(shard).copy_(masters.target(shard))

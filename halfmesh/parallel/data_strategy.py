@@ -139,7 +139,11 @@ class DataStrategy:
         return ""
 
     def follow(self) -> None:
-        """Called before weights are read: parameters may have other memory (`param.data = ...`)."""
+        """See `Publisher`."""
+
+    def join(self, names: list[str]) -> list[str]:
+        """See `Publisher`: by default ranks have what they step to themselves."""
+        return names
 
     def explain(self, error: RuntimeError) -> None:
         """Raise InputError if `error`, of forward or backward, comes from something not supported here."""

@@ -86,6 +86,24 @@ def test_weights_written_by_others_are_not_undone(mode, edit):
     assert 0 < (full_weights(engine)["last.weight"] - value).abs().max().item() < 0.05
 
 
+def test_masters_that_do_not_fit():
+    engine = make_engine(FP16_NAIVE)
+    train(engine, max_batches=1)
+    before, state = full_weights(engine), make_engine(FP16_NAIVE, model=MLP(seed=5)).state_dict()
+    masters = state["update"]["masters"]
+    assert make_engine(MODES["torch_fp16"]).state_dict()["update"]["masters"] == {}
+    unfit = {
+        "first.weight, other": {"other" if name == "first.weight" else name: v for name, v in masters.items()},
+        "last.bias": {name: value for name, value in masters.items() if name != "last.bias"},
+        "last.weight": masters | {"last.weight": torch.zeros(2, 16)},
+    }
+    for names, values in unfit.items():
+        state["update"]["masters"] = values
+        with pytest.raises(InputError, match=rf"^the fp32 masters in this state do not fit: {names} are missing there"):
+            engine.load_state_dict(state)
+        assert all(torch.equal(full_weights(engine)[name], value) for name, value in before.items())
+
+
 def test_copies_of_the_model_are_independent():
     """As an average of the weights (EMA) makes one, and torch.save of the whole module."""
     engine = make_engine(FP16_NAIVE)

@@ -141,6 +141,30 @@ def test_the_model_computes_with_it_for_a_while(mode, tmp_path):
     assert equal(engine.model.state_dict(), weights)
 
 
+@pytest.mark.parametrize("after", range(1, 9))
+def test_an_interrupt_on_the_way_in_restores_the_weights(after):
+    """Ctrl-C between two tensors."""
+
+    class Interrupting(dict):
+        reads = 0
+
+        def __getitem__(self, key):
+            self.reads += 1
+            if self.reads == after:
+                raise KeyboardInterrupt
+            return super().__getitem__(key)
+
+    engine = start(FP16_NAIVE)
+    average = engine.averaged_model(DECAY)
+    advance(engine, 3)
+    weights = {name: value.clone() for name, value in full_weights(engine).items()}
+    average._average.values = Interrupting(average._average.values)
+    with pytest.raises(KeyboardInterrupt), average.applied():
+        pass
+    assert equal(full_weights(engine), weights)
+    advance(engine, 1)
+
+
 def test_casts_of_the_other_weights_are_not_used():
     """O1 keeps casts of weights from a forward to its backward."""
     engine = start({"fp16": {"mode": "apex", "opt_level": "O1", "max_loss_scale": 256.0}})

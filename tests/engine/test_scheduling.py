@@ -30,6 +30,7 @@ from tests.support.models import (
     step_on,
     train,
 )
+from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
 
@@ -60,6 +61,43 @@ def test_clip_grad_norm_on_the_engine(mode):
             optimizer.step()
         engine.step()
     assert difference(full_weights(engine), expected) < TOLERANCES[mode]
+
+
+def clipped_then_changed(rank, world_size, mode, factor, parallel):
+    """Whether an update was skipped whose gradients rank 1 changed after clipping, and its norm."""
+    engine = make_engine(MODES[mode] | {"parallel": parallel}, loader=make_loader(8, 4))
+    for _ in range(2):
+        engine.backward(engine.criterion(engine(here(X)), here(Y)))
+        norm = engine.clip_grad_norm_(0.3)
+        if rank == world_size - 1:
+            engine.model.last.weight.grad[0].mul_(factor)
+        result = engine.step()
+    assert result.grad_norm == pytest.approx(norm.item())
+    return result.skipped, full_weights(engine)
+
+
+@pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
+def test_gradients_that_are_changed_after_clipping_are_judged_again(mode):
+    assert clipped_then_changed(0, 1, mode, math.inf, {})[0]
+    skipped, found = clipped_then_changed(0, 1, mode, 2.0, {})
+    expected = MLP()
+    optimizer = sgd(expected.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(X), Y).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.3)
+        expected.last.weight.grad[0].mul_(2)
+        optimizer.step()
+    assert not skipped
+    assert difference(found, expected) < TOLERANCES[mode]
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_gradients_of_one_rank_are_judged_by_all():
+    pipeline = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("last",)}}
+    for mode in ("torch_fp16", "naive_fp16"):
+        assert [skipped for skipped, _ in run_ranks(clipped_then_changed, 2, mode, math.inf, pipeline)] == [True] * 2
 
 
 @pytest.mark.parametrize("mode", ["none", "naive_fp16"])

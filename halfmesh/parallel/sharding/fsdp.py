@@ -89,6 +89,7 @@ class FSDP(DataStrategy):
             for _, weight in self.sharded:  # not before they are moved, which replaces what is set on a DTensor
                 set_compute_dtype(weight, param_dtype)
         self._storages = [weight.untyped_storage() for _, weight in self.sharded]
+        self._memory = [shard.param.untyped_storage() for shard, _ in self.sharded]
         self._cast = self._cast_gathers()
 
     # -- the config --------------------------------------------------------------------------------------------
@@ -278,7 +279,8 @@ class FSDP(DataStrategy):
         return f", sharded{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp){cast}"
 
     def follow(self) -> None:
-        """Raise InputError if a parameter was given other memory: FSDP2 goes on with its own.
+        """Take shards back to their memory that were given another. Raise InputError if a parameter of the model was:
+        FSDP2 goes on with its own.
 
         (A DTensor's values are not in it, so that not even reading it shows what was assigned.)
         """
@@ -289,6 +291,10 @@ class FSDP(DataStrategy):
                 f"new memory was assigned to {shorten(lost)} (param.data = ..., or model.to(dtype)), but FSDP2 goes on "
                 "with the old; write in place under torch.no_grad(), as in param.copy_(...), or do it before initialize"
             )
+        for (shard, weight), memory in zip(self.sharded, self._memory, strict=True):
+            if shard.param.untyped_storage() is not memory:
+                value, shard.param.data = shard.param.data, weight.detach().to_local()  # type: ignore[attr-defined]
+                shard.param.copy_(value)
 
     def explain(self, error: RuntimeError) -> None:
         if FREED in str(error):

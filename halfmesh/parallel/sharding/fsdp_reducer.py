@@ -106,7 +106,6 @@ class FSDPReducer(Reducer):
 
     def _refuse_lost_changes(self) -> None:
         """Raise InputError for changes of the user's parameters that FSDP2, which has its own, does not notice."""
-        self._strategy.follow()
         hooked = [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]
         if hooked:
             raise InputError(

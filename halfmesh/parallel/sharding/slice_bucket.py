@@ -38,7 +38,7 @@ class SliceBucket(Bucket):
             numel = shard.param.numel()
             start, stop = (min(max(edge, 0), numel) for edge in (-offset, self.chunk - offset))
             offset += numel
-            memory = in_memory_order(shard.param.detach())[start:stop]
+            memory = in_memory_order(shard.param.data)[start:stop]  # `.data`: writes into both are counted apart
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 

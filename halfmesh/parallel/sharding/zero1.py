@@ -21,6 +21,7 @@ from ...shard import ParamShard
 from ...tensors import is_dense
 from ..buckets import group_shards, reduce_dtype_of
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
+from ..objects import gather_objects
 from ..optimizer_checks import refuse_other_state
 from ..reducer import Reducer
 from ..shard_spec import Placement
@@ -60,8 +61,9 @@ class Zero1(DataStrategy):
         parts = {id(part.source): part for bucket in self.buckets for part in bucket.parts}
         self.shards = [parts.get(id(shard), shard) for shard in inputs.shards]
         self._mine = mine
-        self._places = [shard.param.data_ptr() for shard in mine]
+        self._parts = [parts[id(shard)] for shard in mine]
         self._strides = [shard.param.stride() for shard in mine]
+        self._memory: list[torch.UntypedStorage] = []  # of `mine`, at the last `follow`
         own = {part.model_param: part for part in parts.values()}
         repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, key, v: _cut(key, v, p, own[p]))
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
@@ -102,24 +104,33 @@ class Zero1(DataStrategy):
     # -- while training ----------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Follow parameters that have moved in memory.
+        """Follow parameters that have moved in memory, and take parts back to it that were given another.
 
         Raises:
             InputError: their elements are in another order now, unlike masters and state.
         """
-        places = [shard.param.data_ptr() for shard in self._mine]
-        if places == self._places:
+        memory = [shard.param.untyped_storage() for shard in self._mine]
+        own = [part.param.untyped_storage() for part in self._parts]
+        before, self._memory = self._memory or memory, memory
+        if own == memory:
             return
-        for shard, strides in zip(self._mine, self._strides, strict=True):
+        for shard, part, strides, old in zip(self._mine, self._parts, self._strides, before, strict=True):
             if shard.param.stride() != strides:
+                self._memory = before
                 raise InputError(
                     f"the memory format of {shard.name!r} was changed after initialize (channels_last?), but under "
                     "data='zero1' masters and optimizer state keep the order of elements that it had; change it before "
                     "initialize"
                 )
-        for part in self.shards:
+            value = part.param.data if part.param.untyped_storage() is not old else None
             part.rebind_view()
-        self._places = places
+            if value is not None:
+                part.param.copy_(value)  # counted as a write
+
+    def join(self, names: list[str]) -> list[str]:
+        if self.inputs.context.pp_size == 1:  # else other stages have other parts
+            self.inputs.context.agree_on_call("engine(...) after writes into engine.master_params()")
+        return sorted({name for theirs in gather_objects(names, self._group) for name in theirs})
 
     def begin(self) -> None:
         """Only an update reads the parts. (`halfmesh.shard.Publisher`.)"""
@@ -182,6 +193,7 @@ class Zero1Reducer(Reducer):
     def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:
         self._strategy = strategy
         self._buckets: list[SliceBucket]  # type: ignore[assignment]
+        strategy.follow()  # weights were cast
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
@@ -195,7 +207,6 @@ class Zero1Reducer(Reducer):
         super().cover([shard.source for shard in shards if shard.source is not None])
 
     def open(self, last: bool) -> None:
-        self._strategy.follow()
         for shard in self._shards if self._finished else ():
             shard.param.grad = None
         super().open(last)

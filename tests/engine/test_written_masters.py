@@ -1,0 +1,255 @@
+"""What others write into masters, or into zero1's and fsdp's parts, is the model: in every mode and layout."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfmesh.conversion import convert_to_amp
+from tests.support.models import (
+    BF16_NAIVE,
+    FP16_NAIVE,
+    MLP,
+    MODES,
+    TOLERANCES,
+    difference,
+    full_weights,
+    make_data,
+    make_engine,
+    said,
+    sgd,
+    step_on,
+)
+from tests.support.ranks import here, run_ranks
+
+X, Y = make_data(8)
+
+
+def fill(params: Any) -> None:
+    with torch.no_grad():
+        for number, param in enumerate(params):
+            param.fill_(0.01 * (number + 1))
+
+
+def foreach(params: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(params), 0.5)
+
+
+def as_vector(params: Any) -> None:
+    """`param.data = ...`, as `Optimizer.swap` and others do, too; twice, so that memory is used again."""
+    params = list(params)
+    for _ in range(2):
+        vector = nn.utils.parameters_to_vector(params).detach()
+        nn.utils.vector_to_parameters(vector * 0.5, params)
+
+
+def last(params: Any) -> None:
+    """Of which a rank of zero1 may hold nothing."""
+    nn.init.constant_(list(params)[-1], 0.125)
+
+
+WRITES = {"in place": fill, "foreach": foreach, "new data": as_vector, "one": last}
+
+
+def by_hand(write: Any, steps: int = 1) -> nn.Module:
+    """In fp32: `steps` updates, the write, and two more updates."""
+    model = MLP()
+    optimizer = sgd(model.parameters())
+    for step in range(steps + 2):
+        if step == steps:
+            write(model.parameters())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+    return model
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", ["naive_bf16", "naive_fp16", "apex_o2"])
+def test_the_model_computes_with_it(mode, write, steps, tmp_path):
+    engine = make_engine(MODES[mode])
+    for _ in range(steps):
+        step_on(engine, X, Y)
+    WRITES[write](engine.master_params())
+    plain = MLP()
+    for param, master in zip(plain.parameters(), engine.master_params(), strict=True):
+        param.data = master.detach().clone()
+    with torch.no_grad():
+        torch.testing.assert_close(engine.eval()(X), plain(X), rtol=0.02, atol=0.02)
+    for param, master in zip(engine.model.parameters(), engine.master_params(), strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+    engine.train()
+    for _ in range(2):
+        step_on(engine, X, Y)
+    assert difference(full_weights(engine), by_hand(WRITES[write], steps)) < 2 * TOLERANCES[mode]
+
+
+SAVES = {
+    "model.state_dict": lambda engine, path: engine.model.state_dict(),
+    "state_dict": lambda engine, path: engine.state_dict()["model"],
+    "save_weights": lambda engine, path: (engine.save_weights(path, format="torch"), torch.load(path))[1],
+    "save": lambda engine, path: (engine.save(path.parent), resumed(path.parent))[1],
+    "close": lambda engine, path: (engine.close(), engine.model.state_dict())[1],
+    "eval": lambda engine, path: full_weights(engine.eval()),
+}
+
+
+def resumed(folder):
+    again = make_engine(BF16_NAIVE)
+    again.load(folder)
+    return full_weights(again)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_it_is_saved(save, tmp_path):
+    engine = make_engine(BF16_NAIVE)
+    step_on(engine, X, Y)
+    fill(engine.master_params())
+    held = [master.detach().clone() for master in engine.master_params()]
+    found = SAVES[save](engine, tmp_path / "weights.pt")
+    names = [name for name, _ in MLP().named_parameters()]
+    assert all(torch.equal(found[name], master) for name, master in zip(names, held, strict=True))
+
+
+def test_an_average_includes_it():
+    engine = make_engine(BF16_NAIVE)
+    fill(engine.master_params())
+    average = engine.averaged_model(0.5)
+    last(engine.master_params())
+    with average.applied():
+        assert torch.equal(engine.model.last.bias, torch.full((4,), 0.09).bfloat16())
+    assert torch.equal(engine.model.last.bias, torch.full((4,), 0.125).bfloat16())
+
+
+def test_what_an_optimizer_writes_into_masters_without_gradients():
+    """As Lookahead does in its step, for all parameters."""
+
+    class Halves(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            foreach(self.param_groups[0]["params"])
+
+    engine = make_engine(BF16_NAIVE, optimizer=lambda params: Halves(params, lr=0.1))
+    before = full_weights(engine)["last.bias"]
+    engine.model.last.bias.requires_grad_(False)
+    step_on(engine, X, Y)
+    engine.eval()
+    assert torch.equal(engine.model.last.bias, (before / 2).bfloat16())
+
+
+def test_both_written():
+    engine = make_engine(FP16_NAIVE)
+    step_on(engine, X, Y)
+    fill(engine.master_params())
+    engine.model.load_state_dict(MLP(seed=5).state_dict())  # into masters, too
+    step_on(engine, X, Y)
+    last(engine.master_params())
+    with torch.no_grad():
+        engine.model.last.bias.fill_(0.125)
+    step_on(engine, X, Y)  # the same value
+    last(engine.master_params())
+    with torch.no_grad():
+        engine.model.last.bias.fill_(0.25)
+    for call in (engine.eval, lambda: engine(X), engine.state_dict, engine.close):
+        assert "since the last update both last.bias in the model and the fp32 master weights" in said(call)
+    assert float(engine.model.last.bias[0]) == 0.125, "closed, with the masters"
+
+
+@pytest.mark.parametrize("of", ["model", "masters"])
+@pytest.mark.parametrize("then", ["eval", "state_dict"])
+def test_writes_that_torch_does_not_count_are_told(of, then, caplog):
+    engine = make_engine(BF16_NAIVE)
+    step_on(engine, X, Y)
+    getattr(engine, then)()
+    assert "torch does not count" not in caplog.text
+    for param in list(engine.model.parameters() if of == "model" else engine.master_params())[-1:]:
+        param.data.mul_(2)
+    for _ in range(2):
+        getattr(engine, then)()
+    assert caplog.text.count("last.bias in the model and the fp32 master weights are not the same any more") == 1
+
+
+def test_an_average_of_the_users_in_the_model_leaves_masters_as_they_are():
+    """Written into the model for an evaluation, and taken back: no master is rounded."""
+    engine = make_engine(BF16_NAIVE)
+    step_on(engine, X, Y)
+    held, kept = full_weights(engine), [param.detach().clone() for param in engine.model.parameters()]
+    fill(engine.model.parameters())
+    engine.eval()(X)
+    with torch.no_grad():
+        torch._foreach_copy_(list(engine.model.parameters()), kept)
+    engine.train()(X)
+    found = full_weights(engine)
+    assert all(torch.equal(found[name], value) for name, value in held.items())
+
+
+def test_convert_to_amp():
+    plain = MLP()
+    model, optimizer, _ = convert_to_amp(plain, sgd(plain.parameters()), None, "naive", dtype="bfloat16")
+    fill(optimizer.master_params())
+    model(X)
+    assert [round(float(param.flatten()[0]), 2) for param in plain.parameters()] == [0.01 * (n + 1) for n in range(9)]
+    last(optimizer.master_params())
+    assert float(optimizer.state_dict()["masters"]["last.bias"][0]) == float(plain.last.bias[0]) == 0.125
+    copied = copy.deepcopy(model)
+    last(optimizer.master_params())
+    assert torch.equal(copied(X), model(X))
+    optimizer.close()
+    assert float(plain.last.bias[0]) == 0.125
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicate": {},
+    "zero1": {"data": "zero1"},
+    "fsdp": {"data": "fsdp"},
+    "fsdp, gathered until backward": {"data": {"strategy": "fsdp", "reshard_after_forward": False}},
+    "tensor": {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}},
+    "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ("last",)}},
+}
+
+
+def in_layout(rank: int, world_size: int, layout: str, folder: Path) -> dict[str, Any]:
+    """By mode and write: the whole weights, in the end."""
+    found = {}
+    for mode in ("none", "naive_bf16"):
+        for name, write in WRITES.items():
+            if layout == "pipeline" and write in (fill, last):
+                continue  # the numbers of parameters on a stage are not those of the whole model
+            engine = make_engine({**MODES[mode], "parallel": LAYOUTS[layout], "timeout": 30})
+            size = len(X) // engine.context.dp_size
+            own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
+            step_on(engine, X[own], Y[own])
+            if "fsdp" in layout:
+                engine(here(X))  # and no backward: gathered weights stay, where they are kept until then
+            write(engine.master_params())
+            if rank == 1 or layout not in ("replicate", "zero1"):  # else a rank may have nothing to evaluate
+                with torch.no_grad():
+                    engine.eval()(here(X))
+            engine.train()
+            for _ in range(2):
+                step_on(engine, X[own], Y[own])
+            engine.save_weights(folder / "weights.pt", format="torch")
+            found[f"{mode}, {name}"] = torch.load(folder / "weights.pt") if rank == 0 else {}
+            engine.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_on_as_one_process(layout, tmp_path):
+    for case, weights in run_ranks(in_layout, 2, layout, tmp_path, timeout=120)[0].items():
+        mode, write = case.split(", ")
+        assert difference(weights, by_hand(WRITES[write])) < 2 * TOLERANCES[mode], case
