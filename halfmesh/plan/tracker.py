@@ -109,7 +109,7 @@ class Tracker(TorchDispatchMode):
             return _value(args[0])
         if func in _COMPARISONS and any(map(has_no_memory, args[:2])):
             return True
-        made = func(*args, **(kwargs or {}))
+        made = _grouped_product(*args) if _is_wide_grouped_product(func, args) else func(*args, **(kwargs or {}))
         for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout == torch.strided:
                 self._note(leaf.untyped_storage())
@@ -170,6 +170,17 @@ class Tracker(TorchDispatchMode):
         if not name.startswith(_UNSENT):
             size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
             self.traffic.setdefault(group, Traffic()).add(Traffic(1, size))
+
+
+def _is_wide_grouped_product(func: Any, args: Any) -> bool:
+    """Whether torch has kernels of this product, but knows its shape for half precision only."""
+    return func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32 and has_no_memory(args[0])
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
+    """The product of rows of `a` (or of all) with the matrices of `b`, where rows of each end at `ends`."""
+    groups = ends.shape if a.dim() == b.dim() == 2 and ends is not None else a.shape[:1] if a.dim() == b.dim() else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
 def _value(tensor: torch.Tensor) -> float | int:

@@ -8,7 +8,7 @@ import torch
 from halfmesh import load_config
 from halfmesh.plan.dry_run import dry_runs, needed
 from halfmesh.plan.simulate_rank import FewChunks, simulate_rank
-from halfmesh.plan.tracker import Traffic, dry_run_mode
+from halfmesh.plan.tracker import Traffic, _grouped_product, dry_run_mode
 from halfmesh.plan.workers import Workers
 from tests.support.llama import SMALL
 
@@ -166,3 +166,45 @@ def test_chunks_have_torchs_shapes(shape, chunks, dim):
             found = torch.chunk(param, chunks, dim=dim)
         assert [chunk.shape for chunk in found] == [chunk.shape for chunk in torch.chunk(param, chunks, dim=dim)]
         assert len({id(chunk) for chunk in found}) <= 2
+
+
+def llama():
+    """Looks into positions whether sequences are joined, as it does without a cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, use_cache=False)), {"input_ids": ids, "labels": ids}
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16, "intermediate_size": 12}
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    config = MixtralConfig(**sizes, vocab_size=16, num_hidden_layers=1, num_local_experts=2)
+    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("llama", {"parallel": {"context": 2}}),
+        ("llama", {"parallel": {"context": 2}, "bf16": {"mode": "naive"}}),
+        ("mixtral", {}),
+        ("mixtral", {"bf16": {"mode": "torch"}}),
+        ("mixtral", {"parallel": {"expert": 2}}),
+    ],
+)
+def test_models_of_transformers_that_run(model, config):
+    pytest.importorskip("transformers")
+    assert dry_run(load_config(config), 2, f"{__name__}:{model}").problems == []
+
+
+@pytest.mark.parametrize("shapes", [((6, 4), (2, 4, 8)), ((2, 8, 4), (4, 8)), ((2, 8, 4), (2, 4, 8)), ((4, 8), (8, 4))])
+def test_grouped_products_have_torchs_shapes(shapes):
+    ends = torch.tensor([4, 8] if len(shapes[1]) == 2 else [2, 6], dtype=torch.int32)
+    a, b = (torch.ones(shape, dtype=torch.float32) for shape in shapes)
+    offsets = {} if len(shapes[0]) == len(shapes[1]) == 3 else {"offs": ends}
+    expected = torch.nn.functional.grouped_mm(a, b, **offsets).shape
+    assert _grouped_product(a, b, *offsets.values()).shape == expected

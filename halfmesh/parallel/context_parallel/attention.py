@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..._torch import in_shapes_only
+from ..._torch import has_no_memory, in_shapes_only
 from ...errors import InputError
 from .. import collectives
 from ..batch_shard.shard import BatchShard
@@ -44,8 +44,8 @@ def attend(
         InputError: the attention is not that of a sequence with itself, or the mask was made for other lengths.
     """
     _refuse_other_shapes(sequence, query, key, value)
-    if in_shapes_only():  # of what it cannot read transformers makes masks, as if sequences were joined in one
-        attn_mask = None
+    if in_shapes_only() or (attn_mask is not None and has_no_memory(attn_mask) and attn_mask.shape[-2] == sequence.own):
+        attn_mask = None  # of what it cannot read transformers makes masks, as if sequences were joined in one
     _refuse_other_mask(sequence, attn_mask)
     query, key, value = (_as_computed(x) for x in (query, key, value))
     options |= {"dropout_p": dropout_p}
