@@ -41,8 +41,9 @@ class ContextParallel(SharesBatch):
     sharded_dim = TOKENS
     advice = (
         "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken "
-        "from the argument position_ids (or positions): no convolution, mean or shift along the sequence, no "
-        "arange(length). Shift targets of whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
+        "from the argument position_ids (or positions; pass it if they do not count from 0): no convolution, mean or "
+        "shift along the sequence, no arange(length). Shift targets of whole sequences before the call: "
+        "F.pad(ids, (0, 1), value=-100)[:, 1:]"
     )
     functions = MappingProxyType({F.scaled_dot_product_attention: attend})
 

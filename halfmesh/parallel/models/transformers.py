@@ -185,7 +185,7 @@ def find_context_problem(model: nn.Module) -> str | None:
 
 def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with what a Hugging Face model would make of them itself: labels are shifted,
-    and a mask of padding becomes one of all pairs of tokens."""
+    a mask of padding becomes one of all pairs of tokens, and positions are counted where padding has none."""
     if not _is_transformers(model):
         return given
     labels, mask, positions = given.get("labels"), given.get("attention_mask"), given.get("position_ids")
@@ -197,6 +197,10 @@ def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any
         is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
         maker = "create_causal_mask" if is_causal else "create_bidirectional_mask"
         given["attention_mask"] = _make_mask(maker, model, like, mask, positions)
+    ids, count = given.get("input_ids"), "create_position_ids_from_input_ids"  # RoBERTa and others, past the padding's
+    counter: Any = next((module for module in model.modules() if hasattr(module, count)), None)
+    if positions is None and ids is not None and counter is not None and hasattr(counter, "padding_idx"):
+        given["position_ids"] = getattr(counter, count)(ids, counter.padding_idx)
     return given
 
 

@@ -46,6 +46,15 @@ def make_bert():
     return BertForMaskedLM(BertConfig(**sizes, **dropout, vocab_size=WORDS, initializer_range=0.2))
 
 
+def make_roberta():
+    """It counts positions from the number of the token of padding on, and not where that stands."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return RobertaForMaskedLM(RobertaConfig(**sizes, **dropout, vocab_size=WORDS, initializer_range=0.2))
+
+
 def tokens(seed=0):
     torch.manual_seed(seed)
     ids = here(torch.randint(WORDS, (ROWS, LENGTH + 1)))
