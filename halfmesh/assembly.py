@@ -13,6 +13,7 @@ import torch
 from torch import nn, optim
 
 from . import compat, inputs, launchers
+from ._torch import has_no_memory
 from .amp.convert import convert
 from .amp.gradient_watch import SHARDED, UNDIVIDED
 from .amp.keep_fp32 import find_kept_problems
@@ -38,7 +39,7 @@ from .log import get_logger
 from .loop.accumulation import Accumulation
 from .loop.average import WeightAverage
 from .loop.executor import make_executor
-from .loop.loop_checks import CountedBatches, SameInputs
+from .loop.loop_checks import CountedBatches, ForwardWrites, SameInputs
 from .loop.lr import LRAdvance
 from .loop.model_guard import ModelGuard
 from .loop.parts import EngineHook, EngineParts
@@ -122,6 +123,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             settings.timeout,
             launchers.choose_backend(settings, place),
             settings.parallel.mesh_sizes,
+            alone=data_strategy(settings, 1).shards_model,
         )
         context, loaders, late = _prepare(given, recipe, settings, place, group)
         undo.pop_all()
@@ -264,6 +266,8 @@ def _make_hooks(parts: EngineParts, checkpointer: Checkpointer) -> list[EngineHo
         from .debug.sync_check import SyncCheck
 
         hooks.append(SyncCheck(parts))
+    if not any(map(has_no_memory, parts.model.parameters())):  # as in a dry run
+        hooks.append(ForwardWrites(parts))
     hooks.append(NonFiniteProbes(parts))
     if config.gradient_accumulation > 1:
         hooks.append(CountedBatches(parts))
@@ -286,7 +290,7 @@ def _make_reduction(
 ) -> Reduction | None:
     """The reducer that completes gradients over the data ranks and the other axes."""
     reductions: list[Reduction] = []
-    if context.dp_size > 1:
+    if context.dp_size > 1 or division.data.shards_model:
         withholds = update.loss_scales.scale is not None or bool(division.axes) or config.loss_reduction == "weighted"
         trained, buffers = update.master_weights.trained, dict(model.named_buffers())
         reductions.append(division.data.make_reducer(trained, buffers, withholds))

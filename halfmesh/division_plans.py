@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import nn, optim
 
 from . import activation, compilation
 from .amp.fused import is_elementwise
-from .errors import IncompatibleConfigError
+from .errors import IncompatibleConfigError, shorten
 from .key_checks import recipe_of
 from .parallel import optimizer_checks as elementwise
 from .parallel.axis import PlanInputs
@@ -40,9 +40,10 @@ class Plans:
 
 
 def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
-    """The config's data strategy; a single data rank holds everything."""
+    """What the config's data strategy is on so many ranks. With one of them, only a strategy that changes the model
+    differs from `replicate`: it may gather block by block, from host memory, and casts."""
     strategy: type[DataStrategy] = DATA_STRATEGIES.get(config.parallel.data.strategy)
-    return strategy if data_ranks > 1 else DataStrategy
+    return strategy if data_ranks > 1 or strategy.shards_model else DataStrategy
 
 
 def make_plans(
@@ -56,7 +57,8 @@ def make_plans(
     """
     problems: list[str] = []
     parallel = config.parallel
-    strategy = data_strategy(config, ranks // math.prod(parallel.sizes.values()))
+    data_ranks = ranks // math.prod(parallel.sizes.values())
+    strategy = data_strategy(config, data_ranks)
     used = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
     axes: dict[str, Any] = {}
     partition = None
@@ -64,6 +66,8 @@ def make_plans(
         plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
         axes[name], partition = plan, plan if axis.takes_modules else partition
         problems += more
+    if data_ranks > 1 or strategy.shards_model or not all(axis.draws_alike for axis in used.values()):
+        problems += _find_limited_rows(model)
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     if splits_params and not is_elementwise(optimizer):
         problem = elementwise.find_problem(optimizer)  # one of others: by trying
@@ -83,7 +87,19 @@ def make_plans(
         keys += ["parallel.data"] if strategy.shards_state else []
         keys += ["compile"] if config.compile.enabled else []
         keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
+        keys = keys or ["parallel.data"]
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
     return Plans(axes, partition, blocks, compiled, recomputed)
+
+
+def _find_limited_rows(model: nn.Module) -> Iterator[str]:
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    limited = [name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm is not None]
+    if limited:
+        yield (
+            f"{shorten(limited)}: max_norm makes forward write into the rows that are looked up, of which each rank "
+            "has others, so that the ranks' weights would differ; build it without max_norm, and limit the rows where "
+            "they are used (rows * (limit / rows.norm(dim=-1, keepdim=True)).clamp(max=1))"
+        )

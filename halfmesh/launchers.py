@@ -130,7 +130,11 @@ def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> La
 
 
 def ensure_process_group(
-    device: torch.device, timeout_s: float, backend: str | None = None, sizes: Mapping[str, int] | None = None
+    device: torch.device,
+    timeout_s: float,
+    backend: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    alone: bool = False,
 ) -> OwnedGroup | None:
     """The process group that torchrun's variables ask for: made here, or by an earlier call. Who gets it has to `join`
     and to `close` it.
@@ -141,6 +145,7 @@ def ensure_process_group(
         timeout_s: seconds that a collective may take.
         backend: what `choose_backend` says.
         sizes: of the axes besides dp, by which messages about failed ranks name their places.
+        alone: make one for a world of 1, too.
 
     Raises:
         LaunchError: the group of the user's own cannot do what the config needs.
@@ -154,7 +159,8 @@ def ensure_process_group(
             )
         return next((group for group in _shared if group.is_there), None)
     place = find_place()
-    group = make_group(place, None, device, timeout_s, backend, RankNames(place.world_size, sizes or {}))
+    address = Address("localhost", 0) if alone and place.world_size == 1 else None  # 0: any port
+    group = make_group(place, address, device, timeout_s, backend, RankNames(place.world_size, sizes or {}), alone)
     _shared[:] = [] if group is None else [group]
     return group
 

@@ -106,7 +106,7 @@ def _layout(parts: EngineParts) -> dict[str, str]:
     context, division, parallel = parts.context, parts.division, parts.config.parallel
     mesh = in_words(context.sizes) + f" on {context.device.type}"
     if context.size == 1:
-        return {"layout": f"{mesh}; one process holds all of the model"}
+        return {"layout": f"{mesh}; one process holds all of the model{division.data.text}"}
     came = {part.source.param: part.model_param for part in division.data.shards if part.source is not None}
     held = dict(parts.model.named_parameters())
     params = {name: came.get(param, param) for name, param in held.items()}

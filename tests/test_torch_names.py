@@ -35,6 +35,7 @@ ALLOWED = {
         "_compiled_call_impl",
         "_current_graph_task_id",
         "_foreach_copy_",
+        "_foreach_norm",
         "_get_dispatch_mode",
         "_forward_hooks",
         "_forward_pre_hooks",

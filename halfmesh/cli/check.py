@@ -113,15 +113,18 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
     """What the run would be."""
     from ..compat import mesh_sizes
+    from ..division_plans import data_strategy
     from ..key_checks import recipe_of
+    from ..parallel.data_strategy import DataStrategy
     from ..tensors import dtype_name
 
-    recipe = recipe_of(config)
+    recipe, mesh = recipe_of(config), mesh_sizes(config, world_size)
+    is_real = data_strategy(config, mesh["dp"]) is not DataStrategy
     return {
         "mode": config.precision.label if config.precision else None,
         "dtype": dtype_name(recipe.compute_dtype) + (", products in float8" if recipe.linear else ""),
-        "mesh": mesh_sizes(config, world_size),
-        "data_strategy": config.parallel.data.strategy,
+        "mesh": mesh,
+        "data_strategy": config.parallel.data.strategy if is_real else "replicate",
         "gradient_accumulation": config.gradient_accumulation,
         "global_batch_size": config.global_batch_size,
         "clip_grad_norm": config.clip_grad_norm.max_norm or None,

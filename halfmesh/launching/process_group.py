@@ -69,6 +69,7 @@ def make_group(
     timeout_s: float,
     backend: str | None,
     names: RankNames,
+    alone: bool = False,
 ) -> OwnedGroup | None:
     """Join the process group of `place`, at `address` or at the one in torchrun's variables.
 
@@ -78,11 +79,12 @@ def make_group(
         timeout_s: seconds to join, and that a collective may take.
         backend: "nccl" for CUDA, "gloo" for the CPU unless given.
         names: of the ranks, in messages.
+        alone: make one for a world of 1, too.
 
     Raises:
         LaunchError: no group within `timeout_s`, or no such backend.
     """
-    if dist.is_initialized() or place.world_size == 1:
+    if dist.is_initialized() or (place.world_size == 1 and not alone):
         return None
     wait_for_threads_at_exit()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")

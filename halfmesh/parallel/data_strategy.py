@@ -136,7 +136,12 @@ class DataStrategy:
     @property
     def text(self) -> str:
         """A line of the effective plan: what each data rank holds, or steps."""
-        return ""
+        asked = self.inputs.options.strategy
+        return (
+            ""
+            if asked == "replicate" or self.inputs.context.dp_size > 1
+            else f" ({asked} has nothing to shard over one data rank)"
+        )
 
     def follow(self) -> None:
         """See `Publisher`."""
@@ -144,6 +149,10 @@ class DataStrategy:
     def join(self, names: list[str]) -> list[str]:
         """See `Publisher`: by default ranks have what they step to themselves."""
         return names
+
+    def find_lost_writes(self, watch: bool) -> Collection[str]:
+        """The weights that forward has written into in vain since it is watched; `watch`: from now on it is, or not."""
+        return ()
 
     def explain(self, error: RuntimeError) -> None:
         """Raise InputError if `error`, of forward or backward, comes from something not supported here."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._torch import foreach_norms
 from ..errors import InputError, show
 from ..tensors import tensors_of
 from .objects import broadcast_object, gather_objects, is_alone
@@ -145,6 +146,27 @@ def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequen
         f"requires_grad is not the same on all ranks: {names[unlike[0]]!r} is trained on {', '.join(trains)} and "
         f"frozen on {', '.join(freezes)}{more}; {ADVICE}"
     )
+
+
+# -- weights before an update --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def norms(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norm of each tensor, in float64 [n]; -1 for nan, and 0 of what is no plain tensor of floats. The host does
+    not wait."""
+    held = list(tensors)
+    plain = [type(t.detach()) is torch.Tensor and t.is_floating_point() for t in held]
+    found = iter(foreach_norms([t.detach() for t, is_plain in zip(held, plain, strict=True) if is_plain]))
+    zero = torch.zeros((), dtype=torch.float64, device=held[0].device if held else None)
+    return torch.stack([zero, *(next(found) if is_plain else zero for is_plain in plain)])[1:].nan_to_num(-1.0)
+
+
+def differ(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Which of `values` [n] differ between the ranks of `group` by more than the order of a sum."""
+    ends = torch.stack([values, -values])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    return ends.sum(0) > 1e-8 * ends[0].abs()
 
 
 # -- all state, for debug="sync" -----------------------------------------------------------------------------------

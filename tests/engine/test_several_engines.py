@@ -143,3 +143,25 @@ def test_a_closed_engine_is_freed_at_once(mode):
         assert [ref() for ref in held] == [None] * 3
     finally:
         gc.enable()
+
+
+def norms_over_two_layouts(rank: int, world_size: int) -> list[float]:
+    """Of a sharded weight, by collectives of its DTensor, in engines one after another."""
+    found = []
+    for parallel in ({"tensor": 2, "data": "fsdp"}, {"data": "fsdp"}, {"data": {"strategy": "fsdp", "hybrid": 2}}) * 2:
+        model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 1))
+        nn.init.ones_(model[2].weight)
+        plan = {"tensor_plan": {"0": "colwise", "2": "off"}} if "tensor" in parallel else {}
+        tensor = {"tensor": {"size": 2, "plan": {"0": "colwise_gather"}}} if plan else {}
+        engine = halfmesh.initialize(
+            model, sgd(model), bce, None, {"parallel": {**parallel, **tensor}}, device=rank_device()
+        )
+        found.append(engine.model[2].weight.detach().norm().full_tensor().item())
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_a_later_engine_has_groups_of_its_own():
+    """The process group is the user's, here the test's, so that torch's tables outlive the first engine."""
+    assert run_ranks(norms_over_two_layouts, 4) == [[4.0] * 6] * 4

@@ -6,7 +6,7 @@ backward runs. The update sees this rank's shards as plain tensors, as in every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..shard_spec import Placement
 from .fsdp_gather import CastGather
 from .fsdp_reducer import FSDPReducer
 from .fsdp_wrap import can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
+from .fsdp_writes import WriteWatch
 
 FREED = "are out of bounds for storage of size 0"
 """torch's words where a tensor is used whose memory was freed."""
@@ -73,6 +74,8 @@ class FSDP(DataStrategy):
             for param in taken:  # the shards are the masters, whatever the model came in
                 param.data = param.data.float()
         self.places = {place: param for place, param in _places(model) if param not in whole}
+        names = {shard.param: shard.name for shard in inputs.shards}
+        self._writes = WriteWatch({place: names[param] for place, param in self.places.items()})
         self._buffer_dtypes = self._cast_buffers(_dtype(data.buffer_dtype))
         self.units = self._wrap(units, whole, param_dtype)
         self.originals = self._shard_optimizer()
@@ -185,6 +188,7 @@ class FSDP(DataStrategy):
             cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts what the model gets
         )
         for unit in units:
+            self._writes.add(unit)
             inputs.make(unit)  # its values, where it has none yet
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is inputs.model else policy
             wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, whole))
@@ -276,7 +280,9 @@ class FSDP(DataStrategy):
     def text(self) -> str:
         data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
         cast = f", {self._cast} weights gathered in float8" if self._cast else ""
-        return f", sharded{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp){cast}"
+        ranks = data.hybrid or self.inputs.context.dp_size
+        kept = f"sharded{where} over {ranks} data ranks" if ranks > 1 else f"kept whole{where} by one data rank"
+        return f", {kept} (fsdp){cast}"
 
     def follow(self) -> None:
         """Take shards back to their memory that were given another. Raise InputError if a parameter of the model was:
@@ -295,6 +301,10 @@ class FSDP(DataStrategy):
             if shard.param.untyped_storage() is not memory:
                 value, shard.param.data = shard.param.data, weight.detach().to_local()  # type: ignore[attr-defined]
                 shard.param.copy_(value)
+
+    def find_lost_writes(self, watch: bool) -> Collection[str]:
+        self._writes.is_on = watch
+        return self._writes.take()
 
     def explain(self, error: RuntimeError) -> None:
         if FREED in str(error):
@@ -332,7 +342,7 @@ class FSDP(DataStrategy):
             unit.reshard()
 
     def undo(self) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._writes.hooks):
             hook.remove()
         self.reshard()
         for module, (kind, attributes) in self._before.items():

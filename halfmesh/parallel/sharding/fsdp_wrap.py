@@ -67,14 +67,18 @@ def can_be_sharded(param: torch.Tensor) -> bool:
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     """The data ranks as FSDP2 wants them: in one dim, or with `hybrid` ranks to a copy in two. All ranks together."""
     kind = context.device.type
+    # DTensors look groups up by a mesh that compares equal, which may be an engine's before this one. So names tell
+    # them apart.
     if hybrid is None or hybrid == context.dp_size:
-        return DeviceMesh.from_group(context.dp_group, kind, mesh_dim_names=("shard",))
+        group = context.dp_group
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shard_{group.group_name}",))
     places = torch.arange(context.dp_size).view(-1, hybrid)
     copies = [context.subgroup("dp", column) for column in places.T.tolist()]
     shards = [context.subgroup("dp", row) for row in places.tolist()]
     mine = [next(group for group in groups if group is not None) for groups in (copies, shards)]
     ranks = torch.tensor(dist.get_process_group_ranks(context.dp_group)).view(-1, hybrid)
-    return DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    names = tuple(f"{dim}_{group.group_name}" for dim, group in zip(("replicate", "shard"), mine, strict=True))
+    return DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=names)
 
 
 def wrap(
