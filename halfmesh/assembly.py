@@ -191,7 +191,7 @@ def _convert(
     """Parallelize and cast the model, and build the parts. From here on the user's objects change."""
     # Before the model goes to the device, which may not have room for all of it.
     division = Division(given.model, given.optimizer, plans, config, context, late)
-    shards = division.make_shards(given.model, given.optimizer, recipe)
+    shards = division.make_shards(given.model, given.optimizer, given.criterion, recipe)
     _move_state(given.optimizer)
     backend, options = _backend(config), _update_options(config)
     update = convert(

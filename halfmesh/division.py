@@ -105,7 +105,9 @@ class Division:
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
 
-    def make_shards(self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe) -> Sequence[ParamShard]:
+    def make_shards(
+        self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
+    ) -> Sequence[ParamShard]:
         """The parameters of `model`, which goes to this rank's device, each with 1 / (number of ranks that hold the
         same numbers). Where data ranks hold parts, these, which `optimizer` holds afterwards.
         """
@@ -125,6 +127,7 @@ class Division:
             not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},
             kept=set(kept_by_name(model, recipe)),
             tied={param for axis in self.axes.values() for param in axis.ties},
+            outside=_params_of(criterion, model),
             make=(lambda module: None) if late is None else late.make,
             finish=(lambda: None) if late is None else late.finish,
         )
@@ -277,6 +280,12 @@ class Division:
             self.data.undo()
             for axis in reversed(self.axes.values()):
                 axis.undo()
+
+
+def _params_of(criterion: Any, model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that a criterion has, which may be a part of `model`, or have one."""
+    apart = isinstance(criterion, nn.Module) and model not in set(criterion.modules())
+    return set(criterion.parameters()) if apart else set()
 
 
 def _call(axis: AppliedAxis, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -81,8 +81,12 @@ class Engine:
         parts = self._parts
         if parts.criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        with parts.division.scope():
-            return parts.executor.criterion(parts.criterion, *args, **kwargs)
+        try:
+            with parts.division.scope():
+                return parts.executor.criterion(parts.criterion, *args, **kwargs)
+        except RuntimeError as error:
+            parts.division.explain(error)
+            raise
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).

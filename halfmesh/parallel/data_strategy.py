@@ -38,6 +38,7 @@ class StrategyInputs:
         not_called: under a pipeline, names of the modules that stages do not call as a whole.
         kept: parameters that the mode leaves in fp32 by their names.
         tied: parameters that other pipeline ranks hold, too.
+        outside: parameters that the criterion computes with, outside of the model's forward.
         make: gives the tensors of a module their values, where the model was built without.
         finish: gives all others theirs. A strategy calls it once.
     """
@@ -54,6 +55,7 @@ class StrategyInputs:
     not_called: Collection[str] | None
     kept: Collection[torch.Tensor]
     tied: Collection[nn.Parameter]
+    outside: Collection[nn.Parameter]
     make: Callable[[nn.Module], None]
     finish: Callable[[], None]
 

@@ -27,6 +27,8 @@ from .fsdp_reducer import FSDPReducer
 from .fsdp_wrap import can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
 from .fsdp_writes import WriteWatch
 
+MIXED = "got mixed torch.Tensor and DTensor"
+"""torch's words where a sharded weight is used that is not gathered."""
 FREED = "are out of bounds for storage of size 0"
 """torch's words where a tensor is used whose memory was freed."""
 
@@ -44,8 +46,8 @@ class FSDP(DataStrategy):
         places: the module and the name of each of them; several for a tied one.
         units: the modules that gather their weights separately.
         replicated: names of parameters that every rank holds whole: those that FSDP2 cannot shard (scalars, empty ones,
-            non-contiguous ones), those that stay in fp32 by their names, those of several units, and under a pipeline
-            those of modules that no stage calls.
+            non-contiguous ones), those that stay in fp32 by their names, those of several units and of the criterion,
+            and under a pipeline those of modules that no stage calls.
     """
 
     shards_state = shards_model = True
@@ -63,7 +65,8 @@ class FSDP(DataStrategy):
         self._mesh = mesh = make_mesh(inputs.context, data.hybrid)
         self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         units = find_units(model, inputs.blocks, inputs.not_called)
-        whole = {s.param for s in inputs.shards if not can_be_sharded(s.param) or s.param in inputs.kept}
+        apart = {*inputs.kept, *inputs.outside}
+        whole = {s.param for s in inputs.shards if s.param in apart or not can_be_sharded(s.param)}
         whole |= unowned_params(model, units)
         self.replicated = [shard.name for shard in inputs.shards if shard.param in whole]
         taken = [shard.param for shard in inputs.shards if shard.param not in whole]
@@ -163,6 +166,9 @@ class FSDP(DataStrategy):
                 f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
                 f"{first} ({dtype}); give all parameters one dtype, or use data='zero1'"
             )
+        sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+        if sparse:
+            yield f"parallel.data: {shorten(sparse)}: 'fsdp' cannot sum sparse gradients; build it with sparse=False"
         hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]
         if hooked:
             yield (
@@ -307,6 +313,17 @@ class FSDP(DataStrategy):
         return self._writes.take()
 
     def explain(self, error: RuntimeError) -> None:
+        if "'Sparse" in str(error):
+            raise InputError(
+                "a gradient is sparse, which FSDP2 cannot sum; call F.embedding or F.embedding_bag with sparse=False"
+            ) from error
+        if MIXED in str(error):
+            raise InputError(
+                "weights were used outside of the forward of their module, in the criterion, in the loop or by another "
+                "module, where under data='fsdp' they are DTensors, which do not mix with tensors. Use them in that "
+                "forward; or give initialize as criterion a module that has them, whose weights stay whole on every "
+                "rank; or use data='zero1'"
+            ) from error
         if FREED in str(error):
             raise InputError(
                 "backward needs weights that FSDP2 has freed. It gathers them again when the gradient of a block's "
