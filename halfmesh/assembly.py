@@ -140,7 +140,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         engine._set_hooks(_make_hooks(parts, checkpointer))
         owner = group if launch is None else launch.group
         if owner is not None:
-            owner.failures.watch(engine)
+            owner.failures.watch(parts)
         engine.context.begin_calls(owner)
         _resume(engine)
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):

@@ -63,6 +63,7 @@ class Engine:
         parts = self._parts
         parts.refuse_if_closed()
         parts.update.sync_writes()
+        parts.calls["engine"] += 1
         for hook in self._before_forward:
             hook(args, kwargs)
         try:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from enum import StrEnum
 from types import TracebackType
@@ -72,6 +72,7 @@ class StatusStore:
 
     Attributes:
         told: the last status of each rank that has told one; when the store is gone, what was known before.
+        forwards: how often each of these had called `engine(...)` then.
         reason: of the first failure; empty if it is not known.
         is_gone: whether the store is.
     """
@@ -85,26 +86,28 @@ class StatusStore:
             self._store.append(key, "")
         self._rank = rank
         self.told: dict[int, RankStatus] = {}
+        self.forwards: dict[int, int] = {}
         self.reason = ""
         self.is_gone = False
 
-    def exchange(self, status: RankStatus | None = None, reason: str = "") -> dict[int, RankStatus]:
-        """Read what the others tell, and tell them this rank's `status` and, if no rank gave one, the `reason`."""
+    def exchange(self, status: RankStatus | None = None, reason: str = "", forwards: int = 0) -> dict[int, RankStatus]:
+        """Read what the others tell, and tell them this rank's `status` with its `forwards` and, if no rank gave one,
+        the `reason`."""
         if self.is_gone:  # torch would print a stack of its C++ code each time
             return self.told
         try:
             if reason:
                 self._store.compare_set("reason", "", reason)
             if status is not None:
-                self._store.append("log", f"{self._rank} {status}\n")
+                self._store.append("log", f"{self._rank} {status} {forwards}\n")
             log, first = self._store.multi_get(["log", "reason"])
         except Exception:
             self.is_gone = True
             return self.told
         self.reason = first.decode()
         for line in log.decode().splitlines():
-            rank, told = line.split()
-            self.told[int(rank)] = RankStatus(told)
+            rank, told, number = line.split()
+            self.told[int(rank)], self.forwards[int(rank)] = RankStatus(told), int(number)
         return self.told
 
 
@@ -122,7 +125,8 @@ class FailureWatch:
         self._rank, self._host = rank, host
         self._names = names
         self._timeout_s = timeout_s
-        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()  # of engines
+        self._calls: list[Mapping[str, int]] = []  # of these, and of those that are gone
         self._ending = threading.Event()  # this rank is exiting on its own
         self._hook = self._on_error
         self._previous_hook = sys.excepthook
@@ -132,9 +136,11 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
         self._thread.start()
 
-    def watch(self, engine: Any) -> None:
-        """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains."""
-        self._engines.add(engine)
+    def watch(self, parts: Any) -> None:
+        """Write this rank's stacks when the engine with these `parts` makes no update for `DUMP_AT` of the time limit,
+        while it trains; count its forwards."""
+        self._parts.add(parts)
+        self._calls.append(parts.calls)
 
     def remove(self) -> None:
         """This rank needs the others no longer. A hook that was installed on top of this one stays."""
@@ -152,7 +158,7 @@ class FailureWatch:
     def _report_end(self, status: RankStatus, reason: str = "") -> None:
         if not self._ending.is_set():
             self._ending.set()
-            self._statuses.exchange(status, reason)
+            self._statuses.exchange(status, reason, self._forwards())
         self._thread.join(POLL_S)  # one that comes back from C++ while the interpreter shuts down aborts the process
 
     def _on_exit(self) -> None:
@@ -192,6 +198,9 @@ class FailureWatch:
             self._previous_hook(kind, error, trace)
         _record_for_torchrun(error)
 
+    def _forwards(self) -> int:
+        return sum(calls["engine"] for calls in self._calls)
+
     def _find_reason(self) -> str:
         """Who failed first. A rank that has an error of its own says so at once; others take a while to answer."""
         until = time.monotonic() + ANSWER_S
@@ -215,13 +224,28 @@ class FailureWatch:
         if finished := ranks[RankStatus.FINISHED]:
             return (
                 f"{names.names(finished)} ended without an error while others waited for it (left its loop early, or "
-                "called engine.close alone?)"
+                f"called engine.close alone?){self._unlike()}"
             )
         if not ranks[RankStatus.TIMED_OUT]:
             return "no rank has an error of its own (a broken network?)"
         if running := ranks[RankStatus.RUNNING]:
-            return f"did not reach the collective in time (hung or too slow): {names.names(running)}"
-        return "all ranks waited, so for different collectives: each has to run the same ones, in the same order"
+            return f"did not reach the collective in time (hung or too slow): {names.names(running)}{self._unlike()}"
+        all_waited = "all ranks waited, so for different collectives: each has to run the same ones, in the same order"
+        return f"{all_waited}{self._unlike()}"
+
+    def _unlike(self) -> str:
+        """How often the ranks have called `engine(...)`, if not equally often."""
+        ranks: dict[int, list[int]] = {}
+        for rank, forwards in sorted(self._statuses.forwards.items()):
+            ranks.setdefault(forwards, []).append(rank)
+        if len(ranks) < 2:
+            return ""
+        counts = " and ".join(f"{count} times on {self._names.names(some)}" for count, some in sorted(ranks.items()))
+        return (
+            f"; engine(...) was called {counts}: under data='fsdp', tensor or pipeline parallelism each call needs all "
+            "ranks, and so does each update everywhere; give all of them equally many batches (drop_last=True, or stop "
+            "at the smallest number), and call it without an `if` around it"
+        )
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -235,7 +259,7 @@ class FailureWatch:
             if self._statuses.is_gone:
                 return  # with a launcher or a host that had ended well
             now = time.monotonic()
-            training = [engine.global_step for engine in list(self._engines) if engine.model.training]
+            training = [parts.global_step for parts in list(self._parts) if parts.model.training]
             if training != steps or not training:
                 steps, since = training, now
             elif now > since + DUMP_AT * self._timeout_s:
@@ -253,7 +277,7 @@ class FailureWatch:
     def _end_after_grace(self) -> None:
         """End this process unless it exits on its own in time."""
         if not self._ending.is_set():
-            self._statuses.exchange(RankStatus.RUNNING)
+            self._statuses.exchange(RankStatus.RUNNING, forwards=self._forwards())
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             self._statuses.exchange()  # as long as the store is there

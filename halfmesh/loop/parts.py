@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ RESULT_HISTORY = 60
 """Step results that an engine keeps."""
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineParts:
     """The parts of an engine, for the engine itself, its hooks, checkpoints and reports."""
 
@@ -51,6 +51,7 @@ class EngineParts:
     statistics: StatisticsCheck
     results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))  # the newest last
     global_step: int = 0
+    calls: Counter[str] = field(default_factory=Counter)  # of the engine: how often its model was called
     closed: bool = False
 
     def refuse_if_closed(self) -> None:

@@ -74,7 +74,7 @@ def test_torchrun_shows_who_hung_and_where(tmp_path):
     """Also with a checkpoint, whose handler of SIGTERM lets a rank that hangs go on."""
     case = Case(SLEEP.replace("time", "signal.signal(signal.SIGTERM, lambda *_: None); time"))
     output = under_torchrun(case, tmp_path)
-    assert f"{HANGS} 1\n" in output
+    assert f"{HANGS} 1" in output
     stacks = output.partition("This rank is at:")[2]
     assert 'train.py", line' in stacks
     assert "Root Cause" in output
@@ -107,6 +107,14 @@ def test_a_rank_that_hangs_is_named_by_all(tmp_path):
     case = Case(SLEEP, bad=3, ranks=4, parallel=MESH)
     outcome = run_case(case, tmp_path)
     check(case, outcome, f"{HANGS} 3 (dp 1, tp 1)")
+
+
+@pytest.mark.parametrize("how", [SLEEP, "return"], ids=["hangs", "leaves"])
+def test_calls_that_are_not_equally_many_are_counted(how, tmp_path):
+    case = Case(how, parallel=(("data", "fsdp"),))
+    check(
+        case, run_case(case, tmp_path), "; engine(...) was called 5 times on rank 1 and 6 times on rank 0: under data"
+    )
 
 
 # --- further ways, and layouts ----------------------------------------------------------------------------------------
