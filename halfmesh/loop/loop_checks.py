@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import divisor_of, edit_stamps
+from .._torch import divisor_of, write_stamps
 from ..amp.step_result import StepResult
 from ..errors import InputError, shorten
 from ..log import get_logger
@@ -104,7 +104,7 @@ class ForwardWrites(EngineHook):
         held = self._parts.update.master_weights.masters and self._parts.model.training
         if held and self._before is None and is_looked_at(self._steps + 1):
             params = list(self._parts.model.parameters())
-            self._before = edit_stamps(params), norms(params)
+            self._before = write_stamps(params), norms(params)
 
     def before_step(self) -> None:
         self._steps += 1
@@ -124,7 +124,7 @@ class ForwardWrites(EngineHook):
             return []
         stamps, values = self._before
         changed = (norms(held.values()) != values).tolist()
-        rows = zip(held, stamps, edit_stamps(list(held.values())), changed, strict=True)
+        rows = zip(held, stamps, write_stamps(list(held.values())), changed, strict=True)
         return [name for name, before, now, is_other in rows if is_other and before == now]
 
     def _find_unlike(self, held: Mapping[str, nn.Parameter]) -> set[str]:

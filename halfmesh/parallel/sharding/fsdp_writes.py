@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..._torch import edit_stamps
+from ..._torch import write_stamps
 from ..replica_checks import norms
 
 
@@ -44,13 +44,13 @@ class WriteWatch:
             if self.is_on and unit.training and torch.is_grad_enabled():
                 held = {text: getattr(module, name) for (module, name), text in own.items()}
                 held = {text: param for text, param in held.items() if not isinstance(param, DTensor)}
-                self._open[unit] = held, edit_stamps(list(held.values())), norms(held.values())
+                self._open[unit] = held, write_stamps(list(held.values())), norms(held.values())
 
         @torch.compiler.disable
         def after(*_: Any) -> None:
             if unit in self._open:
                 held, stamps, values = self._open.pop(unit)
-                now = edit_stamps(list(held.values()))
+                now = write_stamps(list(held.values()))
                 self._edited.update(text for text, a, b in zip(held, stamps, now, strict=True) if a != b)
                 self._changed.append((list(held), norms(held.values()) != values))
 
