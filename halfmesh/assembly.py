@@ -253,8 +253,9 @@ def _given_back(model: nn.Module, optimizer: optim.Optimizer, sharded: bool) -> 
             )
         else:
             for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-                if devices[name].type != "meta":  # else it had no values
-                    tensor.data = tensor.data.to(devices[name])
+                device = devices.get(name, tensor.device)
+                if device.type != "meta":  # else it had no values
+                    tensor.data = tensor.data.to(device)
             _move_state(optimizer)
         raise
 
