@@ -106,16 +106,6 @@ def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def divisor_of(value: Any) -> float | None:
-    """The number that the last operation of `value`'s graph divided by; None if that was no division by a number."""
-    node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
-    if node is None or node.name() != "DivBackward0":
-        return None
-    divisor = node._saved_other
-    can_be_read = type(divisor) is torch.Tensor and divisor.dim() == 0 and divisor.device.type == "cpu"
-    return divisor.item() if can_be_read else None  # that of a GPU would be waited for
-
-
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
     """A stamp that changes when `tensor` is written in place or gets other memory (`tensor.data = ...`)."""
     return versions([tensor])[0], tensor.data_ptr()

@@ -20,7 +20,6 @@ from .amp.keep_fp32 import find_kept_problems
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
-from .amp.statistics import StatisticsCheck
 from .checkpoint.checkpointer import Checkpointer
 from .config.config import Config
 from .config.load import load_config
@@ -230,7 +229,6 @@ def _convert(
         eval_dataloader=None if evaluation is None else EngineDataLoader(evaluation, context, config.seed),
         average=WeightAverage(update),
         guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
-        statistics=StatisticsCheck(given.model, update.recipe, context.rank == context.stage_ranks[0]),
     )
     undo.pop_all()  # the engine does it from now on
     return parts

@@ -205,8 +205,6 @@ class Engine:
         if not self._parts.closed:  # here too: of an evaluation loader a rank may have no batch
             self._parts.update.sync_writes(look=not mode)
         self.model.train(mode)
-        if not mode:
-            self._parts.statistics.look()
         return self
 
     def eval(self) -> Engine:

@@ -137,13 +137,6 @@ def test_versions_count_in_place_writes():
         assert _torch.versions([tensor]) > before
 
 
-def test_the_divisor_of_a_loss():
-    loss, on_device = torch.ones(3, requires_grad=True).mean(), torch.ones(2, device="meta", requires_grad=True)
-    assert _torch.divisor_of(loss / 4) == _torch.divisor_of(loss / torch.tensor(4.0)) == 4
-    for other in (loss, loss * 4, loss.detach() / 4, loss / torch.ones(2), on_device.sum() / on_device[0], "loss"):
-        assert _torch.divisor_of(other) is None
-
-
 @pytest.mark.parametrize("assign", [True, False])
 def test_load_hooks_are_told_of_assign(assign):
     seen, layer = [], nn.Linear(2, 2)

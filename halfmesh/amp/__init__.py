@@ -14,7 +14,7 @@ Read in this order:
     grad_norm       norm and overflow, on all ranks the same
     stepper         calls `optimizer.step()`; fused: with which implementation
     step_result     what the host gets to know; skip_counter: when a run ends
-    gradient_watch, statistics: warnings
+    gradient_watch  warnings
 
 It imports the top-level helpers only (`shard`, `tensors`, `errors`, `log`, `options`, `registry`), never `parallel` or
 `engine`: other ranks are an all-reduce that it is given.

@@ -77,7 +77,6 @@ class Checkpointer:
         """`Engine.save`."""
         refuse_below(1, keep=keep)  # 0 would remove an older checkpoint with each save
         parts, context = self._parts, self._parts.context
-        parts.statistics.look()
         self.wait()
         step = parts.global_step
         what = f"saving step {step} to {directory} failed; earlier checkpoints are unchanged"
@@ -350,7 +349,6 @@ class Checkpointer:
         from .export import save_weights
 
         parts = self._parts
-        parts.statistics.look()
         with parts.guard.own_call():
             save_weights(self.sharded_state, parts.context, Path(path), format, max_file_gb)
 

@@ -10,13 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..errors import NO_BATCH, InputError
-from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..tensors import map_tensors
 from .resume import EpochState, epoch_batches, set_generators
 from .sharding import DataOrder, ShardedLoader, copied
 
-_log = get_logger(__name__)
 _END = object()
 
 
@@ -66,7 +64,6 @@ class EngineDataLoader:
         self._to_device = ToDevice(context.device)
         self._state = EpochState()
         self._loaded: Mapping[str, Any] | None = None
-        self._has_warned = False
 
     @property
     def runs(self) -> bool:
@@ -97,16 +94,6 @@ class EngineDataLoader:
     def note_training(self) -> None:
         """A backward ran: the batch that was handed out last was trained on."""
         self._state.trained = self._state.handed
-        ranks = self._context.dp_size
-        if self.epoch < 0 and not self._has_warned and (ranks > 1 or self._needs_end):
-            self._has_warned = True
-            _log.warning(
-                "training runs, but engine.dataloader was never iterated: iterate it in place of the loader that was "
-                "given to initialize. That one is not sharded over the %d data rank(s), and the engine does not see "
-                "where it ends. If the batches are meant to come from another loader, give initialize none; shard "
-                "yours by engine.context.dp_rank of dp_size, and end its last cycle with engine.step(last=True)",
-                ranks,
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import divisor_of, write_stamps
+from .._torch import write_stamps
 from ..amp.step_result import StepResult
 from ..errors import InputError, shorten
 from ..log import get_logger
@@ -19,8 +19,7 @@ _log = get_logger(__name__)
 
 
 class CountedBatches(EngineHook):
-    """Warns of a loop that accumulates by itself: its first loss is divided by the number of batches, or `step` came
-    after several of them, for the second time.
+    """Warns of a loop that accumulates by itself: `step` came after several batches, for the second time.
 
     Several losses of one batch are no batches: one is counted for each that `engine.dataloader` gave or, where that is
     not iterated, for each training forward with a backward.
@@ -30,20 +29,9 @@ class CountedBatches(EngineHook):
         self._parts = parts
         self._is_new_forward = False
         self._batches = self._late_steps = 0
-        self._is_first_loss = parts.accumulation.reduction == "mean"
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_new_forward |= self._parts.model.training
-
-    def before_backward(self, loss: Any) -> None:
-        length = self._parts.accumulation.length
-        if self._is_first_loss and divisor_of(loss) == length:
-            _log.warning(
-                "the loss that engine.backward was given is divided by %d, and gradient_accumulation=%d divides it by "
-                "that number, too: gradients are 1/%d of what they should be. Remove the division from the loop",
-                *(length, length, length),
-            )
-        self._is_first_loss = False
 
     def after_backward(self, loss: Any) -> None:
         loader = self._parts.dataloader

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
-from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
 from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError
@@ -48,7 +47,6 @@ class EngineParts:
     eval_dataloader: EngineDataLoader | None
     average: WeightAverage
     guard: ModelGuard
-    statistics: StatisticsCheck
     results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))  # the newest last
     global_step: int = 0
     calls: Counter[str] = field(default_factory=Counter)  # of the engine: how often its model was called

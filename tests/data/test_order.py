@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import halfmesh
 from tests.support.checkpoint_runs import LAYOUTS, Net
-from tests.support.models import make_data, make_engine, make_loader, sgd
+from tests.support.models import make_data, make_engine, sgd
 from tests.support.ranks import here, rank_device, run_ranks
 
 SAMPLES, BATCH, EPOCHS = 16, 4, 3
@@ -353,16 +353,13 @@ def own_batches(rank: int, world_size: int) -> dict[str, list[str]]:
     """What is said of loops that do not iterate engine.dataloader."""
     x, y = make_data(32)
     samples = list(zip(x, y, strict=True))
-    plain = lambda: DataLoader(samples, 8)  # noqa: E731
 
     def drawn_by(seed: int) -> Any:
         torch.manual_seed(seed)
         return ((x[chosen], y[chosen]) for chosen in torch.randint(32, (4, 8)))
 
     loops = {
-        "given, not iterated": (plain(), plain),
-        "given, and another one": (plain(), lambda: DataLoader(samples[rank::2], 8)),
-        "iterated": (plain(), None),
+        "iterated": (DataLoader(samples, 8), None),
         "not given, alike": (None, lambda: drawn_by(0)),
         "not given, by rank": (None, lambda: drawn_by(rank)),
     }
@@ -390,7 +387,6 @@ def warnings() -> Iterator[list[str]]:
         logging.getLogger("halfmesh").removeHandler(handler)
 
 
-NEVER = "training runs, but engine.dataloader was never iterated"
 SAME = "all 2 data ranks were given the same inputs in the first update"
 
 
@@ -398,22 +394,10 @@ SAME = "all 2 data ranks were given the same inputs in the first update"
 def test_a_loop_over_batches_that_are_not_sharded_is_told_once():
     first, second = run_ranks(own_batches, 2)
     assert all(not said for said in second.values()), "rank 0 speaks"
-    expected = {"given, not iterated": NEVER, "given, and another one": NEVER, "not given, alike": SAME}
+    expected = {"not given, alike": SAME}
     for name, said in first.items():
         assert len(said) == (name in expected), (name, said)
         assert name not in expected or said[0].startswith(f"[rank 0] {expected[name]}")
-    assert "That one is not sharded over the 2 data rank(s)" in first["given, not iterated"][0]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_in_one_process_another_loader_is_told_where_the_end_of_an_epoch_counts(accumulation):
-    engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(40))
-    with warnings() as said:
-        for inputs, targets in make_loader(40):
-            engine.backward(engine.criterion(engine(inputs), targets))
-            engine.step()
-    assert len(said) == accumulation - 1
-    assert all("the engine does not see where it ends" in text for text in said)
 
 
 class Choosing(Numbers):

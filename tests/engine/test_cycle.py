@@ -290,19 +290,6 @@ def test_a_loop_that_counts_its_batches_itself_is_told_once(stepping, accumulati
         assert "gradient_accumulation=1" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("config", "divisor", "tells"),
-    [({}, 2, True), ({}, 3, False), ({"loss_reduction": "sum"}, 2, False), ({"gradient_accumulation": 1}, 1, False)],
-)
-def test_a_loss_that_is_divided_twice_is_told_once(config, divisor, tells, caplog):
-    """`loss / accumulation_steps`, kept from a loop that accumulated by itself."""
-    engine = make_engine({"gradient_accumulation": 2, **config}, loader=make_loader(16, 4))
-    for x, y in engine.dataloader:
-        engine.backward(engine.criterion(engine(x), y) / divisor)
-        engine.step()
-    assert caplog.text.count("Remove the division from the loop") == tells
-
-
 @pytest.mark.parametrize("own_loader", [False, True])
 def test_several_forwards_or_losses_of_a_batch_are_no_batches(own_loader, caplog):
     """Two views and one loss; a batch with two losses; one in chunks; a batch that is passed over; a leftover."""
