@@ -35,7 +35,7 @@ Place = tuple[str, int]
 """A file, and a line of it."""
 
 _MOST_TRIES = 256
-_MAKERS = {
+_MAKERS: set[Callable[..., Any]] = {
     *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
     *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
 }
