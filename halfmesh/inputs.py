@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sized
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from .amp.recipe import HALF, Recipe
 from .errors import NO_BATCH, InputError, shorten
 from .parallel.deferred.meta import recorded
 from .shard import foreign_params
-from .tensors import dtype_name
+from .tensors import dtype_name, is_compound
 
 if TYPE_CHECKING:
     from .config import Config
@@ -48,6 +49,15 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: to
             f"model: {shorten(complex_params)} are complex, for which no precision mode is defined; keep real and "
             "imaginary part as one real parameter (torch.view_as_real)"
         )
+    compound = {name: tensor for name, tensor in chain(params.items(), model.named_buffers()) if is_compound(tensor)}
+    if compound:
+        kind = type(next(iter(compound.values()))).__name__
+        yield (
+            f"model: {shorten(list(compound))} are made of other tensors ({kind}: quantised weights), which the engine "
+            "neither casts nor saves; pass the model as it was before quantize_, with that part frozen, and quantise "
+            "it after training"
+        )
+        return
     sharded = [name for name, p in params.items() if type(p.data) is not torch.Tensor and not has_no_memory(p)]
     if sharded:
         yield (

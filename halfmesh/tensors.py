@@ -135,3 +135,9 @@ def replace_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.view(value.shape)
     vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)
+
+
+def is_compound(value: object) -> bool:
+    """Whether `value` is a tensor that is made of others, such as a quantised one, and has no memory of its own. (So is
+    a DTensor, and a tensor of a dry run, of which this is not said.)"""
+    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")

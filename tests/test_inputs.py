@@ -266,3 +266,13 @@ def test_the_plan_is_printed(caplog):
         f"{numel * 20 / 1024:.1f} KiB per rank besides activations",
     ):
         assert part in caplog.text
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"mode": "naive"}}, {"fp16": {"mode": "torch"}}])
+def test_quantised_weights_are_refused_with_the_reason(config):
+    quantisation = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)).requires_grad_(False)
+    quantisation.quantize_(model, quantisation.Int8WeightOnlyConfig(), lambda module, name: name == "0")
+    optimizer = torch.optim.SGD(model[1].requires_grad_(True).parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"0.weight are made of other tensors \(Int8Tensor: quantised weights\)"):
+        halfmesh.initialize(model, optimizer, nn.MSELoss(), None, config, device="cpu")

@@ -2,6 +2,7 @@
 
 checkpointer.py   saves and loads for one engine
 state.py          which shard of which tensor this rank holds
+compound.py       tensors that are made of others, apart and together
 validate.py       whether a checkpoint fits, checked before anything changes
 settings.py       settings that a load overwrites
 storage.py        the files of one checkpoint; dcp.py: those of tensors

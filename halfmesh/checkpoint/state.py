@@ -16,6 +16,8 @@ from ..division import Division
 from ..errors import InputError, shorten
 from ..parallel.shard_spec import Placement, Shape, whole
 from ..shard import ParamShard
+from ..tensors import is_compound
+from .compound import put_together, take_apart
 
 if TYPE_CHECKING:
     from ..loop.average import WeightAverage
@@ -237,7 +239,11 @@ class ShardedState:
             target, placement = masters.target(shard), self.division.placement(shard)
             for key, value in state.get(target, {}).items() if 0 not in placement.shape else ():
                 is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor and value.shape == target.shape and key != "step":
+                if is_compound(value) and placement.is_whole:
+                    tensors, made = take_apart(key, value)
+                    shards |= {f"{COUNTERS}{k}.{name}": TensorShard(t, whole(t.shape)) for k, t in tensors.items()}
+                    plain.setdefault(name, {}).update(made)
+                elif is_tensor and value.shape == target.shape and key != "step" and not is_compound(value):
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
                 elif is_tensor and (placement.is_whole or value.numel() == 1):
                     shards[f"{COUNTERS}{key}.{name}"] = TensorShard(value.detach(), whole(value.shape))
@@ -289,7 +295,10 @@ class ShardedState:
             places = {name: count + number for number, name in enumerate(names)}
             count += len(names)
             groups.append({**saved[place_of(names, index, saved)], **kept, "params": list(places.values())})
-            state |= {place: values[name] for name, place in places.items() if values.get(name)}
+            for name, place in places.items():
+                if values.get(name):
+                    put_together(values[name])
+                    state[place] = values[name]
         self.update.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -11,6 +11,7 @@ from torch import nn, optim
 from ..parallel.context import ParallelContext
 from ..parallel.shard_spec import Shape, whole
 from .collective import run_on_all_ranks
+from .compound import put_together
 from .state import MODEL, ShardedState, Shards, TensorShard, WholeTensor, describe, find_tensors, join_groups
 
 
@@ -96,6 +97,7 @@ class WholeModel:
                 optimizer.state[params[of]][key] = _like(params[of], value, value.dtype)
         for name, values in ((n, v) for theirs in self._plain for n, v in theirs.items()):
             optimizer.state[params[name]].update(values)
+            put_together(optimizer.state[params[name]])
         for group, names in zip(optimizer.param_groups, self._groups, strict=True):
             held = set(map(id, group["params"]))
             group["params"] += [params[name] for name in names if id(params[name]) not in held]

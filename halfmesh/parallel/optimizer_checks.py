@@ -12,6 +12,7 @@ from torch import nn, optim
 
 from .._torch import outside_of_dry_run
 from ..errors import InputError
+from ..tensors import is_compound
 
 _STEPS = 2
 _SIDE = 256  # of the matrix; some optimizers look at rows and columns of large ones only
@@ -41,6 +42,8 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
         with outside_of_dry_run(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             cells = itertools.product(optimizer.param_groups, (0, 1))
             differs = any(_differs(optimizer, group, dim) for group, dim in cells)
+    except InputError as error:
+        return f"optimizer: {error}"
     except Exception as error:
         return (
             f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
@@ -75,11 +78,19 @@ def _stepped(
     param = nn.Parameter(start.clone())
     trial = copy.copy(optimizer)
     # Not the group's learning rate, which may be 0 at the start of a warm-up.
-    trial.state, trial.param_groups = defaultdict(dict), [{**group, "lr": 0.1, "params": [param]}]
+    lr = torch.tensor(0.1) if isinstance(group.get("lr"), torch.Tensor) else 0.1
+    trial.state, trial.param_groups = defaultdict(dict), [{**group, "lr": lr, "params": [param]}]
     for name, value in vars(optimizer).items():  # settings that an optimizer keeps beside its groups
         if isinstance(value, (bool, int, float, str)):
             vars(trial).setdefault(name, value)
     for grad in grads:
         param.grad = grad.clone()
         type(optimizer).step(trial)  # not the instance's: a scheduler may have wrapped it
+    for key, value in trial.state[param].items():
+        if is_compound(value):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, in blocks that shards would "
+                "cut elsewhere; use AdamW or another optimizer with plain tensors as state, or leave parameters "
+                "whole (tensor=1, data='replicate')"
+            )
     return param.detach()

@@ -367,3 +367,50 @@ def test_numbers_and_arrays_of_numpy_come_back_as_they_were(tmp_path):
     assert type(other.optimizer.state[other.model.first.weight]["decay"]) is np.float32
     assert train(other, 2) == expected
     assert differing(weights(other), weights(engine)) == []
+
+
+def quantised():
+    """State of torchao, of a size that it would leave unquantised."""
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
+
+    def make(param):
+        state = subclass.OptimState8bit.zeros(param.shape, signed=True, block_size=param.shape[-1])
+        state.codes.copy_(torch.arange(state.codes.numel()).view(state.codes.shape) % 256)
+        state.scale.fill_(0.5)
+        return state
+
+    return {"exp_avg": lambda param: make(param) if param.dim() > 1 else torch.zeros_like(param)}
+
+
+def test_state_of_quantised_tensors_comes_back(tmp_path):
+    entries = quantised()
+    engine = make_small(optimizer=lambda params: Keeps(params, entries))
+    train(engine, 1)
+    engine.save(tmp_path, in_background=True)
+    engine.wait_for_save()
+    other = make_small(optimizer=Keeps, seed=4)
+    other.load(tmp_path)
+    saved, loaded = (each.optimizer.state[each.model.first.weight]["exp_avg"] for each in (engine, other))
+    assert type(loaded) is type(saved)
+    assert (loaded.signed, loaded.block_size, loaded.dtype) == (True, FEATURES, torch.float32)
+    for inner in ("codes", "scale", "qmap"):
+        assert torch.equal(getattr(loaded, inner), getattr(saved, inner))
+
+
+def quantised_stages(rank, world_size, folder):
+    """By a checkpoint of two stages in one process, and by giving the model back."""
+    entries = quantised()
+    engine = make_engine("pp2", "none", optimizer=lambda params: Keeps(params, entries))
+    train(engine, 1)
+    engine.save(folder)
+    engine.close(restore=True)
+    state, model = engine.optimizer.state, engine.model
+    return [state[p]["exp_avg"].codes.flatten()[:3].tolist() for p in (model.first.weight, model.head.weight)]
+
+
+@pytest.mark.distributed
+def test_quantised_state_of_stages(tmp_path):
+    assert run_ranks(quantised_stages, 2, str(tmp_path)) == [[[0, 1, 2]] * 2] * 2
+    other = make_small(optimizer=Keeps)
+    other.load(tmp_path)
+    assert other.optimizer.state[other.model.head.weight]["exp_avg"].codes.flatten()[:3].tolist() == [0, 1, 2]

@@ -128,3 +128,22 @@ def test_the_optimizer_given_is_not_touched():
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
     assert all(torch.equal(param.grad, torch.ones_like(param)) for param in params)
+
+
+class Quantised(optim.SGD):
+    """Takes its learning rate as a tensor, as torchao's do, and keeps quantised state."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"].fill_(0.1)
+            for param in group["params"]:
+                param.data -= param.grad * group["lr"]
+                from torchao.optim.subclass_8bit import OptimState8bit
+
+                self.state[param]["exp_avg"] = OptimState8bit.zeros(param.shape, block_size=128)
+
+
+def test_state_in_blocks_is_refused_by_name():
+    pytest.importorskip("torchao")
+    found = find_problem(Quantised(make_params(), lr=torch.tensor(0.01)))
+    assert found.startswith("optimizer: Quantised keeps 'exp_avg' as a OptimState8bit, in blocks that shards would cut")
