@@ -130,6 +130,8 @@ class MasterWeights:
         Writes through `.data` are not seen, neither here nor in the model: torch does not count them.
         """
         now = write_stamps(list(self._published))
+        if now == list(self._published.values()):
+            return set()
         return {target for (target, old), new in zip(self._published.items(), now, strict=True) if old != new}
 
     def adopt_external_writes(self, moved: Container[torch.Tensor] = ()) -> list[str]:
