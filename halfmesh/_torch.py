@@ -120,15 +120,20 @@ def write_stamps(tensors: Sequence[torch.Tensor]) -> list[WriteStamp]:
     return list(zip(versions(tensors), map(torch.Tensor.untyped_storage, tensors), strict=True))
 
 
+def grad_hooks(given: torch.Tensor | nn.Module) -> list[Any]:
+    """The hooks that run when a tensor gets a gradient, or in the backward of a module."""
+    tables = ("_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
+    return [hook for name in tables for hook in (getattr(given, name, None) or {}).values()]
+
+
 def has_grad_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks run when `tensor` gets a gradient."""
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(grad_hooks(tensor))
 
 
 def call_hooks(module: nn.Module) -> list[Any]:
     """The hooks that run when `module` is called, and in its backward."""
-    forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [*forward, *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *grad_hooks(module)]
 
 
 def is_compiled(module: nn.Module) -> bool:

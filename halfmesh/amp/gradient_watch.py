@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import is_
+from typing import Any
 
 import torch
+from torch import nn
 
-from .._torch import versions
+from .._torch import grad_hooks, versions
 from ..errors import InputError, shorten
 from ..log import get_logger
 from ..shard import ParamShard
+from ..tensors import in_memory_order
 from .master_weights import MasterWeights
+from .step_result import is_captured
 
 _log = get_logger(__name__)
 
@@ -32,7 +37,20 @@ _CHANGED = (
     "the config, or engine.clip_grad_norm_(max_norm), and in place of loss.backward() call engine.backward(loss)"
 )
 
-_Noted = tuple[Sequence[ParamShard], Sequence[ParamShard], list[torch.Tensor | None], list[int]]
+_HOOKED = (
+    "hooks on %s run in backward, where gradients are multiplied by the loss scale: a clamp, clip or noise in a "
+    "hook has another effect than in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; "
+    "clip with clip_grad_norm in the config; or divide by engine.loss_scale in the hook, and multiply what it returns "
+    "by it"
+)
+
+_LOOKS = 3
+"""Updates with finite gradients in which writes through `grad.data` are seen, which torch does not count."""
+_CHUNK = 2**24
+"""Elements that are summed at a time, as 8 bytes each."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Noted = tuple[Sequence[ParamShard], Sequence[ParamShard], list[torch.Tensor | None], list[tuple[int, int]]]
 _NOTHING: _Noted = ((), (), [], [])
 
 
@@ -40,6 +58,7 @@ class GradientWatch:
     """Remembers which gradients the last backward left, and their versions. Warns once of each kind of mistake.
 
     Attributes:
+        hooked: a model whose hooks on gradients are looked for at the first backward; None: not, or no more.
         why: why gradients must not be changed between backward and step, for the warning; None: they may be.
     """
 
@@ -47,6 +66,8 @@ class GradientWatch:
         self._master_weights = master_weights
         self.why = SCALED if is_scaled else None
         self._is_scaled = is_scaled
+        self.hooked: nn.Module | None = None
+        self._looks = _LOOKS
         self._warned: set[str] = set()
         self._noted: _Noted = _NOTHING
 
@@ -60,33 +81,53 @@ class GradientWatch:
         if self.why is None and masters.receivers == masters.trained:
             return  # as in a loop by hand, where gradients may be changed, and no shards of them are kept elsewhere
         grads = [shard.param.grad for shard in masters.receivers]
-        self._noted = masters.trained, masters.receivers, grads, versions(grads)
+        self._noted = masters.trained, masters.receivers, grads, self._stamps(grads)
 
-    def check(self, divisor: float | torch.Tensor = 1.0) -> None:
+    def check(self, divisor: float | torch.Tensor | None = None) -> None:
         """Warn of gradients that were changed since `note`, and take shards of them again.
 
         Args:
-            divisor: the step that follows divides them by it, besides the loss scale.
+            divisor: the step that follows divides them by it, besides the loss scale; None: a backward follows.
         """
-        trained, receivers, before, old_versions = self._noted
+        trained, receivers, before, old_stamps = self._noted
         if not receivers:
             return
         self._noted = _NOTHING
         now = [shard.param.grad for shard in receivers]
-        now_versions = versions(now)
-        if now_versions == old_versions and all(map(is_, now, before)):
+        stamps = self._stamps(now)
+        if self._looks and self.why is not None and divisor is not None:
+            self._looks -= all(bool(grad.isfinite().all()) for grad in _readable(now) if grad is not None)
+        if stamps == old_stamps and all(map(is_, now, before)):
             return
         names = []
-        for shard, old, new, old_version, version in zip(trained, before, now, old_versions, now_versions, strict=True):
-            if new is old and version == old_version:
+        for shard, old, new, old_stamp, stamp in zip(trained, before, now, old_stamps, stamps, strict=True):
+            if new is old and stamp == old_stamp:
                 continue
             if new is not None:
                 names.append(shard.name)
-            if shard.source is not None:
+            is_reduced = shard.param.grad is not None or old is None  # else what was written is still to be summed
+            if shard.source is not None and is_reduced and (new is not old or stamp[0] != old_stamp[0]):
                 shard.rebind_grad()
-        is_divided = isinstance(divisor, torch.Tensor) or divisor != 1
+        is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
         if names and self.why is not None and (self.why is not UNDIVIDED or is_divided):
             self._warn(_CHANGED, shorten(names), self.why)
+
+    def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
+        """The versions of `grads` and, in the first updates, sums of their bits (which the host waits for)."""
+        sums: list[torch.Tensor | int] = [0] * len(grads)
+        if self._looks and self.why is not None:
+            sums = [0 if grad is None else _sum_bits(grad) for grad in _readable(grads)]
+        return list(zip(versions(grads), map(int, sums), strict=True))
+
+    def check_hooks(self) -> None:
+        """Before a backward: warn of hooks of the user's, in the first one that is scaled."""
+        model, self.hooked = self.hooked, None
+        if model is None:
+            return
+        named = [*model.named_parameters(), *((name or "the model", module) for name, module in model.named_modules())]
+        names = [name for name, given in named if any(map(_is_of_user, grad_hooks(given)))]
+        if names:
+            self._warn(_HOOKED, shorten(names))
 
     def check_empty(self) -> None:
         """Before the first backward of an update.
@@ -103,4 +144,26 @@ class GradientWatch:
     def _warn(self, text: str, *details: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            _log.warning(text, *details)
+            _log.warning(text, *details, ranks=None if self.why is SHARDED else (0,))  # as ranks hold other parameters
+
+
+def _readable(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """This rank's numbers of `grads`; None for those that the host cannot read now, or must not (placeholders)."""
+    local = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
+    return [g if type(g) is torch.Tensor and _has_bits(g) and not is_captured(g.device) else None for g in local]
+
+
+def _has_bits(grad: torch.Tensor) -> bool:
+    return grad.layout is torch.strided and grad.dtype.itemsize in _BITS
+
+
+def _sum_bits(grad: torch.Tensor) -> torch.Tensor:
+    """The sum of a gradient's elements, each taken for an integer: of inf and nan, too, and without rounding."""
+    bits = in_memory_order(grad.detach()).view(_BITS[grad.dtype.itemsize])
+    return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_CHUNK)]).sum()
+
+
+def _is_of_user(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return not str(getattr(hook, "__module__", "")).startswith(("halfmesh.", "torch.distributed."))

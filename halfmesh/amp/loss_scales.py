@@ -43,6 +43,11 @@ class LossScales:
         """The scale that the gradients of an update carry (0-dim fp32, moved in place); None: they carry none."""
         return self.scalers[0].scale if self.scalers and self.multi is None else None
 
+    @property
+    def scales(self) -> bool:
+        """Whether gradients are scaled within backward: not by a static scale of 1."""
+        return any(scaler.options.dynamic or scaler.options.initial != 1 for scaler in self.scalers)
+
     def seed(self, loss: torch.Tensor, divisor: float, loss_id: int = 0) -> torch.Tensor | None:
         """The gradient that backward of `loss` begins with: its loss scale / `divisor`; None for 1."""
         if not self.scalers:

@@ -117,6 +117,7 @@ class MixedPrecisionOptimizer:
         """
         if self.master_weights.groups_changed():
             self.sync_param_groups()
+        self.gradient_watch.check_hooks()
         if self._has_backward:
             self.gradient_watch.check()
         else:

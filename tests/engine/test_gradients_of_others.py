@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -124,7 +125,17 @@ def clips(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("change", [exchanges, clamps_the_last, clips])
+def clips_data(model):
+    """As DINO does. torch does not count writes through `data`."""
+    for param in model.parameters():
+        param.grad.data.mul_(min(1.0, 0.1 / (param.grad.data.norm().item() + 1e-6)))
+
+
+def adds_to_data(model):
+    model.last.weight.grad.data.add_(0.01)
+
+
+@pytest.mark.parametrize("change", [exchanges, clamps_the_last, clips, clips_data, adds_to_data])
 def test_changed_gradients_are_told_under_a_scale_and_right_without(change, caplog):
     for config in SCALED:
         engine = make_engine(config)
@@ -152,6 +163,110 @@ def test_changed_gradients_are_told_under_a_scale_and_right_without(change, capl
     change(engine.model)
     engine.step()
     assert difference(full_weights(engine), model) < 1e-6
+
+
+@pytest.mark.parametrize("config", SCALED)
+def test_a_write_that_changes_the_same_bit_of_each_element_is_told(config, caplog):
+    engine = make_engine(config, model=nn.Linear(8, 4096, bias=False), criterion=lambda output, y: output.sum())
+    backward(engine)
+    engine.model.weight.grad.data.mul_(0.5)
+    engine.step()
+    assert "between engine.backward and engine.step (of weight)" in caplog.text
+
+
+@pytest.mark.parametrize("config", SCALED)
+def test_gradients_that_are_inf_and_made_finite_through_data_are_told(config, caplog):
+    """The first updates of a run overflow: clamped, these gradients would be stepped."""
+    mode = config["fp16"] | {"initial_scale" if config is FP16_NAIVE else "init_scale": 2.0**24}
+    engine = make_engine({"fp16": mode})
+    for _ in range(2):
+        backward(engine)
+        assert not all(param.grad.isfinite().all() for param in engine.model.parameters())
+        for param in engine.model.parameters():
+            param.grad.data.nan_to_num_(0.0).clamp_(-0.1, 0.1)
+        engine.step()
+    assert caplog.text.count("gradients were changed between engine.backward and engine.step") == 1
+
+
+def test_gradients_that_are_only_read_are_not_told(caplog):
+    engine = make_engine(FP16_NAIVE | {"gradient_accumulation": 2})
+    for _ in range(8):
+        backward(engine)
+        for param in engine.model.parameters():
+            param.grad.data.norm()
+        engine.step()
+    assert not any("gradients were changed" in text for text in warned(caplog))
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def clamps(*args):
+    """The gradient, or a module's gradients, within bounds."""
+    grad = args[-1]
+    return tuple(g.clamp(-0.02, 0.02) for g in grad if g is not None) if isinstance(grad, tuple) else grad.clamp(-1, 1)
+
+
+def clamps_grad(param):
+    param.grad.clamp_(-0.02, 0.02)
+
+
+HOOKS = {
+    "first.weight, last.bias": lambda model: [p.register_hook(clamps) for p in (model.first.weight, model.last.bias)],
+    "last.weight": lambda model: model.last.weight.register_post_accumulate_grad_hook(clamps_grad),
+    "norm.weight": lambda model: model.norm.weight.register_hook(partial(torch.clamp, min=-0.02, max=0.02)),
+    "first": lambda model: model.first.register_full_backward_hook(lambda module, given, grads: None),
+    "tied": lambda model: model.tied.register_full_backward_pre_hook(clamps),
+    "the model": lambda model: model.register_full_backward_hook(lambda module, given, grads: None),
+}
+SCALED_MODES = [*SCALED, MODES["apex_o2"], {"fp16": {"mode": "apex", "opt_level": "O1", "num_losses": 2}}]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_that_see_scaled_gradients_are_told_once(name, early, caplog):
+    for config in SCALED_MODES:
+        model = MLP()
+        if early:
+            HOOKS[name](model)
+        engine = make_engine(config, model=model)
+        if not early:
+            HOOKS[name](model)
+        for _ in range(2):
+            step_on(engine, X, Y)
+        (text,) = [text for text in warned(caplog) if "run in backward" in text]
+        assert text.startswith(f"hooks on {name} run in backward"), config
+        assert "divide by engine.loss_scale in the hook" in text
+        caplog.clear()
+
+
+def test_hooks_without_a_scale_are_nobodys_business(caplog):
+    static = {"fp16": {"mode": "naive", "loss_scale": 1.0}}
+    for config in ({}, MODES["torch_bf16"], MODES["naive_bf16"], static):
+        engine, model = make_engine(config), MLP()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for each in (engine.model, model):
+            HOOKS["last.weight"](each)
+        nn.functional.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        step_on(engine, X, Y)
+        assert difference(full_weights(engine), model) < 4e-3
+    assert not any("hooks" in text for text in warned(caplog))
+
+
+def test_a_hook_that_divides_by_the_loss_scale_is_right():
+    """As the warning says. Hooks stay where the weights are cast."""
+    for config in SCALED:
+        engine, model = make_engine(config), MLP()
+        weight = engine.model.last.weight
+        weight.register_hook(lambda grad, e=engine: (grad / e.loss_scale).clamp(-0.02, 0.02) * e.loss_scale)
+        model.last.weight.register_hook(partial(torch.clamp, min=-0.02, max=0.02))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        nn.functional.cross_entropy(model(X), Y).backward()
+        assert model.last.weight.grad.abs().max() == 0.02, "there was something to clamp"
+        optimizer.step()
+        step_on(engine, X, Y)
+        assert difference(full_weights(engine), model) < 4e-4
 
 
 @pytest.mark.parametrize("config", [{}, *SCALED])

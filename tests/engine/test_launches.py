@@ -114,13 +114,14 @@ def test_launches_of_data_ranks(layout, mode, bucket_mb, two_ranks):
 
 
 def launches_of_shards(rank, world_size, parallel):
-    """By mode, the operations of a second step on this rank, without those that arrive with the gradients."""
+    """By mode, the operations of a fifth step on this rank, without those that arrive with the gradients. (The first
+    three look for mistakes.)"""
     found = {}
     for mode in ("none", "torch_fp16", "naive_fp16", "naive_bf16"):
         model = nn.Sequential(*(Block() for _ in range(LAYERS)))
         config = MODES[mode] | {"clip_grad_norm": 0.5, "parallel": parallel}
         engine = halfmesh.initialize(model, adamw, nn.CrossEntropyLoss(), None, config, device=rank_device())
-        for _ in range(2):
+        for _ in range(5):
             engine.zero_grad()
             loss = engine.criterion(engine(here(torch.ones(8, 8))), here(torch.zeros(8, dtype=torch.int64)))
             engine.backward(loss)

@@ -60,7 +60,7 @@ def through_engine(precision, clip, mode="torch", **config):
 
 
 def count_ops(step, steps=1):
-    for _ in range(4):
+    for _ in range(8):  # the first updates look for mistakes
         step()
     with CountReads() as counter:
         for _ in range(steps):

@@ -194,6 +194,54 @@ def test_exchanged_gradients_are_used():
     run_ranks(exchanged, 2)
 
 
+def halved_within_a_cycle(rank, world_size):
+    """The first microbatch counts half of the second."""
+    weights = []
+    for data in ("replicate", "zero1"):
+        engine = make(data, gradient_accumulation=2)
+        for batch in (0, 1):
+            backward(engine, (rank + batch) % 2)
+            if batch == 0:
+                torch._foreach_mul_([param.grad for param in engine.model.parameters()], 0.5)
+            engine.step()
+        weights.append(full_weights(engine))
+    return max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0])
+
+
+def test_gradients_changed_within_a_cycle_are_summed_once():
+    assert max(run_ranks(halved_within_a_cycle, 2)) < 1e-6
+
+
+def on_ranks(rank, world_size, parallel):
+    """What is told of a hook on the last layer, and of gradients that are written through `data`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    model[2].register_full_backward_pre_hook(lambda *_: None)
+    config = FP16_NAIVE | {"parallel": parallel}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, config, device=rank_device())
+    with warnings() as texts:
+        engine.backward(loss_of_half(engine, engine.context.dp_rank))
+        held = [param for param in engine.model.parameters() if param.grad is not None]
+        for param in held:
+            param.grad.data.mul_(0.5)
+        engine.step()
+    hooks = any(text.startswith(f"[rank {rank}] hooks on 2 run in backward") for text in texts)
+    return hooks, any("gradients were changed" in text for text in texts), len(texts)
+
+
+TENSOR = {"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}}
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ["2"]}}
+
+
+@pytest.mark.sends
+def test_ranks_tell_of_what_they_hold():
+    assert run_ranks(on_ranks, 2, {"data": "replicate"}) == [(True, True, 2), (False, False, 0)]
+    assert run_ranks(on_ranks, 2, TENSOR) == [(True, True, 2), (True, True, 2)]
+    first, last = run_ranks(on_ranks, 2, PIPELINE)
+    assert (first[1], last) == (True, (True, True, 2))
+
+
 def scattered(rank, world_size):
     for mode in ("none", "naive_fp16"):
         engine = make("zero1", gradient_accumulation=2, **MODES[mode])
