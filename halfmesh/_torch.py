@@ -122,8 +122,8 @@ def write_stamps(tensors: Sequence[torch.Tensor]) -> list[WriteStamp]:
 
 def grad_hooks(given: torch.Tensor | nn.Module) -> list[Any]:
     """The hooks that run when a tensor gets a gradient, or in the backward of a module."""
-    tables = ("_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
-    return [hook for name in tables for hook in (getattr(given, name, None) or {}).values()]
+    others = [getattr(given, name, None) for name in ("_backward_pre_hooks", "_post_accumulate_grad_hooks")]
+    return [hook for hooks in (given._backward_hooks, *others) for hook in (hooks or {}).values()]
 
 
 def has_grad_hooks(tensor: torch.Tensor) -> bool:

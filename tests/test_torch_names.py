@@ -31,7 +31,6 @@ ALLOWED = {
         "_TorchDispatchModeKey",
         "_amp_foreach_non_finite_check_and_unscale_",
         "_backward_hooks",
-        "_backward_pre_hooks",
         "_compiled_call_impl",
         "_current_graph_task_id",
         "_foreach_copy_",

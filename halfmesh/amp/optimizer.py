@@ -18,7 +18,7 @@ from .gradient_watch import GradientWatch
 from .loss_scales import LossScales
 from .master_weights import MasterWeights
 from .optimizer_state import saved_state
-from .recipe import HALF, Recipe, UpdateOptions
+from .recipe import HALF, Recipe, UpdateOptions, wider_format
 from .skip_counter import SkipCounter
 from .step_result import StepResult
 from .stepper import Grads, Stepper
@@ -67,14 +67,20 @@ class MixedPrecisionOptimizer:
         self.master_weights = MasterWeights(optimizer, shards, recipe.master_weights, masters)
         self.stepper = Stepper(self.master_weights, self.device, allow_fused=self.options.fused == "auto")
         self.loss_scales = LossScales(recipe, self.device, self.options)
-        self.skip_counter = SkipCounter(self.options.max_consecutive_skips, self.device)
+        self._ranks = ranks or OneRank()
         self.skips_nonfinite = self.options.skips_nonfinite(recipe)
+        self.skip_counter = SkipCounter(
+            self.options.max_consecutive_skips,
+            self.device,
+            self._ranks,
+            self.skips_nonfinite,
+            wider_format(self.device) if recipe.compute_dtype == torch.float16 else "",
+        )
         self.needs_grad_norm = self.options.needs_grad_norm(recipe)
         self.found_inf: torch.Tensor | None = None
         self.publisher: Publisher | None = None
         self.on_close: Callable[[], None] | None = None
         self.gradient_watch = GradientWatch(self.master_weights, self.loss_scales.scale is not None)
-        self._ranks = ranks or OneRank()
         # A norm for the next update, the gradients' statistics if they are complete, and their stamps.
         self._clip_once: tuple[float, GradStats | None, list[WriteStamp]] | None = None
         self._has_backward = False  # gradients of the next update are there
@@ -87,6 +93,7 @@ class MixedPrecisionOptimizer:
         """Run backward from a scalar `loss`, with its loss scale / `divisor` as the seed."""
         self.before_backward()
         loss = loss.float() if loss.dtype in HALF else loss  # a scaled seed does not fit into half precision
+        self._see(loss)
         seed = self.loss_scales.seed(loss, divisor, loss_id)
         torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         self.after_backward(loss_id)
@@ -94,8 +101,14 @@ class MixedPrecisionOptimizer:
     def scaled(self, loss: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
         """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that others run."""
         loss = loss.float() if loss.dtype in HALF else loss
+        self._see(loss)
         seed = self.loss_scales.seed(loss.detach(), divisor)
         return loss if seed is None else loss * seed
+
+    def _see(self, loss: torch.Tensor) -> None:
+        """Look for inf and nan in `loss`, where no update is measured."""
+        if not (self.options.max_norm > 0 or self.needs_grad_norm):
+            self.skip_counter.see(loss)
 
     def before_backward(self) -> None:
         """Prepare for the gradients of one loss, which come until `after_backward`."""
@@ -137,6 +150,7 @@ class MixedPrecisionOptimizer:
         self._has_backward = False
         self.loss_scales.forget_grads()
         self.gradient_watch.forget()
+        self.skip_counter.forget()
         clear_grads(self.master_weights.grad_params)
 
     # -- the update --------------------------------------------------------------------------------------------
@@ -184,9 +198,9 @@ class MixedPrecisionOptimizer:
         wants_norm = max_norm > 0 or self.needs_grad_norm
         if stats is None and (wants_norm or (not sparse and self.skip_counter.due_for_check())):
             stats = self._measure(grads)
+        self.skip_counter.end_update(stats.norm if stats is not None and wants_norm else None)
         if stats is not None:
-            stops = self.options.on_nonfinite == "raise"
-            self.skip_counter.record(stats, grads, self.skips_nonfinite, stops, scalers)
+            self.skip_counter.record(stats, grads, self.options.on_nonfinite == "raise", scalers)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
 
         scale, total = self.loss_scales.grad_divisor(divisor)

@@ -99,6 +99,12 @@ class Recipe:
         return self.loss_scale is not None and not (self.loss_scale.dynamic and self.num_losses > 1)
 
 
+def wider_format(device: torch.device) -> str:
+    """Advice for numbers that leave the range of fp16."""
+    emulates = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "compute in fp32 (this GPU has no bf16)" if emulates else "use bf16"
+
+
 FP32 = Recipe()
 """The recipe of a config without `fp16` or `bf16`."""
 

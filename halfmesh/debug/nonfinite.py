@@ -12,10 +12,13 @@ import torch
 
 from ..amp.step_result import StepResult
 from ..errors import NonFiniteError, bullet_list
+from ..log import get_logger
 from ..loop.parts import EngineParts
 from ..shard import compute_dtype
 from ..tensors import dtype_name, tensors_of
 from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
+
+_log = get_logger(__name__)
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
@@ -76,6 +79,8 @@ class Diagnosis:
         was_watched: whether the modules were watched in the update that failed.
         fault: the first inf or nan in that update; None if the modules were not watched, or all was finite in them.
         advice: what to do.
+        began: the number of the first update whose loss, or norm, was inf or nan, if later ones computed with the
+            weights that it left; else 0.
     """
 
     scales: tuple[tuple[float, int], ...]
@@ -85,6 +90,7 @@ class Diagnosis:
     fault: Fault | None
     advice: str
     world_size: int = 1
+    began: int = 0
 
     def __str__(self) -> str:
         lines = []
@@ -93,6 +99,11 @@ class Diagnosis:
         if self.scales:
             scales = [f"{scale:g}" + (f" ({count} updates)" if count > 1 else "") for scale, count in self.scales]
             lines.append(f"loss scale: {' -> '.join(['...'] * (len(scales) > _SHOWN) + scales[-_SHOWN:])}")
+        if self.began:
+            lines.append(
+                f"the loss, or the gradient norm, is inf or nan since update {self.began}, whose weights were kept; "
+                "what follows is of the last update, which began with them"
+            )
         if self.fault is not None:
             ranks = self.fault.ranks
             where = "all ranks" if len(ranks) == self.world_size else f"rank {', '.join(map(str, ranks))}"
@@ -110,15 +121,19 @@ _UNWATCHED = (
     "set debug='nonfinite' in the config: the first module with inf or nan is named then, in each update (every module "
     "is looked at, which is slow). max_consecutive_skips does that automatically in the last updates before it stops"
 )
-_SUMS = (
-    "the gradient of a parameter, or its sum over microbatches or ranks, left the dtype's range: lower the loss scale, "
-    "or use bf16"
-)
+_SUMS = "the gradient of a parameter, or its sum over microbatches or ranks, left the dtype's range: "
+_SMALLER = "look for losses that are sums over very many terms, and lower the learning rate"
+_LOWER = "lower the loss scale (a dynamic one backs off automatically), or %s"
 _RANGE = (
-    "use bf16, which has the range of fp32, or make its inputs smaller (a norm before it). In mode 'torch' a layer "
+    "%s, which has a wider range, or make its inputs smaller (a norm before it). In mode 'torch' a layer "
     "may compute in fp32: within its forward, `with torch.autocast(x.device.type, enabled=False)` on x.float()"
 )
-_SCALE = "lower the loss scale (a dynamic one backs off automatically), or use bf16. If that does not help, "
+_TOLD = (
+    "%sthe loss, or the gradient norm, of update %d is inf or nan, and it was taken (on_nonfinite='auto'), which "
+    "leaves inf or nan in the weights. Look for inf or nan in the batch, for a division by 0 or logarithm of 0, and at "
+    "the learning rate. After %d such updates in a row (max_consecutive_skips) the run ends; on_nonfinite='raise' ends "
+    "it at the first one, and with debug='nonfinite' names the module"
+)
 _ADVICE: dict[Kind, str] = {
     "weight": (
         "the model was bad before this batch; resume from an older checkpoint, with a lower learning rate or "
@@ -137,12 +152,17 @@ _ADVICE: dict[Kind, str] = {
 }
 
 
-def _advise(fault: Fault | None, was_watched: bool) -> str:
+def _advise(fault: Fault | None, was_watched: bool, wider: str) -> str:
+    """What to do; `wider`: how to compute in a wider format, if there is one."""
     if fault is None:
-        return _SUMS if was_watched else _UNWATCHED
-    if fault.stats.dtype != torch.float16 or fault.stats.nan:
+        return _SUMS + (_LOWER % wider if wider else _SMALLER) if was_watched else _UNWATCHED
+    if fault.stats.dtype != torch.float16 or fault.stats.nan or not wider:
         return _ADVICE[fault.kind]
-    return _SCALE + _ADVICE["gradient"] if fault.kind == "gradient" else _RANGE
+    return (
+        f"{_LOWER % wider}. If that does not help, {_ADVICE['gradient']}"
+        if fault.kind == "gradient"
+        else _RANGE % wider
+    )
 
 
 class NonFiniteProbes(Probes):
@@ -153,6 +173,7 @@ class NonFiniteProbes(Probes):
         super().__init__(parts)
         self._always = parts.config.debug == "nonfinite"
         self._first: Fault | None = None
+        self._has_told = False
         if self._always:
             self.attach()
 
@@ -169,7 +190,13 @@ class NonFiniteProbes(Probes):
             self._look("loss", tensor, sys.maxsize)
 
     def after_step(self, result: StepResult) -> None:
-        nears_limit = self._parts.update.skip_counter.nears_limit
+        parts, counter = self._parts, self._parts.update.skip_counter
+        nears_limit, in_a_row = counter.nears_limit, 0 if parts.update.skips_nonfinite else counter.in_a_row
+        if in_a_row and not self._has_told:
+            name = "" if parts.config.name is None else f"{parts.config.name}: "
+            first = parts.global_step - in_a_row + 1
+            _log.warning(_TOLD, name, first, counter.limit, ranks=None)  # others may see it an update later
+        self._has_told = in_a_row > 0
         if self.attached:
             self._first = None
             if not (nears_limit or self._always):
@@ -183,15 +210,18 @@ class NonFiniteProbes(Probes):
             error.add_note(f"in the engine named {parts.config.name!r}")
         results, losses = list(parts.results), parts.update.loss_scales
         scales = [*(result.loss_scale for result in results), losses.current()[0]] if losses.scalers else []
-        fault = _first_of_all(parts.context.everyone(self._first))
+        counter = parts.update.skip_counter
+        faults, rows = zip(*parts.context.everyone((self._first, counter.in_a_row)), strict=True)
+        fault, lasted = _first_of_all(faults), not parts.update.skips_nonfinite and max(rows) > 1
         error.diagnosis = Diagnosis(
             scales=tuple((scale, len(list(same))) for scale, same in groupby(scales)),
             skipped=sum(result.skipped for result in results),
             updates=len(results),
             was_watched=self.attached,
             fault=fault,
-            advice=_advise(fault, self.attached),
+            advice=_ADVICE["weight"] if lasted and fault is None else _advise(fault, self.attached, counter.wider),
             world_size=parts.context.size,
+            began=parts.global_step + 2 - max(rows) if lasted else 0,
         )
         error.args = (f"{error}\n{error.diagnosis}",)
         self._first = None

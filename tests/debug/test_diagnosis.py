@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -152,6 +154,82 @@ def test_unwatched_updates_say_how_to_watch_them():
     assert (error.diagnosis.fault, error.diagnosis.was_watched) == (None, False)
 
 
+# -- without a loss scale -----------------------------------------------------------------------------------------
+
+UNSCALED = {
+    "fp32": {},
+    "torch_bf16": {"bf16": {"mode": "torch"}},
+    "naive_bf16": {"bf16": {"mode": "naive"}},
+    "clipped": {"clip_grad_norm": 1.0},
+    "accumulated": {"gradient_accumulation": 2},
+}
+
+
+def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=None):
+    """The loss of one batch of update `first` is nan, on the ranks of which `is_bad`. Returns the update that raised,
+    its error, and by update what was warned of."""
+    model, factor = net() if model is None else model, [1.0]
+
+    def criterion(output, y):
+        return cross_entropy(output, y) * factor[0]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = halfmesh.initialize(model, optimizer, criterion, None, config, device=rank_device())
+    x, y = here(make_data(4))
+    told, update = [], 0
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append((update, record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("halfmesh").addHandler(handler)
+    try:
+        for update in range(1, until):
+            for batch in range(engine.config.gradient_accumulation):
+                bad = update == first and batch == 0 and is_bad(engine.context)
+                factor[0] = float("nan") if bad else 1.0
+                engine.backward(engine.criterion(engine(x), y))
+                engine.step()
+    except halfmesh.NonFiniteError as error:
+        return update, error, [(at, text) for at, text in told if "on_nonfinite='auto'" in text]
+    finally:
+        logging.getLogger("halfmesh").removeHandler(handler)
+        engine.close()
+    raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_the_first_nan_is_told_soon_and_counted(name):
+    update, error, told = run_into_nan(UNSCALED[name])
+    assert [at for at, _ in told] == [8], "once, at the next look"
+    assert told[0][1].startswith("the loss, or the gradient norm, of update 5 is inf or nan, and it was taken")
+    assert update == 54
+    assert str(error).startswith("50 updates in a row had gradients with inf or nan (max_consecutive_skips=50)")
+    assert error.diagnosis.began == 5
+    assert "is inf or nan since update 5, whose weights were kept; what follows is of the last update" in str(error)
+    assert "bf16" not in str(error).replace("bfloat16", "")
+
+
+def test_nan_from_the_first_update_on_ends_the_run_after_50():
+    update, error, told = run_into_nan({}, first=1)
+    assert (update, [at for at, _ in told], error.diagnosis.began) == (50, [1], 1)
+    assert "resume from an older checkpoint" in error.diagnosis.advice
+
+
+def test_losses_that_are_dropped_do_not_count(caplog):
+    model = net()
+    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01), cross_entropy, None, {})
+    x, y = make_data(4)
+    for _ in range(12):
+        engine.backward(engine.criterion(engine(x), y) * float("nan"))
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    assert "on_nonfinite='auto'" not in caplog.text
+
+
+def test_fp16_without_a_scale_is_advised_to_use_bf16():
+    _, error, _ = run_into_nan({"fp16": {"mode": "apex", "opt_level": "O3"}})
+    assert "or use bf16. on_nonfinite='raise'" in str(error)
+
+
 class Switch(nn.Module):
     factor = 1.0
 
@@ -196,6 +274,32 @@ def test_the_first_microbatch_of_a_cycle_is_told():
     with pytest.raises(halfmesh.NonFiniteError) as caught:
         engine.step()
     assert caught.value.diagnosis.fault.name == "1.inner.0"
+
+
+def nan_on_ranks(rank, world_size, config):
+    def is_last(context):
+        return context.dp_rank == context.dp_size - 1
+
+    update, error, told = run_into_nan(config, is_bad=is_last)
+    return update, error.diagnosis.began, [(at, text.partition(" of update ")[2][:2].strip()) for at, text in told]
+
+
+LAYOUTS = {
+    "dp": {"parallel": {"data": "replicate"}},
+    "zero1": {"parallel": {"data": "zero1"}, "bf16": {"mode": "naive"}},
+    "fsdp": {"parallel": {"data": "fsdp"}},
+    "pipeline": {"parallel": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["2"]}}},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nan_on_one_rank_ends_all_together(name):
+    first, last = run_ranks(nan_on_ranks, 2, LAYOUTS[name], timeout=60)
+    assert first[:2] == last[:2] == (54, 5)
+    assert last[2] == [(8, "5")]
+    assert first[2] == [(50, "5")] if name == "pipeline" else [(8, "6")]
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------
