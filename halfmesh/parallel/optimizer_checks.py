@@ -45,10 +45,12 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     except InputError as error:
         return f"optimizer: {error}"
     except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, AttributeError) and error.name in vars(optimizer):
+            reason = f"its step uses {error.name}, which it keeps beside its groups, and a trial has no copy of it"
         return (
-            f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
-            f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense float32 "
-            "matrices"
+            f"optimizer: could not test on a matrix whether {name} can step sharded parameters ({reason}); "
+            "use SGD, Adam, AdamW or another optimizer that steps dense float32 matrices"
         )
     if differs:
         return (

@@ -238,7 +238,26 @@ def test_a_model_that_no_plan_knows_is_told_its_largest_layers():
     message = refused(Strange())
     assert "no plan is registered for any layer of Strange. Its largest layers: layers.*.* (Linear)" in message
     assert "tail (Linear) with 10 numbers, the model itself (Strange) with 9 numbers. Write one: parallel =" in message
+    assert "plan={...}" in message, "no two layers follow each other"
     assert "plan 'timm_mlp' shards nothing of Strange" in refused(Strange(), "timm_mlp")
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (
+            nn.ModuleList(
+                nn.ModuleDict({"up": nn.Linear(4, 8), "act": nn.GELU(), "down": nn.Linear(8, 4)}) for _ in "ab"
+            ),
+            {"*.up": "colwise", "*.down": "rowwise"},
+        ),
+        (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), {"0": "colwise", "2": "rowwise"}),
+    ],
+)
+def test_the_example_of_a_plan_names_layers_of_the_model(model, plan):
+    message = refused(model)
+    assert f"plan={plan}" in message
+    assert resolve(model, 2, plan)[1] == []
 
 
 def test_a_model_that_is_compiled_already():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -150,7 +151,17 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
     return (
         f"{which} {type(model).__name__}. Its largest layers: {largest}. Write one: parallel = dict(tensor=dict("
-        "size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' Linear layers hand sharded "
-        "features to 'rowwise' ones (docs/tensor-parallel.md); convolutions cannot be sharded: if most of the model is "
-        "in them, leave tensor at 1"
+        f"size=..., plan={_example(model)})), where 'colwise' Linear layers hand sharded features to 'rowwise' ones "
+        "(docs/tensor-parallel.md); convolutions cannot be sharded: if most of the model is in them, leave tensor at 1"
     )
+
+
+def _example(model: nn.Module) -> str:
+    """A plan for two Linear layers that stand side by side, of which one may follow the other."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for one, other in itertools.pairwise(linear):
+        beside = one.rpartition(".")[0] == other.rpartition(".")[0]
+        if beside and linear[one].out_features == linear[other].in_features:
+            names = {generalise(one): "colwise", generalise(other): "rowwise"}
+            return repr(names if len(names) == 2 else {one: "colwise", other: "rowwise"})
+    return "{...}"
