@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -189,6 +190,13 @@ def in_shapes_only() -> bool:
 def outside_of_dry_run() -> Iterator[None]:
     """Tensors made within have memory, also in a dry run."""
     with fake_tensor.unset_fake_temporarily():
+        yield
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Nothing that watches torch's operators, such as a counter of FLOPs, sees those within."""
+    with _disable_current_modes():
         yield
 
 

@@ -38,6 +38,7 @@ ALLOWED = {
         "_get_dispatch_mode",
         "_forward_hooks",
         "_forward_pre_hooks",
+        "_disable_current_modes",
         "_subclasses",
         "_version",
     },

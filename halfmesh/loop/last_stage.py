@@ -168,7 +168,7 @@ class WholeBatch:
         """
         state = random_state(precision.device)
         try:
-            with torch.no_grad(), _as_it_was(self._criterion):
+            with torch.no_grad(), as_it_was(self._criterion):
                 output = self._joined(precision.device)
                 args, kwargs = (replace(given, self._handle, output) for given in (self._args, self._kwargs))
                 value = precision.criterion(self._criterion, *args, **kwargs)
@@ -178,7 +178,7 @@ class WholeBatch:
             _log.info("the criterion could not be compared on the whole batch (%s)", error)
             return nan
         finally:
-            drew = _differ(state, random_state(precision.device))
+            drew = differ(state, random_state(precision.device))
             set_random_state(state, precision.device)
         rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
         size = max(abs(whole), sum(map(abs, losses)) / divisor)
@@ -222,9 +222,9 @@ def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
 
 
 @contextmanager
-def _as_it_was(criterion: Any) -> Iterator[None]:
-    """A scope after which the modules of `criterion` are as before."""
-    modules = list(criterion.modules()) if isinstance(criterion, nn.Module) else []
+def as_it_was(function: Any) -> Iterator[None]:
+    """A scope after which the modules of `function`, a model or a criterion, are as before."""
+    modules = list(function.modules()) if isinstance(function, nn.Module) else []
     before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:
         with unchanged(modules):
@@ -235,7 +235,7 @@ def _as_it_was(criterion: Any) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+def differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether random numbers were drawn between two states."""
     plain = [(state["python"], state["numpy"][2:]) for state in (before, after)]
     pairs = zip(tensors_of(before), tensors_of(after), strict=True)

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import BATCH_NORMS, edit_stamp
+from .._torch import BATCH_NORMS, edit_stamp, has_no_memory, unobserved
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
+from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.context import ParallelContext
 from ..parallel.gradient_sums import Reduction
-from ..parallel.objects import is_alone
+from ..parallel.objects import gather_objects, is_alone
 from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
@@ -25,6 +26,7 @@ from ..tensors import leaves_of, map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import LastStageOutput, PipelineLoss, PipelineOutput, replace
 from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
+from .row_trial import refuse_mixed_rows
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
@@ -38,6 +40,7 @@ class _Forward:
         rows: samples of the batch.
         stamps: versions of the tensors in `calls`, which may not change before backward; nor may the model's modes.
         whole: what the model returns for the whole batch, without memory, if the criterion is compared on it.
+        trial: before the first update, the call of some microbatches together, and those.
     """
 
     calls: Sequence[Call]
@@ -45,6 +48,7 @@ class _Forward:
     known: CallMetadata
     stamps: Sequence[tuple[int, int]]
     whole: Any
+    trial: tuple[Call, Sequence[Call]] | None
 
 
 class PipelineExecutor:
@@ -134,6 +138,7 @@ class PipelineExecutor:
         forward: _Forward = loss.output.batch
         self._refuse_changes(forward, loss.call)
         self._split_batches += len(forward.calls) > 1
+        self._try_rows(forward)
         params = None if self._has_run else list(self._model.parameters())
         self._has_run = True
         keeps_outputs = self._options.keep_outputs
@@ -209,7 +214,9 @@ class PipelineExecutor:
         calls = self._splitter.split(call, count, rows)
         known = self._pipeline.look_up(calls[0])
         refuse_own_loss(known.stages[-1])
-        return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count))
+        some = next((n for n in range(2, count + 1) if count % n == 0), None) if not self._has_run else None
+        trial = (self._splitter.split(call, count // some, rows)[0], calls[:some]) if some else None
+        return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count), trial)
 
     def _whole(self, call: Call, count: int) -> Any:
         """What the model returns for the whole batch, without memory; None if the criterion is not compared on it."""
@@ -219,6 +226,15 @@ class PipelineExecutor:
             return self._pipeline.look_up(call).stages[-1]
         except InputError:  # a model for microbatches of this size only
             return None
+
+    def _try_rows(self, forward: _Forward) -> None:
+        """In the first backward: refuse a model that mixes the rows of a batch."""
+        if self._has_run or is_alone(self._context.group("pp")) or any(map(has_no_memory, self._model.parameters())):
+            return
+        if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
+            device, half = self._context.device, self._update.recipe.compute_dtype in HALF
+            with unobserved():
+                refuse_mixed_rows(self._model, self._pipeline, *forward.trial, device, half)
 
     def _count(self, rows: int) -> int:
         """The number of microbatches of a batch: the config's, except for a last batch that it does not divide."""

@@ -200,7 +200,7 @@ def groups(rank: int, world_size: int) -> tuple[list[list[int]], set[str], set[s
         inner = getattr(module, call)
 
         def record(*args: Any, group: Any = None, **options: Any) -> Any:
-            found.add(names.get(group or dist.group.WORLD, "another"))
+            found.add(names.get(group or dist.group.WORLD, "all"))
             return inner(*args, group=group, **options)
 
         patch.setattr(module, call, record)
@@ -228,7 +228,8 @@ def test_what_stages_send_has_a_group_of_its_own(size):
     for rank, (ranks, sent, collectives) in enumerate(run_ranks(groups, size)):
         assert ranks == [[rank % (size // 2), rank % (size // 2) + size // 2]] * 2
         assert sent == {"send_group"}
-        assert collectives - {"another"} == {"pp"}  # the other: all ranks tell what forward wrote
+        # All ranks tell what forward wrote, and whether it mixes rows.
+        assert collectives - {"all"} == {"pp"}
 
 
 def test_without_a_pipeline_there_is_no_such_group():

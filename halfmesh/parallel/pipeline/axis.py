@@ -63,6 +63,7 @@ class PipelineParallelism(Axis):
         return partition, [
             *_find_optimizer_problem(inputs.optimizer),
             *_find_module_problems(model),
+            *_find_criterion_problem(model, inputs.criterion),
             *(f"parallel.pipeline: {problem}" for problem in problems),
             *_find_unknown_arguments(model, inputs.criterion, options.non_split),
             *find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1),
@@ -110,6 +111,16 @@ def _find_module_problems(model: nn.Module) -> Iterator[str]:
         yield (
             f"{shorten(synced)}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm, "
             "whose running statistics are averaged over the data ranks"
+        )
+
+
+def _find_criterion_problem(model: nn.Module, criterion: Any) -> Iterator[str]:
+    own = set(criterion.parameters()) if isinstance(criterion, nn.Module) else ()
+    if names := [name for name, param in model.named_parameters() if param in own]:
+        yield (
+            f"criterion: it uses weights of the model ({shorten(names)}), which belong to no stage; let the last "
+            "module of the forward use them (logits of ArcFace), or return with its output what the criterion takes of "
+            "them (one value for each row); or train without parallel.pipeline"
         )
 
 

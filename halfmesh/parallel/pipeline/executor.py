@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -187,6 +187,21 @@ class Pipeline:
             for tensor in tensors:
                 self._context.broadcast(tensor, "pp", self.last_rank)
             return output if self.has_last else restore(tensors, stages[-1])
+
+    @contextmanager
+    def without_own_random(self) -> Iterator[None]:
+        """A scope in which the model draws from the generators of this process, not from its own sequence."""
+        context = self._forward_context
+        try:
+            self._use(replace(context, random=nullcontext, host_random=nullcontext))
+            yield
+        finally:
+            self._use(context)
+
+    def _use(self, context: ForwardContext) -> None:
+        self._forward_context = context
+        for module in self.stages:
+            module.context = context
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import linecache
 import operator
@@ -93,16 +94,29 @@ def plain_values(modules: Iterable[nn.Module]) -> str:
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes and buffers of `modules` afterwards, and what is in their lists and dicts."""
-    owned = [vars(module) for module in modules]
-    kept = [value for own in owned for value in own.values() if type(value) in (dict, list, set)]
-    before = [(container, copy.copy(container)) for container in (*owned, *kept)]
+    """Restore the attributes and buffers of `modules` afterwards, and what is in their lists, dicts and dataclasses."""
+    containers: dict[int, Any] = {}
+    for module in modules:
+        containers[id(vars(module))] = own = vars(module)
+        _find_containers(list(own.values()), containers)
+    before = [(container, copy.copy(container)) for container in containers.values()]
     try:
         yield
     finally:
         for now, then in before:
             now.clear()
             (now.extend if isinstance(now, list) else now.update)(then)
+
+
+def _find_containers(value: Any, found: dict[int, Any]) -> None:
+    """Add the lists, dicts and sets in `value`, and the dicts of dataclasses, by their ids."""
+    inner = vars(value) if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else value
+    if isinstance(value, type) or id(inner) in found or type(inner) not in (dict, list, set, tuple):
+        return
+    if type(inner) is not tuple:
+        found[id(inner)] = inner
+    for item in list(inner.values() if isinstance(inner, dict) else inner):
+        _find_containers(item, found)
 
 
 def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:

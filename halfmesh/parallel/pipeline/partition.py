@@ -179,6 +179,12 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
     sparse = [name for name, module in model.named_modules() if isinstance(module, tables) and module.sparse]
     if sparse:
         yield f"{shorten(sparse)}: sparse gradients do not work under a pipeline; build the embedding with sparse=False"
+    by_batch = [name for name, module in model.named_modules() if getattr(module, "scale_grad_by_freq", False)]
+    if by_batch:
+        yield (
+            f"{shorten(by_batch)}: scale_grad_by_freq divides gradients by how often an index is in the batch, but a "
+            "pipeline computes them for each microbatch; build the embedding with scale_grad_by_freq=False"
+        )
 
 
 def _suggest(model: nn.Module, count: int) -> str:

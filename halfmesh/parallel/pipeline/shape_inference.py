@@ -134,8 +134,8 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
         )
     own = vars(nn.Module()).keys() - {"training"}
     for mine, theirs in zip(meta_model.modules(), model.modules(), strict=True):
-        tensors = mine._parameters | mine._buffers
-        is_held = all(getattr(theirs, name, None) is not None for name, t in tensors.items() if t is not None)
+        tensors = [*mine.named_parameters(recurse=False), *mine.named_buffers(recurse=False)]
+        is_held = all(getattr(theirs, name, None) is not None for name, _ in tensors)
         # All together: a length and the table that was made for it belong to each other.
         data = {
             name: value
@@ -143,7 +143,11 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
             if name not in own and (_is_data(value) if is_held else isinstance(value, _PLAIN))
         }
         vars(mine).update(copy.deepcopy(data, {id(tensor): tensor for tensor in tensors_of(data)}))
-        mine._buffers.update({name: buffer for name, buffer in theirs._buffers.items() if buffer is not None})
+        for name, buffer in theirs.named_buffers(recurse=False):
+            if hasattr(mine, name):
+                setattr(mine, name, buffer)
+            else:
+                mine.register_buffer(name, buffer)
 
 
 def _is_data(value: Any) -> bool:

@@ -136,6 +136,13 @@ def test_a_refusal_leaves_the_model_alone(case):
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
+def test_a_criterion_with_weights_of_the_model():
+    model = deep()
+    model.add_module("loss", nn.Linear(4, 4))
+    with pytest.raises(IncompatibleConfigError, match=r"criterion: it uses weights of the model \(loss"):
+        halfmesh.initialize(model, sgd(model.parameters()), model.loss, make_loader(), pipe(), device="cpu")
+
+
 def test_optimizers_that_join_all_parameters():
     with pytest.raises(IncompatibleConfigError, match=r"Lamb has max_grad_norm=1.0, which it applies to all"):
         make_engine(pipe(), model=deep(), optimizer=Lamb)

@@ -63,7 +63,7 @@ class Skips(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.size(0)
         first = self.a(x * self.scale)
-        x = self.b(first.tanh()) + self.table[:rows]
+        x = self.b(first.tanh()) + self.table[:1].expand(rows, -1)
         x = self.c(x) * self.scale
         return self.d(x).view(rows, -1) + first
 
@@ -101,6 +101,11 @@ def scales() -> nn.Module:
     return sequential(first, Scaled(everywhere, inner), Scaled(everywhere, inner), last)
 
 
+def one_of(y: torch.Tensor) -> torch.Tensor:
+    """1 whatever the rows are, with a gradient for each of them."""
+    return (y / y.detach()).mean()
+
+
 def shared_layer() -> nn.Module:
     layer = linear()
     return sequential(layer, Layer(), linear(), layer)
@@ -113,7 +118,7 @@ class Caches(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.cache is None or len(self.cache) < len(x):
-            self.cache = torch.arange(len(x), device=x.device)[:, None] * 0.1
+            self.cache = torch.full((len(x), 1), 0.1, device=x.device)
         return x + self.cache[: len(x)]
 
 
@@ -130,7 +135,7 @@ class Inline(nn.Module):
 
 
 def table(rows: int) -> torch.Tensor:
-    return torch.arange(rows, device=rank_device())[:, None] * 0.1
+    return torch.full((rows, 1), 0.1, device=rank_device())
 
 
 class Keeps(Layer):
@@ -210,7 +215,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "dict": lambda: sequential(
         Layer(give=lambda x, y: {"y": y, "mask": y > 0, "index": y.argmax(1), "word": "w", "unused": y * 2}),
-        Layer(lambda tree: tree["y"] * tree["mask"], lambda tree, y: {**tree, "y": y, "none": None, "sum": y.sum()}),
+        Layer(lambda tree: tree["y"] * tree["mask"], lambda tree, y: {**tree, "y": y, "none": None, "sum": one_of(y)}),
         Layer(lambda tree: tree["y"] * tree["sum"], lambda tree, y: {"y": y, "index": tree["index"].int()}),
         Layer(lambda tree: tree["y"], lambda tree, y: {"out": y * tree["index"][:, None], "mask": y > 0}),
     ),
