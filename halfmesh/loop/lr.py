@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingWarmRestarts, LRScheduler
 
 from ..amp.step_result import StepResult
 from ..errors import InputError
@@ -34,25 +34,24 @@ class LRAdvance:
         self._interval = interval
         self._may_skip = may_skip
         self._pending: StepResult | None = None
-        self._position: tuple[int, Any] | None = None  # where the engine left it; None: before its first step
+        self._position: int | None = None  # where the engine left it; None: before its first step
 
     def check(self) -> None:
         """`engine.step` is called.
 
         Raises:
-            InputError: others have moved the scheduler since the last call. (A load into it is no such move, nor is
-                what was done before the first call.)
+            InputError: the user has stepped the scheduler, too: it is one on, or, where `step(epoch)` puts it anywhere,
+                elsewhere. (A load goes back, or on by more; what was done before the first call is free.)
         """
-        if self.scheduler is None or self._interval == "manual":
+        left, self._position = self._position, self._get_position()
+        if self._interval == "manual" or left is None or self._position in (None, left):
             return
-        left, now = self._position, self._get_position()
-        self._position = now
-        if left is not None and now is not None and now[0] != left[0] and now[1] is left[1]:
+        if self._position == left + 1 or isinstance(self.scheduler, CosineAnnealingWarmRestarts):
             when = "update, not each batch" if self._interval == "step" else "epoch"
             raise InputError(
                 "lr_scheduler.step() was called outside the engine, which advances it itself after each "
-                f"{when} (lr_interval={self._interval!r}): its last_epoch was {left[0]} and is {now[0]}; remove the "
-                "call, or set lr_interval='manual'"
+                f"{when} (lr_interval={self._interval!r}): its last_epoch was {left} and is {self._position}; remove "
+                "the call, or set lr_interval='manual'"
             )
 
     def after(self, result: StepResult) -> None:
@@ -86,13 +85,11 @@ class LRAdvance:
             self.scheduler.load_state_dict(state)
             self._position = None
 
-    def _get_position(self) -> tuple[int, Any] | None:
-        """The steps that the scheduler has counted, and an object of its that a load replaces."""
+    def _get_position(self) -> int | None:
         scheduler = self.scheduler
-        while isinstance(scheduler, ChainedScheduler):  # it counts none itself
+        while isinstance(scheduler, ChainedScheduler):  # it counts no steps itself
             scheduler = scheduler._schedulers[0]
-        count = getattr(scheduler, "last_epoch", None)
-        return None if count is None else (count, getattr(scheduler, "base_lrs", None))
+        return getattr(scheduler, "last_epoch", None)
 
     def _advance(self) -> None:
         self.check()

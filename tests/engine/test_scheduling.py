@@ -227,17 +227,22 @@ def test_a_scheduler_stepped_by_hand_as_well(mode, interval, make, loop, accumul
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("make", [halving, chained, warmed_up])
+@pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("interval", ["step", "epoch", "manual"])
-def test_a_scheduler_loaded_or_moved_on_by_hand(interval):
+def test_a_scheduler_loaded_or_moved_on_by_hand(interval, copied, make):
     """As a loop resumes from files of its own, or goes back to an earlier state after a bad step."""
-    engine = make_engine({"lr_interval": interval}, loader=make_loader(24, 4), lr_scheduler=halving)
+    engine = make_engine({"lr_interval": interval}, loader=make_loader(24, 4), lr_scheduler=make)
     scheduler = engine.lr_scheduler
     scheduler.step()
     train(engine)
-    state = copy.deepcopy(scheduler.state_dict())
+    state = scheduler.state_dict()
+    state = copy.deepcopy(state) if copied else state
+    train(engine)
     train(engine)
     scheduler.load_state_dict(state)
     train(engine)
+    scheduler = scheduler._schedulers[0] if make is chained else scheduler
     assert scheduler.last_epoch == 1 + {"step": 12, "epoch": 2, "manual": 0}[interval]
     if interval == "manual":
         each_batch(engine, scheduler)
