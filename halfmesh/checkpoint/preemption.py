@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 AGAIN_S = 1.0
-"""Seconds within which a second SIGINT is the same Ctrl-C: a terminal and a launcher may both send it."""
+"""Seconds within which a second SIGINT is the same Ctrl-C, where the terminal and the launcher both send it."""
 
 
 class PreemptionHook(EngineHook):
@@ -62,7 +62,7 @@ class PreemptionHook(EngineHook):
         self._came: list[str] = []  # what has told the run to end, in order
         names = options.signals if hasattr(sys, "ps1") else (*options.signals, "SIGINT")  # not where one types
         found = {name: find_handler(signal.Signals[name]) for name in names}
-        self._handlers = [handler for handler in found.values() if handler is not None]
+        self._handlers = list(filter(None, found.values()))
         for handler in self._handlers:
             handler.listeners.add(self)
         handled = [handler.number for handler in self._handlers]
@@ -114,7 +114,9 @@ class PreemptionHook(EngineHook):
                 self._end()
         finally:
             for handler in self._handlers:
-                handler.remove(self)
+                handler.listeners.discard(self)
+                if not handler.listeners:
+                    handler.give_way(handler.before)
             self._handled = None
             self._checkpointer.preemption = None
 
@@ -138,7 +140,9 @@ class PreemptionHook(EngineHook):
         place = self._save_last(reason, f", and ends with status {kind().code}")
         self._preempted = True
         for handler in self._handlers:
-            handler.ignore()
+            # Python removes its own handlers when it shuts down, and a second signal would change the status.
+            if handler.number is not signal.SIGINT:
+                handler.give_way(signal.SIG_IGN)
         raise kind(place)
 
     def _agree(self) -> bool:
@@ -234,60 +238,43 @@ class StopHandler:
     """Handler of a signal that tells a run to end. It tells the engines that listen, and nothing else: a handler runs
     between any two instructions of the main thread, so it takes no lock and does not communicate.
 
-    Where none listens any more, and at a second Ctrl-C, what was there before acts instead.
+    Where none listens any more, and at a second Ctrl-C, what was there `before` acts instead.
 
     Attributes:
         listeners: of those engines that are neither closed nor collected.
     """
 
     def __init__(self, number: signal.Signals, before: Any) -> None:
-        self.number = number
+        self.number, self.before = number, before
         self.listeners: weakref.WeakSet[PreemptionHook] = weakref.WeakSet()
-        self._before = before
         self._process = os.getpid()
-        self._asked_at = 0.0
+        self._again_at = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         listeners = self.listeners if os.getpid() == self._process else ()  # not for a forked one
         asked, now = [listener.ask(self.number.name) for listener in listeners], time.monotonic()
         if any(asked):
-            self._asked_at = now
-        elif not asked or (self.number is signal.SIGINT and now > self._asked_at + AGAIN_S):
-            signal.signal(number, self._before)
+            self._again_at = now + (AGAIN_S if "LOCAL_RANK" in os.environ else 0)
+        elif not asked or (self.number is signal.SIGINT and now > self._again_at):
+            signal.signal(number, self.before)
             signal.raise_signal(number)
 
-    def ignore(self) -> None:
-        """The process ends, and the same signal is not to end it once more, which would change its exit status: Python
-        removes its own handlers when it shuts down. (But Ctrl-C may.)"""
-        if self.number is not signal.SIGINT and self._is_set:
-            signal.signal(self.number, signal.SIG_IGN)
-
-    def remove(self, listener: PreemptionHook) -> None:
-        """`listener` is told no more. After the last one the handler before is put back."""
-        self.listeners.discard(listener)
-        if not self.listeners and self._is_set:
-            signal.signal(self.number, self._before)
-
-    @property
-    def _is_set(self) -> bool:
-        """Whether it is the handler, and can be replaced here."""
+    def give_way(self, other: Any) -> None:
+        """Let `other` handle the signal, unless this is not the handler any more, or cannot be replaced here."""
         present: object = signal.getsignal(self.number)
-        return present is self and _in_main_thread()
+        if present is self and _in_main_thread():
+            signal.signal(self.number, other)
 
 
 def find_handler(number: signal.Signals) -> StopHandler | None:
     """The handler of the signal, which may be that of an earlier engine. None: the user or a library has one, which
     stays; or this is not the main thread, where Python allows none."""
-    if not _in_main_thread():
-        return None
     present: Any = signal.getsignal(number)
-    if isinstance(present, StopHandler):
-        return present
-    if present not in ([signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]):
-        return None
-    handler = StopHandler(number, present)
-    signal.signal(number, handler)
-    return handler
+    free = [signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]
+    if _in_main_thread() and present in free:
+        signal.signal(number, StopHandler(number, present))
+        present = signal.getsignal(number)
+    return present if _in_main_thread() and isinstance(present, StopHandler) else None
 
 
 def _in_main_thread() -> bool:

@@ -273,23 +273,27 @@ def test_ctrl_c_finishes_the_update_and_saves(accumulation, tmp_path, caplog, ca
     assert made(tmp_path / "saves").global_step == number
 
 
-def test_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_second_ctrl_c_ends_at_once(launched, tmp_path, monkeypatch):
     """One that a launcher sends too is none."""
     monkeypatch.setattr(preemption, "AGAIN_S", 0.2)
     engine, reached = made(tmp_path), []
+    if launched:
+        monkeypatch.setenv("LOCAL_RANK", "0")
 
     def twice(engine):
         os.kill(os.getpid(), signal.SIGINT)
+        reached.append("first")
         os.kill(os.getpid(), signal.SIGINT)
-        reached.append(engine.global_step)
+        reached.append("second")
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
-        reached.append("too late")
+        reached.append("third")
 
     with pytest.raises(KeyboardInterrupt) as ended:
         loop(engine, twice)
     assert not isinstance(ended.value, Interrupted)
-    assert (reached, steps_in(tmp_path)) == ([1], [])
+    assert (reached, steps_in(tmp_path)) == (["first", "second"] if launched else ["first"], [])
 
 
 def test_ctrl_c_without_automatic_saves_ends_at_once(tmp_path):
