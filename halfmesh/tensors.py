@@ -42,7 +42,7 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any, name: str, kind: type | 
     return tree if all(new[key] is value for key, value in old.items()) else _rebuild(tree, new)
 
 
-def leaves_of(tree: Any, kind: type) -> list[Any]:
+def leaves_of(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """The leaves of that kind of `tree`, in the order in which `map_tensors` visits them."""
     found: list[Any] = []
     map_tensors(lambda leaf: found.append(leaf) or leaf, tree, kind)  # type: ignore[func-returns-value]

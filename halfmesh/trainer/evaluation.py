@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..engine import Engine
-from ..errors import InputError
+from ..errors import InputError, cut
 from ..loop.handles import Handle
-from ..tensors import map_tensors, tensors_of
+from ..tensors import count_rows, leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
 from .loaders import shard_dataloader
 
@@ -71,25 +73,30 @@ def predict(engine: Engine, dataloader: Any) -> Any:
     """Outputs for all samples of a DataLoader, in its order, on the CPU and on every rank."""
     loader, context = shard_dataloader(engine, dataloader), engine.context
     splits = context.dp_size > 1 and loader.loader.splits_samples
-    mine: list[Any] = []
-    batches, looked = iter(loader), not splits
+    batches = iter(loader)
     with evaluating(engine):
-        while (batch := next(batches, None)) is not None or not looked:
-            if batch is not None:
-                output = _call(engine, batch)
-                if context.counts_outputs:
-                    mine.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
-            if not looked:  # at the first batch, also on a rank that has none
-                looked = True
-                _refuse_odd(sizes for theirs in context.everyone(list(map(_sizes, mine))) for sizes in theirs)
+        mine = _outputs(engine, itertools.islice(batches, 1))
+        if splits:  # at the first batch, also on a rank that has none
+            _refuse_unsplittable(itertools.chain(*context.everyone([_look(output) for output in mine])))
+        mine += _outputs(engine, batches)
     everyone = context.everyone((context.dp_rank, mine) if mine else None)
     by_rank = dict(given for given in everyone if given is not None)
     ranks = [by_rank.get(rank, []) for rank in range(context.dp_size)]
     if splits:
-        _refuse_odd(_sizes(output) for theirs in ranks for output in theirs)
+        _refuse_unsplittable(_look(output) for theirs in ranks for output in theirs)
         ranks = [[row for output in theirs for row in _rows(output)] for theirs in ranks]
     turns = range(max(map(len, ranks)))
     return _joined([theirs[turn] for turn in turns for theirs in ranks if turn < len(theirs)])
+
+
+def _outputs(engine: Engine, batches: Iterator[Any]) -> list[Any]:
+    """This rank's outputs on the CPU, if it is one that counts them."""
+    outputs = []
+    for batch in batches:
+        output = _call(engine, batch)
+        if engine.context.counts_outputs:
+            outputs.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
+    return outputs
 
 
 @contextmanager
@@ -114,9 +121,10 @@ def _call(engine: Engine, batch: Any) -> Any:
     return engine(batch)
 
 
-def _sizes(output: Any) -> list[int]:
-    """The first dim of each tensor; 0 where there is none."""
-    return [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)]
+def _look(output: Any) -> tuple[list[int], str]:
+    """The first dim of each tensor (0: it has none), and the values that are no tensors."""
+    values = leaves_of(output, (str, int, float, np.generic, np.ndarray))
+    return [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)], repr(values)
 
 
 def _is_odd(sizes: list[int]) -> bool:
@@ -124,24 +132,29 @@ def _is_odd(sizes: list[int]) -> bool:
     return len(set(sizes)) != 1 or not sizes[0]
 
 
-def _refuse_odd(outputs: Iterable[list[int]]) -> None:
-    if (sizes := next(filter(_is_odd, outputs), None)) is not None:
+def _refuse_unsplittable(looks: Iterable[tuple[list[int], str]]) -> None:
+    looks = list(looks)
+    odd = next((sizes for sizes, _ in looks if _is_odd(sizes)), None)
+    new = next((values for _, values in looks if values != looks[0][1]), None)
+    if odd is not None or new is not None:
         raise InputError(
             "predict joins outputs along the first dim, which has to be the batch's where data ranks take turns in "
-            f"samples, but their sizes are {sizes}; let the model return tensors of one row for each sample"
+            f"samples, but {f'they hold values that change: {cut(new)}' if new else f'their sizes are {odd}'}; let the "
+            "model return tensors of one row for each sample"
         )
 
 
 def _rows(output: Any) -> list[Any]:
-    return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(_sizes(output)[0])]  # type: ignore[misc]
+    count = count_rows(tensors_of(output))
+    return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(count)]  # type: ignore[misc]
 
 
 def _joined(pieces: list[Any]) -> Any:
     """The pieces joined along the first dim, or as they are if they do not fit together."""
     if not pieces:
         raise InputError("predict was given no sample; give it a DataLoader that is not empty")
-    shapes = {tuple(tensor.shape[1:] for tensor in tensors_of(piece)) for piece in pieces}
-    if len(shapes) > 1 or any(_is_odd(_sizes(piece)) for piece in pieces):
+    kinds = {(_look(piece)[1], *(tensor.shape[1:] for tensor in tensors_of(piece))) for piece in pieces}
+    if len(kinds) > 1 or any(_is_odd(_look(piece)[0]) for piece in pieces):
         return pieces
     joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, pieces), strict=True)])
     return map_tensors(lambda tensor: next(joined), pieces[0])

@@ -166,7 +166,8 @@ class Trainer:
             one process; of each sample's, whose first dim is 1, where data ranks take turns in samples.
 
         Raises:
-            InputError: they do, and the outputs have not one row for each sample; after the first batch.
+            InputError: they do, and the outputs have not one row for each sample, or values that change from batch to
+                batch and are no tensors; after the first batch, if it is seen there.
         """
         return predict(self.engine, dataloader)
 

@@ -152,7 +152,8 @@ class Tagger(nn.Module):
     def forward(self, x):
         self.calls += 1
         scores = self.head(self.embedding(x))
-        return {"scores": scores, "state": (scores[:, 0],)} | ({} if self.extra is None else {"extra": self.extra})
+        extra = f"call {self.calls}: {x.sum()}" if self.extra == "new" else self.extra
+        return {"scores": scores, "state": (scores[:, 0],)} | ({} if extra is None else {"extra": extra})
 
 
 def predicted(rank, world_size, extra=None, calls=None):
@@ -163,7 +164,8 @@ def predicted(rank, world_size, extra=None, calls=None):
         trainer = halfmesh.Trainer(engine)
         if calls is None:
             return trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
-        with pytest.raises(InputError, match=r"first dim, .*take turns in samples, but their sizes are \[2, 2, "):
+        reason = r"their sizes are \[2, 2, |they hold values that change: \['call 1"
+        with pytest.raises(InputError, match=rf"first dim, .*take turns in samples, but ({reason})"):
             trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
     return model.calls == calls
 
@@ -191,6 +193,11 @@ def test_outputs_without_a_row_for_each_sample():
         (outputs,) = run_ranks(predicted, 1, extra, init=False)
         assert [output["extra"].shape for output in outputs] == [extra.shape] * 3
         assert run_ranks(predicted, 2, extra, 1) == [True, True]
+    (outputs,) = run_ranks(predicted, 1, "new", init=False)
+    assert [output["extra"][:6] for output in outputs] == ["call 1", "call 2", "call 3"]
+    assert run_ranks(predicted, 2, "new", 1) == [True, True]
+    for outputs in run_ranks(predicted, 2, "the same"):
+        assert {output["extra"] for output in outputs} == {"the same"}
 
 
 def test_hooks_hear_what_happens_in_order(tmp_path):
