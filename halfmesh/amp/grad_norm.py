@@ -30,9 +30,8 @@ class GradStats:
     """1.0 if any gradient on any rank is inf or nan, else 0.0 (0-dim float32)."""
     num_zeros: torch.Tensor | None
     """Number of gradient elements over all ranks that are exactly zero (0-dim float64), if it was asked for."""
-    by_loss: torch.Tensor | None
-    """For each of several losses, nonzero if its gradients held inf or nan on any rank, and if any rank used it
-    (shape [2, losses], float64)."""
+    flags: torch.Tensor | None
+    """What was given with the gradients, summed over the ranks (float64)."""
     own: tuple[torch.Tensor, torch.Tensor | None]
     """This rank's norm, and what else is summed."""
 
@@ -43,19 +42,19 @@ def grad_stats(
     device: torch.device,
     norm_type: float = 2.0,
     count_zeros: bool = False,
-    by_loss: torch.Tensor | None = None,
+    flags: torch.Tensor | None = None,
     known: GradStats | None = None,
 ) -> GradStats:
     """Measure `grads` together with those of the other ranks.
 
     Each element counts with its shard's weight, so that copies on several ranks count once. The norm is accumulated in
     fp32 within a tensor (on the CPU: within a chunk) and in float64 above. It is inf or nan if any element is, so it is
-    the check for overflow, too. One all-reduce of one number (two with `count_zeros`, and two more for each loss); for
+    the check for overflow, too. One all-reduce of one number (two with `count_zeros`, and one more for each flag); for
     the maximum norm of one number per rank.
 
     Args:
         device: where the results are wanted; gradients may be elsewhere, too.
-        by_loss: as in `GradStats`, of this rank.
+        flags: this rank's, of other things that all ranks have to know (float64).
         known: what was measured of the same gradients; those of other ranks may be others since.
 
     Raises:
@@ -64,8 +63,8 @@ def grad_stats(
     if known is None:
         norm = _local_norm(grads, device, norm_type)
         extra = [_count_zeros(grads, device).unsqueeze(0)] if count_zeros else []
-        if by_loss is not None:
-            extra.append(by_loss.flatten())
+        if flags is not None:
+            extra.append(flags.flatten())
         own = norm, torch.cat(extra) if extra else None
     else:
         own = known.own
@@ -76,7 +75,7 @@ def grad_stats(
         norm=norm,
         found_inf=(norm < math.inf).logical_not_().float(),
         num_zeros=sums[0] if count_zeros and sums is not None else None,
-        by_loss=None if by_loss is None or sums is None else sums[-by_loss.numel() :].view_as(by_loss),
+        flags=None if flags is None or sums is None else sums[-flags.numel() :].view_as(flags),
         own=own,
     )
 

@@ -14,7 +14,6 @@ from .._torch import grad_hooks, versions
 from ..errors import InputError, shorten
 from ..log import get_logger
 from ..shard import ParamShard
-from ..tensors import in_memory_order
 from .master_weights import MasterWeights
 from .step_result import is_captured
 
@@ -46,8 +45,6 @@ _HOOKED = (
 
 _LOOKS = 3
 """Updates with finite gradients in which writes through `grad.data` are seen, which torch does not count."""
-_CHUNK = 2**24
-"""Elements that are summed at a time, as 8 bytes each."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Noted = tuple[Sequence[ParamShard], Sequence[ParamShard], list[torch.Tensor | None], list[tuple[int, int]]]
@@ -96,7 +93,7 @@ class GradientWatch:
         now = [shard.param.grad for shard in receivers]
         stamps = self._stamps(now)
         if self._looks and self.why is not None and divisor is not None:
-            self._looks -= all(bool(grad.isfinite().all()) for grad in _readable(now) if grad is not None)
+            self._looks -= all(bool(numbers.isfinite().all()) for numbers in map(_numbers, now) if numbers is not None)
         if stamps == old_stamps and all(map(is_, now, before)):
             return
         names = []
@@ -114,10 +111,8 @@ class GradientWatch:
 
     def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
         """The versions of `grads` and, in the first updates, sums of their bits (which the host waits for)."""
-        sums: list[torch.Tensor | int] = [0] * len(grads)
-        if self._looks and self.why is not None:
-            sums = [0 if grad is None else _sum_bits(grad) for grad in _readable(grads)]
-        return list(zip(versions(grads), map(int, sums), strict=True))
+        looks = self._looks and self.why is not None
+        return list(zip(versions(grads), [_sum_bits(grad) if looks else 0 for grad in grads], strict=True))
 
     def check_hooks(self) -> None:
         """Before a backward: warn of hooks of the user's, in the first one that is scaled."""
@@ -147,20 +142,17 @@ class GradientWatch:
             _log.warning(text, *details, ranks=None if self.why is SHARDED else (0,))  # as ranks hold other parameters
 
 
-def _readable(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """This rank's numbers of `grads`; None for those that the host cannot read now, or must not (placeholders)."""
-    local = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
-    return [g if type(g) is torch.Tensor and _has_bits(g) and not is_captured(g.device) else None for g in local]
+def _numbers(grad: Any) -> torch.Tensor | None:
+    """This rank's numbers of `grad`; None if the host cannot read them now, or must not (placeholders)."""
+    own = grad.to_local() if hasattr(grad, "to_local") else grad
+    is_plain = type(own) is torch.Tensor and own.layout is torch.strided and own.is_floating_point()
+    return own.detach() if is_plain and not is_captured(own.device) else None
 
 
-def _has_bits(grad: torch.Tensor) -> bool:
-    return grad.layout is torch.strided and grad.dtype.itemsize in _BITS
-
-
-def _sum_bits(grad: torch.Tensor) -> torch.Tensor:
+def _sum_bits(grad: torch.Tensor | None) -> int:
     """The sum of a gradient's elements, each taken for an integer: of inf and nan, too, and without rounding."""
-    bits = in_memory_order(grad.detach()).view(_BITS[grad.dtype.itemsize])
-    return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_CHUNK)]).sum()
+    numbers = _numbers(grad)
+    return 0 if numbers is None else int(numbers.view(_BITS[numbers.itemsize]).sum(dtype=torch.int64))
 
 
 def _is_of_user(hook: Any) -> bool:

@@ -73,10 +73,6 @@ class LossScales:
         if self.multi is not None:
             self.multi.forget()
 
-    def flags_by_loss(self) -> torch.Tensor | None:
-        """As `MultiLoss.flags`; None where all gradients have the same scale."""
-        return None if self.multi is None else self.multi.flags()
-
     def grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The loss scale (of loss 0), and what the gradients are to be divided by: the scale that they carry x
         `divisor`. 0-dim float64, None for 1."""

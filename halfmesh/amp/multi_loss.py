@@ -69,8 +69,8 @@ class MultiLoss:
 
     def update(self, stats: GradStats) -> None:
         """Move the scales of the losses that any rank used in this update."""
-        assert stats.by_loss is not None
-        nonfinite, used = stats.by_loss
+        assert stats.flags is not None
+        nonfinite, used = stats.flags
         # Where finite gradients add up to inf or nan it is no single loss's fault: all scales are lowered.
         overflow_in_sum = stats.found_inf * (nonfinite.sum() == 0)
         found = ((nonfinite + overflow_in_sum) > 0).float()

@@ -69,18 +69,22 @@ class MixedPrecisionOptimizer:
         self.loss_scales = LossScales(recipe, self.device, self.options)
         self._ranks = ranks or OneRank()
         self.skips_nonfinite = self.options.skips_nonfinite(recipe)
+        self.needs_grad_norm = self.options.needs_grad_norm(recipe)
         self.skip_counter = SkipCounter(
             self.options.max_consecutive_skips,
             self.device,
-            self._ranks,
             self.skips_nonfinite,
-            wider_format(self.device) if recipe.compute_dtype == torch.float16 else "",
+            samples=not (self.options.max_norm > 0 or self.needs_grad_norm),
+            last_rank=self._ranks.size - 1,
+            wider=wider_format(self.device) if recipe.compute_dtype == torch.float16 else "",
+            name=self.options.name,
         )
-        self.needs_grad_norm = self.options.needs_grad_norm(recipe)
         self.found_inf: torch.Tensor | None = None
         self.publisher: Publisher | None = None
         self.on_close: Callable[[], None] | None = None
-        self.gradient_watch = GradientWatch(self.master_weights, self.loss_scales.scale is not None)
+        self.gradient_watch = GradientWatch(
+            self.master_weights, self.loss_scales.scales and self.loss_scales.multi is None
+        )
         # A norm for the next update, the gradients' statistics if they are complete, and their stamps.
         self._clip_once: tuple[float, GradStats | None, list[WriteStamp]] | None = None
         self._has_backward = False  # gradients of the next update are there
@@ -93,7 +97,7 @@ class MixedPrecisionOptimizer:
         """Run backward from a scalar `loss`, with its loss scale / `divisor` as the seed."""
         self.before_backward()
         loss = loss.float() if loss.dtype in HALF else loss  # a scaled seed does not fit into half precision
-        self._see(loss)
+        self.skip_counter.see(loss)
         seed = self.loss_scales.seed(loss, divisor, loss_id)
         torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         self.after_backward(loss_id)
@@ -101,14 +105,9 @@ class MixedPrecisionOptimizer:
     def scaled(self, loss: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
         """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that others run."""
         loss = loss.float() if loss.dtype in HALF else loss
-        self._see(loss)
+        self.skip_counter.see(loss)
         seed = self.loss_scales.seed(loss.detach(), divisor)
         return loss if seed is None else loss * seed
-
-    def _see(self, loss: torch.Tensor) -> None:
-        """Look for inf and nan in `loss`, where no update is measured."""
-        if not (self.options.max_norm > 0 or self.needs_grad_norm):
-            self.skip_counter.see(loss)
 
     def before_backward(self) -> None:
         """Prepare for the gradients of one loss, which come until `after_backward`."""
@@ -196,11 +195,13 @@ class MixedPrecisionOptimizer:
 
         self._clip_once = None
         wants_norm = max_norm > 0 or self.needs_grad_norm
-        if stats is None and (wants_norm or (not sparse and self.skip_counter.due_for_check())):
-            stats = self._measure(grads)
-        self.skip_counter.end_update(stats.norm if stats is not None and wants_norm else None)
+        measured = grads
+        if sparse and not wants_norm:
+            measured = {shard: grad for shard, grad in grads.items() if grad.layout is torch.strided}
+        if stats is None and (wants_norm or self.skip_counter.due_for_check()):
+            stats = self._measure(measured)
         if stats is not None:
-            self.skip_counter.record(stats, grads, self.options.on_nonfinite == "raise", scalers)
+            self.skip_counter.record(stats, measured, self.options.on_nonfinite == "raise", scalers)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
 
         scale, total = self.loss_scales.grad_divisor(divisor)
@@ -223,8 +224,9 @@ class MixedPrecisionOptimizer:
         return result
 
     def _measure(self, grads: Grads, known: GradStats | None = None) -> GradStats:
-        by_loss, count_zeros = self.loss_scales.flags_by_loss(), self.recipe.count_zeros
-        return grad_stats(grads, self._ranks, self.device, self.options.norm_type, count_zeros, by_loss, known)
+        flags = self.skip_counter.flags() if self.loss_scales.multi is None else self.loss_scales.multi.flags()
+        norm_type, count_zeros = self.options.norm_type, self.recipe.count_zeros
+        return grad_stats(grads, self._ranks, self.device, norm_type, count_zeros, flags, known)
 
     def _apply(
         self,

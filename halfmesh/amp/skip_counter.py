@@ -4,56 +4,76 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from ..errors import NonFiniteError
-from ..shard import Ranks
+from ..log import get_logger
 from .grad_norm import Grads, GradStats, first_nonfinite
 from .loss_scaler import LossScaler
 from .step_result import HostCopy, is_captured
 
-_LOOK_EVERY = 10
-"""After so many updates, and after the 1st, 2nd, 4th and 8th, the host looks at their losses or norms."""
+_log = get_logger(__name__)
+
 _BEFORE_LIMIT = 3
 """So many updates before the limit a run nears it: on a GPU the host knows that one update later."""
+_LOOK_EVERY = 10
+"""Updates, or earlier, after which the host looks for inf and nan in those that were taken."""
+
+_TOLD = (
+    "%sthe loss, or the gradient norm, of the last %d update(s) is inf or nan, and they were taken "
+    "(on_nonfinite='auto'): if their gradients were inf or nan, the weights are now. Look for inf or nan in the batch, "
+    "for a division by 0 or logarithm of 0, and at the learning rate. After %d such updates in a row "
+    "(max_consecutive_skips) the run ends; on_nonfinite='raise' ends it at the first one, and with debug='nonfinite' "
+    "names the module"
+)
 
 
 class SkipCounter:
     """Counts updates with inf or nan on the device, and ends a run that has `limit` of them in a row.
 
-    The host reads the count only when `limit` may be near. On a GPU it reads a copy that was started one
-    update before, so that nothing waits; the run then ends one update later, on all ranks the same.
-
-    Updates that are not skipped ruin the weights. Of these this rank's losses (or the norm, where it is measured) are
-    copied to the host, and looked at now and then when they have arrived.
+    The host reads the count only when `limit` may be near, and now and then where such updates are taken, to warn. On a
+    GPU it reads a copy that was started before, so that nothing waits; the run then ends one update later, on all ranks
+    the same.
 
     Args:
-        ranks: that take updates together.
         skips: updates with inf or nan are skipped.
+        samples: only one update in `limit` is measured. Those before it count by their losses, of any rank.
+        last_rank: of those that take updates together. It has losses if rank 0, a pipeline's first stage, has none.
         wider: advice to compute in a wider format; "" if there is none.
+        name: of the engine.
     """
 
-    def __init__(self, limit: int, device: torch.device, ranks: Ranks, skips: bool, wider: str = "") -> None:
+    def __init__(
+        self,
+        limit: int,
+        device: torch.device,
+        skips: bool,
+        samples: bool,
+        last_rank: int,
+        wider: str = "",
+        name: str | None = None,
+    ) -> None:
         self.limit = limit
-        self._ranks = ranks
-        self._skips = skips
         self.wider = wider
-        self._updates = 0
-        self._bad_since: int | None = None  # the first of the newest updates in a row with inf or nan on this rank
-        self._loss: torch.Tensor | None = None  # of this update
-        self._values: list[tuple[int, torch.Tensor]] = []  # by update, since the last look
-        self._looks: list[tuple[list[int], HostCopy]] = []
+        self._skips = skips
+        self._samples = samples
+        self._last_rank = last_rank
+        self._prefix = "" if name is None else f"{name}: "
+        self._has_told = False
         self._near = max(1, limit - _BEFORE_LIMIT)
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         self._in_a_row, self._skipped = self._counts.unbind()
         self._known = 0  # in a row, when the host read the count
         self._at_most = 0  # in a row now, as far as the host knows
-        self._unmeasured = 0  # updates since one was measured
-        self._samples = False  # updates before the one of `_copy` were not measured
+        self._measured = 0
+        self._loss: torch.Tensor | None = None  # of this update
+        self._losses: list[torch.Tensor | None] = []  # of the updates since one was measured
         self._late = device.type == "cuda"
         self._copy: HostCopy | None = None  # of the count at the last update
+        self._sight: HostCopy | None = None  # of the newest losses
 
     @property
     def nears_limit(self) -> bool:
@@ -61,14 +81,18 @@ class SkipCounter:
         return self._known >= self._near
 
     @property
-    def in_a_row(self) -> int:
-        """The newest updates in a row with inf or nan, as far as this rank knows. (Ranks may differ in this.)"""
-        seen = 0 if self._bad_since is None else self._updates - self._bad_since + 1
-        return max(seen, self._known)
+    def taken_in_a_row(self) -> int:
+        """Newest updates with inf or nan that were taken, if the host knows of any; the same on all ranks."""
+        return 0 if self._skips or not self._known else self._known + self._late
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped so far (reads the host)."""
+        return int(self._skipped.item())
 
     def see(self, loss: torch.Tensor) -> None:
         """The loss of a microbatch, from which backward runs."""
-        if not self._skips and _can_be_read(loss):
+        if self._samples and _can_be_read(loss):
             value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
             self._loss = value if self._loss is None else self._loss + value
 
@@ -76,80 +100,54 @@ class SkipCounter:
         """The losses of this update count no more."""
         self._loss = None
 
-    def end_update(self, norm: torch.Tensor | None) -> None:
-        """Look at this update and those before it, if it is time; `norm`, if it was measured, counts for the loss.
-
-        Not at all if updates are skipped.
-        """
-        value = self._loss if norm is None else norm
-        self._updates += 1
-        if self._skips or value is None or not _can_be_read(value):
-            return
-        if self._values:
-            value = value.to(self._values[0][1].device, non_blocking=True)
-        self._values.append((self._updates, value))
-        if self._updates % _LOOK_EVERY == 0 or self._updates in (1, 2, 4, 8):
-            self._start_look()
-        self._finish_looks(waits=False)
-
-    def _start_look(self) -> None:
-        if self._values:
-            updates, values = zip(*self._values, strict=True)
-            self._looks.append((list(updates), HostCopy(values)))
-            self._values = []
-
-    def _finish_looks(self, waits: bool) -> None:
-        while self._looks and (waits or self._looks[0][1].arrived):
-            updates, copy = self._looks.pop(0)
-            for update, value in zip(updates, copy.read(), strict=True):
-                is_new = self._bad_since is None
-                self._bad_since = None if math.isfinite(value) else update if is_new else self._bad_since
-
-    def _add_unmeasured(self) -> None:
-        """The first measured update with inf or nan: count those before it, in which some rank's loss had it. All ranks
-        together."""
-        self._start_look()
-        self._finish_looks(waits=True)
-        rows = torch.zeros(self._ranks.size, dtype=torch.float64, device=self._counts.device)
-        rows[self._ranks.rank] = self.in_a_row
-        if self._ranks.size > 1:
-            self._ranks.all_reduce(rows)
-        before = round(rows.max().item()) - self._known
-        if before > 0:
-            self._known += before
-            self._in_a_row.add_(self._in_a_row.sign() * before)
-
-    @property
-    def skipped(self) -> int:
-        """Updates skipped so far (reads the host)."""
-        return int(self._skipped.item())
-
     def due_for_check(self) -> bool:
         """Whether an update that nothing else measures should be measured: one in `limit`, and all once inf or nan was
         found. (An update that is taken with nan leaves nan in the weights, so it is found a little later as well.)"""
         self._read_previous()
-        self._unmeasured += 1
-        return self._known > 0 or self._unmeasured >= self.limit
+        if self._known > 0 or len(self._losses) + 1 >= self.limit:
+            return True
+        self._losses.append(self._loss)
+        if self._is_time(len(self._losses)):
+            self._sight = HostCopy([loss for loss in self._losses[-_LOOK_EVERY:] if loss is not None])
+        if self._sight is not None and self._sight.arrived:
+            newest_first = reversed(self._sight.read())
+            self._sight = None
+            self._warn(len(list(takewhile(lambda loss: not math.isfinite(loss), newest_first))), self._last_rank)
+        return False
+
+    def flags(self) -> torch.Tensor | None:
+        """For each update since one was measured, 1 if its loss was inf or nan on this rank, else 0 (float64)."""
+        if not self._losses:
+            return None
+        fine = torch.zeros_like(self._in_a_row)
+        return torch.stack([fine if loss is None else (~loss.isfinite()).to(fine) for loss in self._losses])
 
     def record(self, stats: GradStats, grads: Grads, raise_now: bool, scalers: Sequence[LossScaler]) -> None:
-        """Count one update.
+        """Count one update that was measured, and those before it that were not.
 
         Args:
+            stats: with `flags` of all ranks.
             raise_now: inf or nan end the run (reads the host).
 
         Raises:
             NonFiniteError: they do, or `limit` was reached.
         """
-        (self._counts if self._skips else self._in_a_row).add_(stats.found_inf)
-        self._in_a_row.mul_(stats.found_inf)
+        if self._losses and stats.flags is not None:
+            bad = torch.cat([stats.flags.sign(), stats.found_inf.double().unsqueeze(0)])
+            self._in_a_row.mul_(bad.prod()).add_(bad.flip(0).cumprod(0).sum())
+        else:
+            (self._counts if self._skips else self._in_a_row).add_(stats.found_inf)
+            self._in_a_row.mul_(stats.found_inf)
+        sampled, self._losses = bool(self._losses), []
         self._at_most += 1
+        self._measured += 1
         if self._late and is_captured(stats.found_inf.device):
             return
         if raise_now and bool(stats.found_inf):
             raise NonFiniteError("gradients hold inf or nan" + self._explain(grads, scalers))
         self._read_previous()
-        if self._unmeasured or self._at_most >= self._near:
-            self._samples, self._unmeasured = self._unmeasured > 0, 0
+        is_time = self._is_time(self._measured) and _can_be_read(stats.norm)
+        if sampled or self._known or is_time or self._at_most >= self._near:
             self._copy = HostCopy([self._in_a_row.clone()])
             if not self._late:
                 self._read_previous()
@@ -159,12 +157,20 @@ class SkipCounter:
                 f"{self.limit})" + self._explain(grads, scalers)
             )
 
+    def _is_time(self, updates: int) -> bool:
+        """Whether the host looks for inf and nan after so many updates, to warn."""
+        return not (self._skips or self._has_told) and (updates in (1, 2, 4, 8) or updates % _LOOK_EVERY == 0)
+
     def _read_previous(self) -> None:
         if self._copy is not None and not is_captured(self._counts.device):
-            was_known, self._known, self._copy = self._known, round(self._copy.read()[0]), None
-            if self._known and not was_known and self._samples:
-                self._add_unmeasured()
+            self._known, self._copy = round(self._copy.read()[0]), None
             self._at_most = self._known + self._late
+            self._warn(self._known)
+
+    def _warn(self, in_a_row: int, *more_ranks: int) -> None:
+        if in_a_row and not (self._skips or self._has_told):
+            self._has_told = True
+            _log.warning(_TOLD, self._prefix, in_a_row, self.limit, ranks=(0, *more_ranks))
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, as Python numbers."""
@@ -176,7 +182,7 @@ class SkipCounter:
         self._skipped.fill_(state["skipped"])
         self._at_most = self._known = state["in_a_row"]
         self._copy = None
-        self._loss, self._bad_since, self._values, self._looks = None, None, [], []
+        self._loss, self._losses, self._sight = None, [], None
 
     def _explain(self, grads: Grads, scalers: Sequence[LossScaler]) -> str:
         """Where inf or nan is, what the loss scale has come to, and what to do."""

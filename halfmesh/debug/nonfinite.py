@@ -12,13 +12,10 @@ import torch
 
 from ..amp.step_result import StepResult
 from ..errors import NonFiniteError, bullet_list
-from ..log import get_logger
 from ..loop.parts import EngineParts
 from ..shard import compute_dtype
 from ..tensors import dtype_name, tensors_of
 from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
-
-_log = get_logger(__name__)
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
@@ -128,12 +125,6 @@ _RANGE = (
     "%s, which has a wider range, or make its inputs smaller (a norm before it). In mode 'torch' a layer "
     "may compute in fp32: within its forward, `with torch.autocast(x.device.type, enabled=False)` on x.float()"
 )
-_TOLD = (
-    "%sthe loss, or the gradient norm, of update %d is inf or nan, and it was taken (on_nonfinite='auto'), which "
-    "leaves inf or nan in the weights. Look for inf or nan in the batch, for a division by 0 or logarithm of 0, and at "
-    "the learning rate. After %d such updates in a row (max_consecutive_skips) the run ends; on_nonfinite='raise' ends "
-    "it at the first one, and with debug='nonfinite' names the module"
-)
 _ADVICE: dict[Kind, str] = {
     "weight": (
         "the model was bad before this batch; resume from an older checkpoint, with a lower learning rate or "
@@ -173,7 +164,6 @@ class NonFiniteProbes(Probes):
         super().__init__(parts)
         self._always = parts.config.debug == "nonfinite"
         self._first: Fault | None = None
-        self._has_told = False
         if self._always:
             self.attach()
 
@@ -190,13 +180,7 @@ class NonFiniteProbes(Probes):
             self._look("loss", tensor, sys.maxsize)
 
     def after_step(self, result: StepResult) -> None:
-        parts, counter = self._parts, self._parts.update.skip_counter
-        nears_limit, in_a_row = counter.nears_limit, 0 if parts.update.skips_nonfinite else counter.in_a_row
-        if in_a_row and not self._has_told:
-            name = "" if parts.config.name is None else f"{parts.config.name}: "
-            first = parts.global_step - in_a_row + 1
-            _log.warning(_TOLD, name, first, counter.limit, ranks=None)  # others may see it an update later
-        self._has_told = in_a_row > 0
+        nears_limit = self._parts.update.skip_counter.nears_limit
         if self.attached:
             self._first = None
             if not (nears_limit or self._always):
@@ -210,18 +194,17 @@ class NonFiniteProbes(Probes):
             error.add_note(f"in the engine named {parts.config.name!r}")
         results, losses = list(parts.results), parts.update.loss_scales
         scales = [*(result.loss_scale for result in results), losses.current()[0]] if losses.scalers else []
-        counter = parts.update.skip_counter
-        faults, rows = zip(*parts.context.everyone((self._first, counter.in_a_row)), strict=True)
-        fault, lasted = _first_of_all(faults), not parts.update.skips_nonfinite and max(rows) > 1
+        counter, fault = parts.update.skip_counter, _first_of_all(parts.context.everyone(self._first))
+        taken = counter.taken_in_a_row
         error.diagnosis = Diagnosis(
             scales=tuple((scale, len(list(same))) for scale, same in groupby(scales)),
             skipped=sum(result.skipped for result in results),
             updates=len(results),
             was_watched=self.attached,
             fault=fault,
-            advice=_ADVICE["weight"] if lasted and fault is None else _advise(fault, self.attached, counter.wider),
+            advice=_ADVICE["weight"] if taken > 1 and fault is None else _advise(fault, self.attached, counter.wider),
             world_size=parts.context.size,
-            began=parts.global_step + 2 - max(rows) if lasted else 0,
+            began=parts.global_step + 2 - taken if taken > 1 else 0,
         )
         error.args = (f"{error}\n{error.diagnosis}",)
         self._first = None

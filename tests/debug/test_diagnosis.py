@@ -165,7 +165,7 @@ UNSCALED = {
 }
 
 
-def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=None):
+def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=None, x=None):
     """The loss of one batch of update `first` is nan, on the ranks of which `is_bad`. Returns the update that raised,
     its error, and by update what was warned of."""
     model, factor = net() if model is None else model, [1.0]
@@ -175,7 +175,7 @@ def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=N
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = halfmesh.initialize(model, optimizer, criterion, None, config, device=rank_device())
-    x, y = here(make_data(4))
+    x, y = here(make_data(4)) if x is None else (x, torch.arange(4))
     told, update = [], 0
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append((update, record.getMessage()))  # type: ignore[method-assign]
@@ -199,7 +199,7 @@ def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=N
 def test_the_first_nan_is_told_soon_and_counted(name):
     update, error, told = run_into_nan(UNSCALED[name])
     assert [at for at, _ in told] == [8], "once, at the next look"
-    assert told[0][1].startswith("the loss, or the gradient norm, of update 5 is inf or nan, and it was taken")
+    assert told[0][1].startswith("the loss, or the gradient norm, of the last 4 update(s) is inf or nan, and they were")
     assert update == 54
     assert str(error).startswith("50 updates in a row had gradients with inf or nan (max_consecutive_skips=50)")
     assert error.diagnosis.began == 5
@@ -211,6 +211,18 @@ def test_nan_from_the_first_update_on_ends_the_run_after_50():
     update, error, told = run_into_nan({}, first=1)
     assert (update, [at for at, _ in told], error.diagnosis.began) == (50, [1], 1)
     assert "resume from an older checkpoint" in error.diagnosis.advice
+
+
+def test_nan_beside_sparse_gradients_ends_the_run():
+    """These have no norm."""
+
+    class MeanOfWords(nn.Sequential):
+        def forward(self, words):
+            return self[1](self[0](words).mean(1))
+
+    model = MeanOfWords(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 4))
+    update, error, told = run_into_nan({}, model=model, x=torch.arange(12).view(4, 3) % 4)
+    assert (update, [at for at, _ in told], error.diagnosis.began) == (54, [8], 5)
 
 
 def test_losses_that_are_dropped_do_not_count(caplog):
@@ -281,7 +293,7 @@ def nan_on_ranks(rank, world_size, config):
         return context.dp_rank == context.dp_size - 1
 
     update, error, told = run_into_nan(config, is_bad=is_last)
-    return update, error.diagnosis.began, [(at, text.partition(" of update ")[2][:2].strip()) for at, text in told]
+    return update, error.diagnosis.began, [(at, text.partition(" of the last ")[2][:2].strip()) for at, text in told]
 
 
 LAYOUTS = {
@@ -298,8 +310,8 @@ LAYOUTS = {
 def test_nan_on_one_rank_ends_all_together(name):
     first, last = run_ranks(nan_on_ranks, 2, LAYOUTS[name], timeout=60)
     assert first[:2] == last[:2] == (54, 5)
-    assert last[2] == [(8, "5")]
-    assert first[2] == [(50, "5")] if name == "pipeline" else [(8, "6")]
+    assert last[2] == [(8, "4")]
+    assert first[2] == [(50, "46")] if name == "pipeline" else [(8, "3")]
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------

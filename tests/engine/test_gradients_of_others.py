@@ -165,6 +165,20 @@ def test_changed_gradients_are_told_under_a_scale_and_right_without(change, capl
     assert difference(full_weights(engine), model) < 1e-6
 
 
+@pytest.mark.parametrize("mode", [{"mode": "naive"}, {"mode": "apex", "opt_level": "O1"}])
+def test_gradients_under_a_static_scale_of_1_are_as_in_a_loop_by_hand(mode, caplog):
+    engine = make_engine({"fp16": mode | {"loss_scale": 1.0}})
+    for _ in range(2):
+        backward(engine)
+        clips(engine.model)
+        engine.step()
+    own_loss(engine).backward()
+    backward(engine)
+    engine.step()
+    assert [text for text in warned(caplog) if "changed" in text] == []
+    assert caplog.text.count("They count in this update as they are") == 1
+
+
 @pytest.mark.parametrize("config", SCALED)
 def test_a_write_that_changes_the_same_bit_of_each_element_is_told(config, caplog):
     engine = make_engine(config, model=nn.Linear(8, 4096, bias=False), criterion=lambda output, y: output.sum())
