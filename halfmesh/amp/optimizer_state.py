@@ -26,7 +26,7 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
             for group, names in zip(optimizer.param_groups, packed.get("param_groups", ()), strict=False)
             for param, key in zip(group["params"], names["params"], strict=True)
         }
-    for inner in _find_inner(vars(optimizer).values(), {id(optimizer)}):
+    for inner in _find_inner(vars(optimizer), {id(optimizer)}):
         entries = [(key, values) for key, values in inner.state.items() if isinstance(values, Mapping)]
         if any(values.keys() - state.get(key, {}).keys() for key, values in entries):
             outer, name = type(optimizer).__name__, type(inner).__name__
@@ -38,14 +38,14 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
     return state
 
 
-def _find_inner(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """The optimizers among `values`, in containers among them, and inside of these optimizers."""
-    for value in values:
-        is_optimizer = isinstance(getattr(value, "state", None), Mapping) and hasattr(value, "param_groups")
-        if id(value) in seen or not (is_optimizer or isinstance(value, (list, tuple, set, Mapping))):
+def _find_inner(held: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """The optimizers in the container `held`, in containers in it, and inside of these optimizers."""
+    for value in held.values() if isinstance(held, Mapping) else held:
+        if id(value) in seen:
             continue
         seen.add(id(value))
-        if is_optimizer:
+        if hasattr(value, "param_groups") and isinstance(getattr(value, "state", None), Mapping):
             yield value
-            value = {key: held for key, held in vars(value).items() if key not in ("state", "param_groups")}
-        yield from _find_inner(value.values() if isinstance(value, Mapping) else value, seen)
+            yield from _find_inner({**vars(value), "state": (), "param_groups": ()}, seen)
+        elif isinstance(value, (list, tuple, set, Mapping)):
+            yield from _find_inner(value, seen)

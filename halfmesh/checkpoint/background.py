@@ -14,17 +14,15 @@ from .state import Boxes
 _log = get_logger(__name__)
 
 
-class _SaveThread(threading.Thread):
-    def __init__(self, run: Callable[[Callable[[], object]], None], write: Callable[[], object], directory: Path):
-        super().__init__(target=run, args=(write,), name="halfmesh save")
-        self.directory = directory.resolve()
-
-
 def wait_for_writers(directory: Path) -> None:
     """Wait for saves of all engines of this process into `directory`: the next one removes what is unfinished there."""
     for thread in threading.enumerate():
-        if isinstance(thread, _SaveThread) and thread.directory == directory.resolve():
+        if thread.name == _thread_name(directory):
             thread.join()
+
+
+def _thread_name(directory: Path) -> str:
+    return f"halfmesh save {directory.resolve()}"
 
 
 class BackgroundWriter:
@@ -53,7 +51,7 @@ class BackgroundWriter:
     def start(self, write: Callable[[], object], directory: Path) -> None:
         """Call `write`, which writes into `directory`, in a thread that the process joins at exit. The previous one
         must have ended."""
-        self._thread = _SaveThread(self._run, write, directory)
+        self._thread = threading.Thread(target=self._run, args=(write,), name=_thread_name(directory))
         self._thread.start()
 
     def wait(self) -> None:

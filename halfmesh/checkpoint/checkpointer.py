@@ -62,7 +62,7 @@ class Checkpointer:
         self.locks: dict[Path, IO[str]] = {}
         self.attached = AttachedState()
         self._parts = parts
-        self._settings = GivenSettings(parts.update.optimizer.param_groups, parts.lr.state_dict())
+        self._settings = GivenSettings(parts)
         self._writer = BackgroundWriter(parts.context.device)
 
     @property
@@ -277,15 +277,10 @@ class Checkpointer:
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
 
     def _compare_settings(self, stored: Stored) -> None:
-        common, given = stored.common, stored.common.get("given", {})
+        given = dict(enumerate(stored.common.get("given", ())))  # older checkpoints do not say
         names = [group["params"] for group in self.sharded_state.groups()]
-        places = [place_of(own, index, common["groups"]) for index, own in enumerate(names)]
-        if given:  # in the order of this run's groups
-            given = given | {
-                "optimizer": [group for place in places for group in given["optimizer"][place : place + 1]]
-            }
-        groups = [common["groups"][place] for place in places]
-        self._settings.loaded(stored.folder, groups, common["lr_scheduler"], given)
+        places = [place_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
+        self._settings.loaded(stored.folder, [given.get(place, {}) for place in (0, *(1 + p for p in places))])
 
     def _after_load(self) -> None:
         self._parts.results.clear()
@@ -329,8 +324,7 @@ class Checkpointer:
         parts.update.load_state_dict(state["update"])
         parts.average.load_state_dict(state.get("average", {}))
         parts.lr.load_state_dict(state["lr_scheduler"])
-        groups = state["update"]["optimizer"]["param_groups"]
-        self._settings.loaded("the state", groups, state["lr_scheduler"], state.get("given", {}))
+        self._settings.loaded("the state", state.get("given", []))
         parts.global_step = state["global_step"]
         if parts.dataloader is not None and state["dataloader"] is not None:
             same_rank = state["random"]["rank"] == parts.context.rank
@@ -383,7 +377,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Unlock the folders for other jobs."""
-        for file in self.locks.values():
+        for directory, file in self.locks.items():
+            wait_for_writers(directory)  # those of other engines too: closing the file ends the lock of this process
             file.close()
         self.locks.clear()
 

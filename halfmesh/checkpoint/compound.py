@@ -6,7 +6,9 @@ as the tensors "exp_avg/codes" and "exp_avg/scale", and, as plain values under "
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 
@@ -15,36 +17,27 @@ from ..tensors import is_compound
 from .validate import class_name
 
 
-def take_apart(key: str, tensor: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The plain tensors in the state `key`, and the entries that `put_together` needs besides."""
+def take_apart(key: str, tensor: Any, made: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the plain tensors in the state `key`, and puts into `made` what `put_together` needs besides."""
     if not is_compound(tensor):
-        return {key: tensor.detach()}, {}
+        yield key, tensor.detach()
+        return
     names, context = tensor.__tensor_flatten__()
-    made = {"class": class_name(tensor), "of": list(names), "context": context, "size": tensor.shape}
-    tensors: dict[str, torch.Tensor] = {}
-    plain: dict[str, Any] = {f"{key}/": made | {"stride": tensor.stride()}}
+    made[f"{key}/"] = class_name(tensor), list(names), context, tensor.shape, tensor.stride()
     for name in names:
-        inner, more = take_apart(f"{key}/{name}", getattr(tensor, name))
-        tensors |= inner
-        plain |= more
-    return tensors, plain
+        yield from take_apart(f"{key}/{name}", getattr(tensor, name), made)
 
 
 def put_together(values: dict[str, Any]) -> None:
-    """Make the tensors of `values`, state by key, again that were taken apart, in place."""
-    for key in sorted((key for key in values if key.endswith("/")), key=len, reverse=True):  # the inner ones first
-        made = values.pop(key)
-        inner = {name: values.pop(key + name) for name in made["of"]}
-        kind = _find_class(made["class"])
-        values[key[:-1]] = kind.__tensor_unflatten__(inner, made["context"], made["size"], made["stride"])
-
-
-def _find_class(name: str) -> Any:
-    """The subclass of torch.Tensor of this name, among those that the program has imported: a file imports nothing."""
-    pending: list[type] = [torch.Tensor]
-    while pending:
-        kind = pending.pop()
-        if f"{kind.__module__}.{kind.__qualname__}" == name:
-            return kind
-        pending += kind.__subclasses__()
-    raise InputError(f"the optimizer's state holds a {name}, which this program has not imported; import it first")
+    """Make the tensors of `values`, state by key, again that were taken apart, in place. Their classes are looked up
+    among those that the program has imported: a file imports nothing."""
+    for key in [key for key in reversed(values) if key.endswith("/")]:  # the inner ones first
+        kind, names, context, size, stride = values.pop(key)
+        module, _, name = kind.rpartition(".")
+        found = getattr(sys.modules.get(module), name, None)
+        if not (isinstance(found, type) and issubclass(found, torch.Tensor)):
+            raise InputError(
+                f"the optimizer's state holds a {kind}, which this program has not imported; import it first"
+            )
+        inner = {name: values.pop(key + name) for name in names}
+        values[key[:-1]] = cast(Any, found).__tensor_unflatten__(inner, context, size, stride)

@@ -239,14 +239,11 @@ class ShardedState:
             target, placement = masters.target(shard), self.division.placement(shard)
             for key, value in state.get(target, {}).items() if 0 not in placement.shape else ():
                 is_tensor = isinstance(value, torch.Tensor)
-                if is_compound(value) and placement.is_whole:
-                    tensors, made = take_apart(key, value)
-                    shards |= {f"{COUNTERS}{k}.{name}": TensorShard(t, whole(t.shape)) for k, t in tensors.items()}
-                    plain.setdefault(name, {}).update(made)
-                elif is_tensor and value.shape == target.shape and key != "step" and not is_compound(value):
+                if is_tensor and value.shape == target.shape and key != "step" and not is_compound(value):
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
                 elif is_tensor and (placement.is_whole or value.numel() == 1):
-                    shards[f"{COUNTERS}{key}.{name}"] = TensorShard(value.detach(), whole(value.shape))
+                    for part, tensor in take_apart(key, value, plain.setdefault(name, {})):
+                        shards[f"{COUNTERS}{part}.{name}"] = TensorShard(tensor, whole(tensor.shape))
                 elif not is_tensor and (placement.is_whole or isinstance(value, (Number, str, type(None)))):
                     plain.setdefault(name, {})[key] = value
                 else:

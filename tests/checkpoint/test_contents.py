@@ -411,6 +411,7 @@ def quantised_stages(rank, world_size, folder):
 @pytest.mark.distributed
 def test_quantised_state_of_stages(tmp_path):
     assert run_ranks(quantised_stages, 2, str(tmp_path)) == [[[0, 1, 2]] * 2] * 2
+    quantised()  # imports the class
     other = make_small(optimizer=Keeps)
     other.load(tmp_path)
     assert other.optimizer.state[other.model.head.weight]["exp_avg"].codes.flatten()[:3].tolist() == [0, 1, 2]
