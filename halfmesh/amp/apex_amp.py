@@ -11,7 +11,7 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import did_you_mean
-from ..options import Options, PositiveFloat, PositiveInt, Scale
+from ..options import Names, Options, PositiveFloat, PositiveInt, Scale
 from .plugin import ALL_PARALLEL, AMPPlugin, Backend, Composes
 from .recipe import LossScale, Recipe
 
@@ -101,6 +101,8 @@ class ApexOptions(Options):
     """Upper bound of a dynamic scale."""
     backend: Literal["native", "apex"] = "native"
     """What casts: halfmesh, or an installed apex.amp (CUDA only)."""
+    keep_fp32: Names = ()
+    """As in mode NAIVE; apex has no such key."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ApexOptions:
@@ -136,6 +138,8 @@ def _find_problems(options: ApexOptions) -> Iterator[str]:
                 f"{name}={value!r} with opt_level='O1', which keeps weights in float32 and casts for each function; "
                 "remove it, or use opt_level='O2'"
             )
+    if options.keep_fp32 and (options.properties.cast_model_type != "float16" or options.backend == "apex"):
+        yield "keep_fp32 is for opt levels that cast the model, O2 and O3, with backend='native'; remove it"
     low, high = options.min_loss_scale or 0.0, options.max_loss_scale
     if low > high:
         yield f"min_loss_scale={low:g} is above max_loss_scale={high:g}; lower it"
@@ -180,6 +184,7 @@ class ApexAMP(AMPPlugin):
             num_losses=options.num_losses,
             wide_gradients=masters,  # apex adds them up in the masters' gradients
             output_dtype=_dtype(options.cast_model_outputs) or (torch.float32 if param_dtype else None),
+            keep_fp32=options.keep_fp32 if options.backend == "native" else None,
         )
 
     @classmethod

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import did_you_mean, shorten
 from ..tensors import parameter_names
-from .recipe import Recipe
+from .recipe import HALF, Recipe
 
 FREQUENCIES = ("*inv_freq", "*freqs", "inv_timescales", "bands", "periods")
 """Names of frequencies in transformers, timm and others: times a position they are an angle, which rounding moves by
@@ -30,7 +30,7 @@ def kept_tensors(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
     yield from kept_by_name(model, recipe)
     # transformers and diffusers load these in fp32, and their code casts what meets them; the second also if in bf16.
     keys = ["_keep_in_fp32_modules"] * (recipe.param_dtype == torch.float16) + ["_keep_in_fp32_modules_strict"]
-    for module in model.modules() if recipe.keep_fp32 is not None else ():
+    for module in model.modules() if _keeps(recipe) else ():
         words = {word for key in keys for word in getattr(module, key, None) or ()}
         pattern = "|".join(re.escape(word).replace(r"\*", ".*") for word in words)
         for name, tensor in named_tensors(module) if words else ():
@@ -40,10 +40,8 @@ def kept_tensors(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
 
 def kept_by_name(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
     """Those among them that match the config's patterns, or are frequencies that are not trained."""
-    if recipe.keep_fp32 is None:
-        return
-    for name, tensor in named_tensors(model):
-        patterns = recipe.keep_fp32 + (() if tensor.requires_grad else FREQUENCIES)
+    for name, tensor in named_tensors(model) if _keeps(recipe) else ():
+        patterns = (*(recipe.keep_fp32 or ()), *(() if tensor.requires_grad else FREQUENCIES))
         if any(_matches(name, pattern) for pattern in patterns):
             yield tensor
 
@@ -65,6 +63,10 @@ def find_kept_problems(model: nn.Module, recipe: Recipe) -> Iterator[str]:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers, under each of their names."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _keeps(recipe: Recipe) -> bool:
+    return recipe.keep_fp32 is not None and recipe.param_dtype in HALF
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -22,11 +22,16 @@ from .recipe import HALF, Recipe
 
 _log = get_logger(__name__)
 
+_MASK = -1e8
+"""Masks that are added to attention scores have less than this (-1e9, the least number): -inf says the same."""
+
 _MIXED_DTYPES = (
     r"same (scalar )?d?type|d?types? must be the same|type \(.*should be the same|expected (scalar type|dtype)|"
     "dtypes? match|dtype to be equal|mixed dtype"
 )
 """In the words of torch's operations: matmul, convolution, attention, linear algebra, index_put, scatter."""
+_INTEGERS = r"(?i)\b(long|int|short|byte|char|bool)\b"
+"""Dtypes that no mode casts."""
 
 FP16_MAX_SCALE = 2.0**15
 """The largest power of two in fp16, whose maximum is 65504: the gradient of an fp16 loss is the loss scale itself."""
@@ -104,8 +109,8 @@ class Precision:
             new = tensor.to(dtype)
             if is_first and (change := find_change(tensor, new)):
                 _log.warning(
-                    "the model's argument %r %s in %s. If that matters, keep it in float32: mode='naive' with "
-                    "keep_fp32=[%r], or mode='torch'",
+                    "the model's argument %r %s in %s. If that matters, keep it in float32 with keep_fp32=[%r], or set "
+                    "mode='torch'",
                     *(name, change, dtype_name(dtype), name),
                 )
             return new
@@ -130,7 +135,8 @@ class Precision:
 
     def explain(self, model: nn.Module, error: RuntimeError) -> None:
         """Raise InputError if `error`, of a call of `model`, is torch's refusal to mix dtypes; the mode casts it."""
-        if self.recipe.param_dtype not in HALF or not re.search(_MIXED_DTYPES, str(error)):
+        words = str(error)
+        if self.recipe.param_dtype not in HALF or not re.search(_MIXED_DTYPES, words) or re.search(_INTEGERS, words):
             return
         names = {id(module): name or "the model itself" for name, module in model.named_modules()}
         owners = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -195,9 +201,9 @@ def tensors_to_cast(
 def find_change(value: torch.Tensor, new: torch.Tensor) -> str | None:
     """How a cast to `new` changes `value` more than it may change an activation: to inf, or at all if there is at most
     one number for each sample, as a timestep."""
-    if not value.numel() or new.dtype == value.dtype or has_no_memory(value):
+    if new.dtype == value.dtype or value.layout != torch.strided or has_no_memory(value):
         return None
-    changed = (new.isinf() if value.dim() > 1 else new != value) & value.isfinite()
+    changed = (new.isinf() if value.dim() > 1 else new != value) & value.isfinite() & (value > _MASK)
     if not changed.any():
         return None
     was, now = value.detach()[changed], new.detach()[changed]

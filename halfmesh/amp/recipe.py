@@ -69,7 +69,7 @@ class Recipe:
     """Losses with a scale of their own, if it is dynamic."""
     wide_gradients: bool = False
     """Add up the half-precision gradients of several backwards in fp32."""
-    keep_fp32: tuple[str, ...] | None = None
+    keep_fp32: tuple[str, ...] | None = ()
     """Patterns of the names of buffers, parameters and the model's arguments that are not cast; frequencies of rotary
     embeddings, and what the model itself wants in fp32, are not either. None: all are cast."""
     linear: Float8Product | None = None

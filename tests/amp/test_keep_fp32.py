@@ -62,7 +62,8 @@ def test_what_patterns_keep_reaches_the_output():
     rounded.close()
 
 
-def test_frequencies_that_are_not_trained_stay_in_fp32():
+@pytest.mark.parametrize("mode", [("naive", {}), ("apex", {"opt_level": "O2"}), ("apex", {"opt_level": "O3"})])
+def test_frequencies_that_are_not_trained_stay_in_fp32(mode):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -73,7 +74,7 @@ def test_frequencies_that_are_not_trained_stay_in_fp32():
             self.rope.freqs = nn.Parameter(torch.rand(2))
 
     model = Odd()
-    halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), lr=0.1), mode="naive")
+    halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), lr=0.1), None, *mode)
     cast = {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.dtype == torch.float16}
     assert cast == {"scale", "rope.freqs"}
 
@@ -103,6 +104,17 @@ def test_what_a_model_wants_in_fp32(key):
     engine.step()
     assert not torch.equal(model.gate.weight, before)
     engine.close()
+
+
+def test_apex_o2_keeps_what_patterns_name():
+    model = Denoiser()
+    engine = start(model, {"fp16": {"mode": "apex", "opt_level": "O2", "keep_fp32": ["t"]}})
+    engine(torch.randn(3, 8), TIMES)
+    assert torch.equal(model.got, TIMES)
+    engine.close()
+    for options in ({"opt_level": "O1"}, {"opt_level": "O2", "backend": "apex"}):
+        with pytest.raises(halfmesh.ConfigError, match="keep_fp32 is for opt levels that cast the model, O2 and O3"):
+            start(Denoiser(), {"fp16": {"mode": "apex", "keep_fp32": ["t"], **options}})
 
 
 def test_patterns_that_match_nothing_are_refused():
@@ -143,6 +155,32 @@ def test_a_large_input_that_becomes_inf_is_told(caplog):
     engine = start(Denoiser(), naive("fp16"))
     engine(torch.full((3, 8), 1e5), TIMES[:1].round().repeat(3) * 0)
     assert "argument 'x' changes from 100000 to inf" in caplog.text
+    engine.close()
+
+
+@pytest.mark.parametrize("least", [-1e9, torch.finfo(FULL).min, -math.inf])
+@pytest.mark.parametrize("key", ["fp16", "bf16"])
+def test_masks_that_become_inf_are_not_told(caplog, key, least):
+    engine = start(Denoiser(), naive(key))
+    engine(torch.full((3, 8), least), TIMES[:1].round().repeat(3) * 0)
+    assert "changes from" not in caplog.text
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_argument_is_cast(layout):
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, edges):
+            self.dtype = edges.dtype
+            return self.fc.weight.sum()
+
+    engine = start(model := Graph(), naive())
+    engine(getattr(torch.eye(3), layout)())
+    assert model.dtype == BF16
     engine.close()
 
 
@@ -191,4 +229,6 @@ def test_other_errors_stay_as_they_are():
     engine = start(nn.Linear(8, 8), naive())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         engine(torch.randn(3, 7))
+    with pytest.raises(RuntimeError, match="same dtype"):  # it would be wrong in fp32, too
+        engine(torch.ones(3, 8, dtype=torch.int64))
     engine.close()
