@@ -239,7 +239,8 @@ def _goes_on(loader: DataLoader[Any]) -> bool:
     """Whether a loader with an `__iter__` of its own has an iterator already, or a sampler without an end."""
     if type(loader).__iter__ is DataLoader.__iter__:
         return False
-    has_begun = any(isinstance(value, Iterator) for name, value in vars(loader).items() if name != "_iterator")
+    kept = [value for name, value in vars(loader).items() if name != "_iterator"]
+    has_begun = any(isinstance(value, Iterator) and isinstance(value, Sized) for value in kept)  # as torch's have
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return has_begun or not (isinstance(loader.dataset, IterableDataset) or isinstance(sampler, Sized))
 

@@ -75,6 +75,17 @@ class Endless(DataLoader):
         return itertools.islice(self.iterator, len(self))
 
 
+class Counted(DataLoader):
+    """Counts its batches with an iterator, which is not that of the batches."""
+
+    def __init__(self):
+        super().__init__(TensorDataset(*make_data(8)), 4)
+        self.count = itertools.count()
+
+    def __iter__(self):
+        return (batch for batch, _ in zip(super().__iter__(), self.count, strict=False))
+
+
 class Repeated:
     def __init__(self, batches):
         self.batches = batches
@@ -156,6 +167,11 @@ def test_loaders_of_timm():
     prefetched = timm_loader.PrefetchLoader(DataLoader(dataset, 4), device=torch.device("cpu"))
     with pytest.raises(InputError, match=r"a PrefetchLoader was given.*use_prefetcher=False"):
         start(loader=prefetched)
+
+
+def test_a_loader_may_hold_an_iterator_of_something_else():
+    with start(loader=Counted()) as engine:
+        assert len(list(engine.dataloader)) == 2
 
 
 def test_no_config():

@@ -176,7 +176,7 @@ class ShardedLoader:
         for _ in range(skip):
             next(items, None)
         self._indices.replace(loader)
-        self._indices.items = items
+        self._indices.begin(items, self.length)
         loader.generator = torch.Generator().manual_seed(worker_seed)
         return self._indices.check(loader)
 
@@ -247,12 +247,29 @@ class ShardedLoader:
 class _Indices:
     """Replaces the loader's own index sampler; its items are set for each epoch."""
 
-    items: Iterator[Any] = iter(())
-    _was_asked = False
+    _count: int | None = None
+
+    def begin(self, items: Iterator[Any], count: int | None) -> None:
+        self._items, self._count = items, count
+        self._was_asked = self._has_ended = False
+
+    def __len__(self) -> int:
+        return self._count  # type: ignore[return-value]  # or raises TypeError, as without a length
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_ended:
+            raise InputError(
+                "the dataloader's __iter__ goes through its samples a second time in one epoch, which can be neither "
+                "sharded nor resumed; remove the loop around super().__iter__(), and iterate engine.dataloader once "
+                "for each epoch"
+            )
         self._was_asked = True
-        return self.items
+        return self._until_end(self._items)
+
+    def _until_end(self, items: Iterator[Any]) -> Iterator[Any]:
+        yield from items
+        if items is self._items:
+            self._has_ended = True
 
     def check(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """The batches of `loader`. Raises InputError, on all ranks, if it never asks which samples are to be read."""

@@ -237,27 +237,43 @@ def test_uneven_tails_never_hang():
 
 
 class OwnIter(DataLoader):
-    """Iterates in its own way: over what torch's gives, or past it."""
+    """Iterates in its own way: over what torch's gives, once or for ever, or past it."""
 
-    def __init__(self, dataset, uses_sampler):
-        super().__init__(dataset, 2)
-        self.uses_sampler = uses_sampler
+    def __init__(self, dataset, way, workers):
+        super().__init__(dataset, 2, num_workers=workers, persistent_workers=workers > 0)
+        self.way = way
 
     def __iter__(self):
-        if self.uses_sampler:
-            for x, y in super().__iter__():
-                yield x + 1, y
-        else:
+        if self.way == "past":
             yield from DataLoader(self.dataset, 2)
+        elif self.way == "once":
+            batches = super().__iter__()
+            for _ in range(len(self)):
+                x, y = next(batches)
+                yield x + 1, y
+        while self.way == "endless":
+            yield from super().__iter__()
 
 
-def with_own_iter(rank: int, world_size: int, uses_sampler: bool) -> list[float]:
-    loader = OwnIter(TensorDataset(torch.arange(8.0), torch.zeros(8)), uses_sampler)
-    return [value for x, _ in make_engine(loader=loader).dataloader for value in x.tolist()]
+def with_own_iter(rank: int, world_size: int, way: str, workers: int = 0) -> list[list[float]]:
+    loader = OwnIter(TensorDataset(torch.arange(8.0), torch.zeros(8)), way, workers)
+    engine = make_engine(loader=loader)
+    return [[value for x, _ in engine.dataloader for value in x.tolist()] for _ in range(2)]
 
 
-def test_a_loader_with_its_own_iter_is_sharded_or_refused():
-    first, second = run_ranks(with_own_iter, 2, True)
-    assert sorted([*first, *second]) == [1, 2, 3, 4, 5, 6, 7, 8]
-    with pytest.raises(RankFailure, match="OwnIter has an __iter__ of its own that does not use its sampler"):
-        run_ranks(with_own_iter, 2, False)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_with_its_own_iter_is_sharded(workers):
+    for first, second in zip(*run_ranks(with_own_iter, 2, "once", workers), strict=True):
+        assert sorted([*first, *second]) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("past", "OwnIter has an __iter__ of its own that does not use its sampler"),
+        ("endless", "goes through its samples a second time in one epoch"),
+    ],
+)
+def test_a_loader_whose_own_iter_cannot_be_sharded_is_refused(way, message):
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(with_own_iter, 2, way)
