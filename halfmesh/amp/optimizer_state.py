@@ -16,7 +16,7 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
     that of a Lookahead over another one does.
 
     Raises:
-        InputError: the state of an optimizer inside it is not there, and would be lost.
+        InputError: the state of an optimizer inside it would be lost.
     """
     state: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
     if type(optimizer).state_dict is not optim.Optimizer.state_dict:
@@ -26,14 +26,19 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
             for group, names in zip(optimizer.param_groups, packed.get("param_groups", ()), strict=False)
             for param, key in zip(group["params"], names["params"], strict=True)
         }
+    # Torch's own puts new state and groups in place of those that an inner one may share.
+    gives_back = type(optimizer).load_state_dict is not optim.Optimizer.load_state_dict
+    outer = type(optimizer).__name__
     for inner in _find_inner(vars(optimizer), {id(optimizer)}):
-        entries = [(key, values) for key, values in inner.state.items() if isinstance(values, Mapping)]
-        if any(values.keys() - state.get(key, {}).keys() for key, values in entries):
-            outer, name = type(optimizer).__name__, type(inner).__name__
+        entries = {key: values for key, values in inner.state.items() if isinstance(values, Mapping) and values}
+        is_there = all(values.keys() <= state.get(key, {}).keys() for key, values in entries.items())
+        if entries and not (is_there and gives_back):
+            name = type(inner).__name__
+            why = "load_state_dict() does not give it back" if is_there else "state_dict() leaves it out"
             raise InputError(
-                f"{outer} holds another optimizer, {name}, and {outer}.state_dict() leaves out its state, which would "
-                f"be lost; give {outer} a state_dict() and load_state_dict() with the state of {name} in 'state', by "
-                "parameter, or use one optimizer for all parameters (with several groups)"
+                f"{outer} holds another optimizer, {name}, whose state would be lost: {outer}.{why}; give {outer} a "
+                f"state_dict() and a load_state_dict() with the state of {name} in 'state', by parameter, or use one "
+                "optimizer for all parameters (with several groups)"
             )
     return state
 
