@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -65,11 +66,11 @@ class PreemptionHook(EngineHook):
         self._handlers = list(filter(None, found.values()))
         for handler in self._handlers:
             handler.listeners.add(self)
-        handled = [handler.number for handler in self._handlers]
+        handled = frozenset(handler.number for handler in self._handlers)
         for sharded in (parts.dataloader, parts.eval_dataloader):
             loader = None if sharded is None else sharded.loader.loader
             if loader is not None and loader.num_workers and handled:
-                loader.worker_init_fn = ShelteredWorker(handled, loader.worker_init_fn)
+                loader.worker_init_fn = partial(shelter_worker, handled, loader.worker_init_fn)
         others = [name for name in options.signals if found[name] is None]
         if others:
             _log.warning(
@@ -269,38 +270,34 @@ class StopHandler:
 def find_handler(number: signal.Signals) -> StopHandler | None:
     """The handler of the signal, which may be that of an earlier engine. None: the user or a library has one, which
     stays; or this is not the main thread, where Python allows none."""
+    if not _in_main_thread():
+        return None
     present: Any = signal.getsignal(number)
-    free = [signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]
-    if _in_main_thread() and present in free:
-        signal.signal(number, StopHandler(number, present))
-        present = signal.getsignal(number)
-    return present if _in_main_thread() and isinstance(present, StopHandler) else None
+    if present in ([signal.default_int_handler] if number is signal.SIGINT else [signal.SIG_DFL, signal.SIG_IGN]):
+        present = StopHandler(number, present)
+        signal.signal(number, present)
+    return present if isinstance(present, StopHandler) else None
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-class ShelteredWorker:
+def shelter_worker(signals: frozenset[int], then: Callable[[int], object] | None, worker: int) -> None:
     """`worker_init_fn` of a DataLoader whose workers outlive `signals`, unless their parent sends them: torchrun and
     SLURM send signals to a whole process group, and a DataLoader that loses a worker raises an error.
 
     Args:
         then: the `worker_init_fn` that there was.
     """
+    # A handler in Python does not know who sent the signal; a thread that waits for it does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(target=_exit_at, args=(signals, os.getppid()), daemon=True).start()
+    if then is not None:
+        then(worker)
 
-    def __init__(self, signals: Iterable[signal.Signals], then: Callable[[int], object] | None) -> None:
-        self._signals = frozenset(signals)
-        self._then = then
 
-    def __call__(self, worker: int) -> None:
-        # A handler in Python does not know who sent the signal; a thread that waits for it does.
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        threading.Thread(target=self._wait, args=(os.getppid(),), daemon=True).start()
-        if self._then is not None:
-            self._then(worker)
-
-    def _wait(self, parent: int) -> None:
-        while signal.sigwaitinfo(self._signals).si_pid != parent:
-            pass
-        os._exit(0)
+def _exit_at(signals: frozenset[int], parent: int) -> None:
+    while signal.sigwaitinfo(signals).si_pid != parent:
+        pass
+    os._exit(0)
