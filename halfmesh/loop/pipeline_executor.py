@@ -26,7 +26,7 @@ from ..tensors import leaves_of, map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import LastStageOutput, PipelineLoss, PipelineOutput, replace
 from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
-from .row_trial import refuse_mixed_rows
+from .row_trial import NOT_BY_ROWS, refuse_mixed_rows
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
@@ -40,7 +40,7 @@ class _Forward:
         rows: samples of the batch.
         stamps: versions of the tensors in `calls`, which may not change before backward; nor may the model's modes.
         whole: what the model returns for the whole batch, without memory, if the criterion is compared on it.
-        trial: before the first update, the call of some microbatches together, and those.
+        trial: until the model was tried, the call of some microbatches together, and those.
     """
 
     calls: Sequence[Call]
@@ -86,6 +86,7 @@ class PipelineExecutor:
         self._split_batches = 0  # so far
         self._sent: list[dist.Work | None] = []
         self._has_run = False
+        self._has_tried = options.microbatches in (None, 1)  # whether rows are mixed
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,28 +213,39 @@ class PipelineExecutor:
             )
         count = self._count(rows)
         calls = self._splitter.split(call, count, rows)
-        known = self._pipeline.look_up(calls[0])
+        try:
+            known = self._pipeline.look_up(calls[0])
+        except InputError as error:
+            if count == 1 or not self._pipeline.can_run(call):
+                raise
+            raise InputError(
+                f"{error}. This microbatch has {rows // count} of {rows} samples; the whole batch can be computed. "
+                f"{NOT_BY_ROWS}"
+            ) from error
         refuse_own_loss(known.stages[-1])
-        some = next((n for n in range(2, count + 1) if count % n == 0), None) if not self._has_run else None
-        trial = (self._splitter.split(call, count // some, rows)[0], calls[:some]) if some else None
+        trial = None
+        if count > 1 and not self._has_tried:
+            # Of a graph, the first rows may happen not to know each other.
+            is_all = self._splitter.has_table(call, rows)
+            some = count if is_all else next(n for n in range(2, count + 1) if count % n == 0)
+            trial = self._splitter.split(call, count // some, rows)[0], calls[:some]
         return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count), trial)
 
     def _whole(self, call: Call, count: int) -> Any:
         """What the model returns for the whole batch, without memory; None if the criterion is not compared on it."""
         if count == 1 or is_alone(self._context.group("pp")) or not is_looked_at(self._split_batches + 1):
             return None
-        try:
-            return self._pipeline.look_up(call).stages[-1]
-        except InputError:  # a model for microbatches of this size only
-            return None
+        return self._pipeline.look_up(call).stages[-1] if self._pipeline.can_run(call) else None
 
     def _try_rows(self, forward: _Forward) -> None:
-        """In the first backward: refuse a model that mixes the rows of a batch."""
-        if self._has_run or is_alone(self._context.group("pp")) or any(map(has_no_memory, self._model.parameters())):
+        """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
+        if self._has_tried or is_alone(self._context.group("pp")) or any(map(has_no_memory, self._model.parameters())):
             return
         if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
+            self._has_tried = True
             device, half = self._context.device, self._update.recipe.compute_dtype in HALF
-            with unobserved():
+            # Compiled code would be made anew for these sizes, and with sizes that vary from then on.
+            with unobserved(), torch.compiler.set_stance("force_eager"):
                 refuse_mixed_rows(self._model, self._pipeline, *forward.trial, device, half)
 
     def _count(self, rows: int) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from .._torch import BATCH_NORMS
 from ..errors import InputError
-from ..parallel.batch_shard.trial import find_gap
+from ..parallel.batch_shard.trial import HALF_TOLERANCE, TOLERANCE, find_gap, rounds_products
 from ..parallel.objects import gather_objects
 from ..parallel.pipeline.executor import Pipeline
 from ..parallel.pipeline.pieces import Call
@@ -26,8 +26,11 @@ from ..tensors import map_tensors, tensors_of
 from .last_stage import as_it_was, differ
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_RTOL, _RTOL_HALF = 1e-3, 0.1
-"""Of norms, far above rounding: which kernel is used depends on the number of rows."""
+NOT_BY_ROWS = (
+    "Either the forward mixes the rows of a batch (attention or a softmax over them, statistics of the batch, experts "
+    "with a capacity, a graph): train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'. Or an "
+    "argument that is the same for all samples has as many rows as the batch: name it in parallel.pipeline.non_split"
+)
 
 
 def refuse_mixed_rows(
@@ -40,17 +43,21 @@ def refuse_mixed_rows(
 
     Args:
         whole: the rows of `parts`, the first microbatches.
+        half: whether something is computed in half precision.
 
     Raises:
         InputError: on all ranks, if the outputs differ by more than rounding.
     """
-    limit = _RTOL_HALF if half else _RTOL
+    calls = whole, *parts
+    trial = _RowTrial(model, pipeline, calls, device)
     for evaluated in ((*BATCH_NORMS, *_DROPOUT), (nn.Module,)):
         with _as_in_evaluation(model, evaluated):
-            trial = _RowTrial(model, pipeline, (whole, *parts), device)
-            gaps = gather_objects(trial.find_gap())
+            if not all(gather_objects(all(map(pipeline.can_run, calls)))):
+                continue
+            gaps, rounds = zip(*gather_objects((trial.find_gap(), half or rounds_products())), strict=True)
             if any(map(isnan, gaps)):
                 continue
+            limit = HALF_TOLERANCE if any(rounds) else TOLERANCE
             if max(gaps) <= limit:
                 return
             where = [place for place in gather_objects(trial.find_module(limit)) if place]
@@ -61,9 +68,7 @@ def refuse_mixed_rows(
     raise InputError(
         f"{type(model).__name__} computes other outputs for the first {len(parts)} microbatches together than one by "
         f"one (they differ by {max(gaps):.2g} of their norm), so a pipeline would train on another loss than one "
-        f"process.{first} Either the forward mixes the rows of a batch (attention or a softmax over them, statistics "
-        "of the batch, experts with a capacity, a graph): train it without parallel.pipeline. Or an argument that is "
-        "the same for all samples has as many rows as the batch: name it in parallel.pipeline.non_split"
+        f"process.{first} {NOT_BY_ROWS}"
     )
 
 
@@ -75,11 +80,9 @@ class _RowTrial:
 
     def find_gap(self) -> float:
         """How far the outputs are apart, on the last stage (else 0); nan if this rank drew random numbers."""
-        before, outputs = random_state(self._device), []
+        before = random_state(self._device)
         try:
-            for call in self._calls:
-                with as_it_was(self._model), self._pipeline.without_own_random():
-                    outputs.append(self._pipeline.evaluate(call, everywhere=False))
+            outputs = list(self._outputs())
             drew = differ(before, random_state(self._device))
         finally:
             set_random_state(before, self._device)
@@ -87,28 +90,32 @@ class _RowTrial:
 
     def find_module(self, limit: float) -> tuple[int, str] | None:
         """The first module of this rank whose output is further apart: its place among all modules, and its name."""
-        calls: list[list[tuple[int, str, Any]]] = []
+        seen: list[tuple[int, str, Any]] = []
 
         def look(place: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
             copied = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
-            calls[-1].append((place, f"{name} ({type(module).__name__})", copied))
+            seen.append((place, f"{name} ({type(module).__name__})", copied))
 
         hooks = [
             module.register_forward_hook(partial(look, place, name))
             for place, (name, module) in enumerate(self._model.named_modules())
         ]
         try:
-            for call in self._calls:
-                calls.append([])
-                with as_it_was(self._model), self._pipeline.without_own_random():
-                    self._pipeline.evaluate(call, everywhere=False)
+            ends = [len(seen) for _ in self._outputs()]
         finally:
             for hook in hooks:
                 hook.remove()
+        calls = [seen[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         for (place, name, together), *apart in zip(*calls, strict=False):
             if _gap_of(together, *(output for _, _, output in apart)) > limit:
                 return place, name
         return None
+
+    def _outputs(self) -> Iterator[Any]:
+        for call in self._calls:
+            with as_it_was(self._model), self._pipeline.without_own_random():
+                output = self._pipeline.evaluate(call, everywhere=False)
+            yield output
 
 
 def _gap_of(together: Any, *apart: Any) -> float:
@@ -116,8 +123,10 @@ def _gap_of(together: Any, *apart: Any) -> float:
     gaps = [0.0]
     for whole, *parts in zip(*map(tensors_of, (together, *apart)), strict=False):
         dims = [dim for dim, size in enumerate(parts[0].shape) if size != whole.shape[dim]]
-        if dims:  # else it has no rows
+        if dims:
             gaps.append(find_gap(whole, torch.cat(parts, dims[0])))
+        elif whole.dim():  # without rows: the same for all, such as a table (0-dim: a loss term, which is averaged)
+            gaps += [find_gap(whole, part) for part in parts]
     return max(gaps)
 
 

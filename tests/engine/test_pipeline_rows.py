@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfmesh.parallel.pipeline.partition import resolve
+from tests.support import compiling
 from tests.support.models import CLASSES, FEATURES, make_data, said
 from tests.support.pipeline_parts import make, pipe, step
 from tests.support.ranks import here, run_ranks
@@ -50,6 +51,22 @@ MIXED: dict[str, Callable[[], nn.Module]] = {
     "with noise": lambda: Does(lambda x, training: F.dropout(x, 0.5, training) - x.mean(0)),
     "capacity": lambda: Does(lambda x, training: x * (torch.arange(len(x), device=x.device) < 3)[:, None]),
 }
+
+
+class Sized(nn.Module):
+    """Written for microbatches of two rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(2, -1)
+
+
+class TrainedOnly(nn.Module):
+    """Its evaluation cannot be computed without values, and is never run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x) if self.training else x[x[:, 0] > 0]
+
+
 OWN: dict[str, Callable[[], nn.Module]] = {
     "dropout": nn.Dropout,
     "function": lambda: Does(lambda x, training: F.dropout(x, 0.5, training)),
@@ -57,6 +74,8 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": lambda: nn.BatchNorm1d(16),
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
     "counts": Counts,
+    "sized": Sized,
+    "trained only": TrainedOnly,
     "half": lambda: Does(lambda x, training: x.bfloat16().float()),
 }
 
@@ -77,6 +96,137 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
         found[name] = {name: value for name, value in engine.model.state_dict().items() if "weight" not in name}
         assert all(module.training for module in engine.model.modules())
     return found
+
+
+# -- graphs ----------------------------------------------------------------------------------------------------------
+
+
+class Graph(nn.Module):
+    def __init__(self, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.mix, self.b = nn.Linear(FEATURES, 16), Mix(mix), nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.b(self.mix(self.a(x), table))
+
+
+class Mix(nn.Module):
+    def __init__(self, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.how(x, table)
+
+
+def by_matrix(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return table @ x
+
+
+def by_part(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return table[: len(x), : len(x)] @ x
+
+
+def by_edges(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return x.index_add(0, table[1], x[table[0]])
+
+
+def by_prototypes(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return x + (x[:, : table.shape[1]] @ table.T).softmax(1) @ F.pad(table, (0, 16 - table.shape[1]))
+
+
+def pool(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(8, 16).index_add(0, table, x)
+
+
+LATE = torch.block_diag(torch.eye(4), torch.full((4, 4), 0.25))  # the first four nodes have no neighbours
+EDGES = torch.tensor([[0, 1, 1], [1, 0, 1]])
+NO_ROWS = "train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'"
+GRAPHS: dict[str, tuple[Any, torch.Tensor, tuple[str, ...], str]] = {
+    "matrix": (by_matrix, LATE, (), NO_ROWS),
+    "whole matrix": (by_matrix, LATE, ("table",), NO_ROWS),
+    "late edges": (by_part, LATE, ("table",), NO_ROWS),
+    "edges": (by_edges, EDGES, (), NO_ROWS),
+    "whole edges": (by_edges, EDGES, ("table",), NO_ROWS),
+    "prototypes": (by_prototypes, torch.eye(8, 6), (), "name it in parallel.pipeline.non_split"),
+    "pooled": (pool, torch.arange(8) // 2, (), NO_ROWS),
+}
+RIGHT = {
+    "whole prototypes": (by_prototypes, torch.eye(8, 6), {"microbatches": 4, "non_split": ("table",)}),
+    "one microbatch": (by_matrix, LATE, {"microbatches": 1, "schedule": "gpipe"}),
+    "one microbatch of edges": (
+        by_edges,
+        EDGES,
+        {"microbatches": 1, "schedule": "gpipe", "non_split": ("table",)},
+    ),
+}
+
+
+def train_graph(how: Any, table: torch.Tensor, **options: Any) -> float:
+    x, y, table = here((*make_data(8), table))
+    non_split = (*options.pop("non_split", ()), *(("target",) if how is pool else ()))
+    engine = make(pipe(partition=("b",), **options, non_split=non_split), Graph(how))
+    loss = engine.criterion(engine(x, table), y)
+    engine.backward(loss)
+    return loss.item()
+
+
+def train_graphs(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (how, table, non_split, _) in GRAPHS.items():
+        found[name] = said(train_graph, how, table, microbatches=4, non_split=non_split)
+    for name, (how, table, options) in RIGHT.items():
+        found[name] = train_graph(how, table, **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def graphs() -> list[dict[str, Any]]:
+    return run_ranks(train_graphs, 2)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_is_refused_with_a_way_out(name, graphs):
+    for found in graphs:
+        assert GRAPHS[name][3] in found[name]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_ways_out_train_on_the_loss_of_one_process(name, graphs):
+    how, table, _ = RIGHT[name]
+    x, y = make_data(8)
+    for found in graphs:
+        assert found[name] == pytest.approx(F.cross_entropy(Graph(how)(x, table), y).item(), rel=1e-5)
+
+
+# -- later batches, compiled models ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+def train_later(rank: int, world_size: int) -> tuple[str, int]:
+    x, y = here(make_data(8))
+    engine = make(pipe(microbatches=4, schedule="gpipe"), deep(MIXED["mean"]()))
+    step(engine, x[:1], y[:1])  # cannot be split
+    later = said(step, engine, x, y)
+    with compiling.watched() as compiled:
+        engine = make(pipe(microbatches=4) | {"compile": {"backend": compiling.NAME}}, deep(Block(), Block()))
+        step(engine, x, y)
+    return later, compiled.graphs
+
+
+def test_the_first_batch_that_is_split_is_tried_and_nothing_is_compiled_for_it():
+    for later, graphs_compiled in run_ranks(train_later, 2):
+        assert "computes other outputs" in later
+        assert graphs_compiled == 1
 
 
 @pytest.fixture(scope="module")

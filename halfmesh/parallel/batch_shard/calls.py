@@ -22,7 +22,7 @@ from ..objects import is_alone
 from ..replica_checks import SameCalls
 from .losses import classify, compare, count_targets
 from .shard import ROWS, BatchShard
-from .trial import HALF_TOLERANCE, TOLERANCE, Seen, find_gap, shorten_call
+from .trial import HALF_TOLERANCE, TOLERANCE, Seen, find_gap, rounds_products, shorten_call
 
 Run = Callable[[Mapping[str, Any]], Any]
 _Functions = Mapping[Any, Callable[..., torch.Tensor]]
@@ -121,9 +121,7 @@ class SharesBatch(AppliedAxis):
         self.check_functions(sharded.functions)
         if whole.counts != sharded.counts:
             gap = 1.0  # targets were lost, which a loss hardly shows
-        fp32 = {backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)}
-        rounds = whole.half or not fp32 <= {"none", "ieee"}  # to TF32 or bf16
-        everyone = self._context.everyone((gap, rounds))
+        everyone = self._context.everyone((gap, whole.half or rounds_products()))
         worst = max(theirs for theirs, _ in everyone)
         if worst > (HALF_TOLERANCE if any(rounds for _, rounds in everyone) else TOLERANCE):
             raise InputError(

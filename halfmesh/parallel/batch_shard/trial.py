@@ -54,6 +54,12 @@ def _shorten(shard: BatchShard, kept: int, tensor: torch.Tensor) -> torch.Tensor
     return tensor
 
 
+def rounds_products() -> bool:
+    """Whether products of fp32 are rounded, to TF32 or bf16."""
+    fp32 = {backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)}
+    return not fp32 <= {"none", "ieee"}
+
+
 def find_gap(whole: Any, sharded: Any) -> float:
     """The largest difference of two outputs, relative to the norm of the whole one."""
     gaps = [0.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -118,6 +118,14 @@ class Pipeline:
             self._known[key] = CallMetadata(modes, stages)
         return self._known[key]
 
+    def can_run(self, call: Call) -> bool:
+        """Whether the forward takes `call`: it may be written for one size of batches, or for training only."""
+        try:
+            self.look_up(call)
+        except InputError:
+            return False
+        return True
+
     def modes(self) -> str:
         """What decides which computation the model does: which modules train, and plain attributes of traced ones."""
         training = "".join("01"[module.training] for module in self._model.modules())
@@ -192,16 +200,12 @@ class Pipeline:
     def without_own_random(self) -> Iterator[None]:
         """A scope in which the model draws from the generators of this process, not from its own sequence."""
         context = self._forward_context
+        own = context.random, context.host_random
         try:
-            self._use(replace(context, random=nullcontext, host_random=nullcontext))
+            context.random = context.host_random = nullcontext
             yield
         finally:
-            self._use(context)
-
-    def _use(self, context: ForwardContext) -> None:
-        self._forward_context = context
-        for module in self.stages:
-            module.context = context
+            context.random, context.host_random = own
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:

@@ -46,6 +46,11 @@ class Splitter:
             for values in zip(*columns, strict=True)
         ]
 
+    def has_table(self, call: Call, rows: int) -> bool:
+        """Whether an argument that is not split has a dim of `rows`, such as the adjacency matrix of a graph."""
+        shared = [value for name, value in self._named(call) if name in self.non_split]
+        return any(rows in tensor.shape for tensor in tensors_of(shared))
+
     def _parts(self, name: str, value: Any, count: int, rows: int) -> Sequence[Any]:
         if name in self.non_split:
             return [value] * count
@@ -64,7 +69,8 @@ class Splitter:
                 raise InputError(
                     f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {rows}; arguments are split "
                     "into microbatches along their first dim. Name those without a batch dim in "
-                    f"parallel.pipeline.non_split=({name!r},)"
+                    f"parallel.pipeline.non_split=({name!r},). (A graph, such as nodes with an edge_index, cannot be "
+                    "split: train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe')"
                 )
             return tensor.chunk(count)[index]
 

@@ -18,7 +18,7 @@ from .transport import on_wire, pack, require_gradients, unpack
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForwardContext:
     """The context managers that a stage's forward runs in.
 
@@ -66,7 +66,7 @@ class StageModule(nn.Module):
         self.index = index
         self.is_last = index == count - 1
         self.params: Sequence[nn.Parameter] = ()
-        self.context = context
+        self._context = context
         self.batch: Batch | None = None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -75,7 +75,7 @@ class StageModule(nn.Module):
 
     def compute(self, call: Call, activations: Any) -> Any:
         """Run the stage's forward. Returns what the next stage takes, or the model's output."""
-        call, context = call.afresh(), self.context
+        call, context = call.afresh(), self._context
         with context.random(), context.autocast(), context.saving():
             for piece in self.pieces:
                 activations = piece.run(self._model[0], call, activations)
@@ -88,7 +88,7 @@ class StageModule(nn.Module):
         activations = self.compute(batch.calls[number], activations)
         if self.is_last:
             # float64 holds any loss and gradient without rounding.
-            with self.context.random():  # the criterion runs here only, and may draw, too
+            with self._context.random():  # the criterion runs here only, and may draw, too
                 loss = batch.finish(activations, number)
             return require_gradients([loss.double().reshape(1)], link)
         return require_gradients(pack(activations, batch.metadata[self.index]), link)
