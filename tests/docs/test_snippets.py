@@ -125,7 +125,8 @@ MISTAKES = {
     "`engine.clip_grad_norm_(1.0)` before backward": lambda engine, x, y: engine.clip_grad_norm_(1.0),
     "`engine.backward(loss.detach())`": lambda engine, x, y: engine.backward(engine.criterion(engine(x), y).detach()),
     "`engine.backward(losses)` of a vector": lambda engine, x, y: engine.backward(engine(x).sum(1)),
-    "`scheduler.step()`": step_the_scheduler_too,
+    "`engine.step(closure)`": lambda engine, x, y: engine.step(lambda: engine.criterion(engine(x), y)),
+    "`scheduler.step()`, for each batch or epoch": step_the_scheduler_too,
 }
 
 
@@ -189,6 +190,29 @@ def test_checkpoints(run, tmp_path):
     picture = page[page.index("    step-00001200/") :].partition("```")[0]
     pictured = set(re.findall(r"^        (\S+) ", picture, re.MULTILINE))
     assert pictured == {path.name for path in (tmp_path / "checkpoints" / kept[0]).iterdir()}
+
+
+def test_other_settings_than_those_of_the_checkpoint(run):
+    def start(rate, total_steps):
+        names = stand_ins()
+        names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=rate)
+        scheduler = halfmesh.LinearWarmupLR(names["optimizer"], warmup_steps=1, total_steps=total_steps)
+        given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+        return halfmesh.initialize(*given, {}, lr_scheduler=scheduler)
+
+    def train(engine):
+        for x, y in engine.dataloader:
+            engine.backward(engine.criterion(engine(x), y))
+            result = engine.step()
+        return result.lr
+
+    first, again = start(0.02, 15), start(0.005, 200)
+    train(first)
+    first.save("checkpoints")
+    run("checkpoints.md", "other_settings.py", given={"engine": again})
+    assert again.optimizer.param_groups[0]["weight_decay"] == 0.1
+    again.dataloader.set_epoch(1)
+    assert 0.004 < train(again) < 0.005
 
 
 def test_a_program_that_is_told_to_end_goes_on_exactly(run):
