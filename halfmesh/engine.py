@@ -479,8 +479,8 @@ class Engine:
         """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
         A model that this rank holds whole is restored to its own dtype, with the trained weights; the
-        optimizer holds its parameters again. What is sharded over several ranks stays so, is of no more use, and nothing
-        is sent: save before. `restore` has no meaning where nothing is sharded.
+        optimizer holds its parameters again. What is sharded over ranks stays so, is of no more use, and nothing is
+        sent (in one process it is restored, too): save before. `restore` has no meaning where nothing is sharded.
 
         Args:
             restore: give a sharded model and its optimizer back whole, on the CPU of every rank, whose memory has to
