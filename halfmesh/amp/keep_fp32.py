@@ -47,9 +47,9 @@ def kept_by_name(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
 
 
 def find_kept_problems(model: nn.Module, recipe: Recipe) -> Iterator[str]:
-    """Patterns of the config that match nothing of `model`."""
-    arguments, tensors = [name.lstrip("*") for name in parameter_names(model)], dict(named_tensors(model))
-    for pattern in recipe.keep_fp32 or ():
+    """Patterns of the config that match nothing of `model`, where all of its arguments have names."""
+    arguments, tensors = parameter_names(model), dict(named_tensors(model))
+    for pattern in recipe.keep_fp32 or () if not any(name.startswith("*") for name in arguments) else ():
         head = pattern.partition(".")[0]
         is_argument = head != "*" and any(fnmatchcase(name, head) for name in arguments)
         if not is_argument and not any(_matches(name, pattern) for name in tensors):

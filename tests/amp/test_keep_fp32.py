@@ -158,6 +158,23 @@ def test_a_large_input_that_becomes_inf_is_told(caplog):
     engine.close()
 
 
+@pytest.mark.parametrize(("name", "by_name"), [("argument 2", False), ("t", True), ("argument 1", False)])
+def test_what_the_warning_advises_can_be_set(name, by_name):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Denoiser()
+
+        def forward(self, *args, **kwargs):
+            self.got = (*args, *kwargs.values())
+            return self.inner.a(args[0].to(BF16))
+
+    engine = start(model := Wrapper(), naive(keep_fp32=[name]))
+    engine(torch.randn(3, 8), *([] if by_name else [TIMES]), **({"t": TIMES} if by_name else {}))
+    assert [value.dtype == FULL for value in model.got] == [name == "argument 1", name != "argument 1"]
+    engine.close()
+
+
 @pytest.mark.parametrize("least", [-1e9, torch.finfo(FULL).min, -math.inf])
 @pytest.mark.parametrize("key", ["fp16", "bf16"])
 def test_masks_that_become_inf_are_not_told(caplog, key, least):
