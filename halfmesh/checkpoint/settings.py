@@ -22,11 +22,8 @@ _log = get_logger(__name__)
 
 Settings = list[dict[str, Any]]
 """Those of the scheduler, and of each of the optimizer's groups, in JSON types; {} where they are not known."""
-_NONE = (
-    *IMPLEMENTATION,
-    *("params", "initial_lr", "base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedule_phases"),
-)
-"""Entries of groups and schedulers that are no settings, or follow from others. The initial_lr stands as the lr."""
+_FOLLOW = "params", "initial_lr", "base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedule_phases"
+"""Entries of groups and schedulers that are no settings, or follow from them. The initial_lr stands as the lr."""
 
 
 class GivenSettings:
@@ -42,14 +39,13 @@ class GivenSettings:
     def loaded(self, source: object, given: Settings) -> None:
         """Optimizer and scheduler were loaded from `source`, whose run was given `given`: warn of each setting that is
         now another one than this run gave."""
-        nothing: dict[str, Any] = {}
-        self.in_force = [theirs or own for theirs, own in zip_longest(given, self._given, fillvalue=nothing)]
+        self.in_force = [theirs or own for theirs, own in zip_longest(given, self._given, fillvalue=dict[str, Any]())]
         lines: dict[str, dict[str, None]] = {}
         for own, theirs, now in zip(self._given, self.in_force, self._describe(), strict=False):
-            for key in (key for key in own if key in theirs and key in now):
-                if theirs[key] != own[key] != now[key]:
+            for key, value in own.items():
+                if theirs.get(key, value) != value != now.get(key, value):
                     moved = "" if theirs[key] == now[key] else f" (now {show(now[key])})"
-                    lines.setdefault(key, {})[f"{show(theirs[key])}{moved}, not {show(own[key])}"] = None
+                    lines.setdefault(key, {})[f"{show(theirs[key])}{moved}, not {show(value)}"] = None
         if lines:
             title = (
                 f"{source} was saved by a run with other settings, which are in force now in place of those that this "
@@ -68,7 +64,7 @@ class GivenSettings:
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        if key in _NONE:
+        if key in _FOLLOW or key in IMPLEMENTATION:
             continue
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             for number, item in enumerate(value):  # the schedulers of a SequentialLR
