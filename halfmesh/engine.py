@@ -203,7 +203,7 @@ class Engine:
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
         if not self._parts.closed:  # here too: of an evaluation loader a rank may have no batch
-            self._parts.update.sync_writes(look=not mode)
+            self._parts.update.sync_writes()
         self.model.train(mode)
         return self
 
@@ -498,7 +498,7 @@ class Engine:
         try:
             self._close_hooks(None)
             self._checkpointer.wait()
-            if not parts.closed:
+            if not (parts.closed or restore):  # which does it, too
                 parts.update.sync_writes()
         finally:
             self._give_back(restore)

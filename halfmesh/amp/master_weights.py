@@ -164,20 +164,29 @@ class MasterWeights:
         return master.detach() if has_moved else current_value(tensor, master)
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """The masters by the parameter's name, with what others have written into the model. Warns once of writes that
-        torch did not count."""
+        """The masters by the parameter's name, with what others have written into the model."""
         held = [shard for shard in self.trained if shard.param in self.masters]
-        pairs = [(shard.param, self.masters[shard.param]) for shard in held]
-        values = {shard.name: value for shard, value in zip(held, current_values(pairs), strict=True)}
-        if not self._has_warned:
-            stamps = zip(self.masters, self._stamps, write_stamps(self._written), strict=True)
-            same = {param for param, old, new in stamps if old == new}
-            unlike = [s for s in held if s.param in same and values[s.name].data_ptr() != self.target(s).data_ptr()]
-            lost = [s.name for s in unlike if not bool(values[s.name].isnan().any())]
-            if lost:
-                self._has_warned = True
-                _log.warning(_UNCOUNTED, shorten(lost))
-        return values
+        values = current_values([(shard.param, self.masters[shard.param]) for shard in held])
+        return {shard.name: value for shard, value in zip(held, values, strict=True)}
+
+    @torch.no_grad()
+    def uncounted(self) -> list[str]:
+        """The names of parameters that are not their rounded masters, although torch has counted no write into either
+        since the last `publish`: it was through `.data`. Reads the device."""
+        moved, now = self.moved(), write_stamps(self._written)
+        same = {param for param, old, new in zip(self.masters, self._stamps, now, strict=True) if old == new}
+        held = [s for s in self.trained if s.param in same and self.masters[s.param] not in moved]
+        pairs = [(s.param, self.masters[s.param].to(s.param.dtype)) for s in held]
+        flags = [((param != master) & ~param.isnan()).any().to(held[0].param.device) for param, master in pairs]
+        return (
+            [s.name for s, is_other in zip(held, torch.stack(flags).tolist(), strict=True) if is_other] if held else []
+        )
+
+    def tell_uncounted(self) -> None:
+        """Warn, once, of `uncounted` writes."""
+        if not self._has_warned and (names := self.uncounted()):
+            self._has_warned = True
+            _log.warning(_UNCOUNTED, shorten(names))
 
     @torch.no_grad()
     def load(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -263,12 +263,9 @@ class MixedPrecisionOptimizer:
             self.publisher.stepped(shards)
 
     @torch.no_grad()
-    def sync_writes(self, look: bool = False) -> None:
+    def sync_writes(self) -> None:
         """Bring what others wrote into masters, or parts of weights, since the last update to the model and the ranks
         that use them. All ranks together.
-
-        Args:
-            look: warn of writes that torch does not count; this reads the device.
 
         Raises:
             InputError: others wrote different values into a parameter and into its master.
@@ -290,8 +287,6 @@ class MixedPrecisionOptimizer:
             if publisher is not None:
                 publisher.finish()
             masters.mark_published()
-        if look:
-            masters.by_name()
 
     def sync_param_groups(self) -> None:
         """Follow the optimizer's groups: parameters added or removed, and settings that decide the implementation.
@@ -317,6 +312,7 @@ class MixedPrecisionOptimizer:
         an optimizer inside the user's."""
         saved_state(self.optimizer)
         self.sync_writes()
+        self.master_weights.tell_uncounted()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": self.master_weights.by_name(),

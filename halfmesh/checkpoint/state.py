@@ -121,6 +121,7 @@ class ShardedState:
         """The model's parameters and buffers in full precision: masters where there are any, others in the dtype that
         they came with. Copied only where that is not what is held."""
         self.update.sync_writes()
+        self.update.master_weights.tell_uncounted()
         state = self.model.state_dict()
         masters = self.update.master_weights.by_name()
         found: Shards = {}

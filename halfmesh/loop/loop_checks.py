@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
-from .._torch import write_stamps
 from ..amp.step_result import StepResult
 from ..errors import InputError, shorten
 from ..log import get_logger
@@ -80,55 +76,46 @@ class SameInputs(EngineHook):
 
 
 class ForwardWrites(EngineHook):
-    """Refuses a model whose forward writes into its weights what is lost, or what differs between ranks that hold the
-    same weights and see other data. Looks before the first `engine.step`, the tenth, the hundredth and so on."""
+    """Refuses a model whose forward, or loop, writes into its weights what is lost, or what differs between ranks that
+    hold the same weights and see other data. Looks before the first `engine.step`, the tenth, the hundredth and so on;
+    before an evaluation, which may be meant to be of other weights, it warns of what is lost."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._steps = 0
-        self._before: tuple[list[Any], torch.Tensor] | None = None
+        self._evaluated = -1  # at which of the steps
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held = self._parts.update.master_weights.masters and self._parts.model.training
-        if held and self._before is None and is_looked_at(self._steps + 1):
-            params = list(self._parts.model.parameters())
-            self._before = write_stamps(params), norms(params)
+        if not self._parts.model.training and self._evaluated != self._steps:
+            self._evaluated = self._steps
+            self._parts.update.master_weights.tell_uncounted()
 
     def before_step(self) -> None:
         self._steps += 1
         data = self._parts.division.data
         if is_looked_at(self._steps):
-            held = dict(self._parts.model.named_parameters())
-            found = data.find_lost_writes(False), self._find_hidden(held), self._find_unlike(held)
+            uncounted = self._parts.update.master_weights.uncounted()
+            found = data.find_lost_writes(False), uncounted, self._find_unlike()
             everyone = zip(*self._parts.context.everyone(found), strict=True)
             _refuse(*(sorted({name for names in theirs for name in names}) for theirs in everyone))
-            self._before = None
         if is_looked_at(self._steps + 1):
             data.find_lost_writes(True)
 
-    def _find_hidden(self, held: Mapping[str, nn.Parameter]) -> list[str]:
-        """Those that forward wrote through `.data`, which fp32 masters do not follow."""
-        if self._before is None:
-            return []
-        stamps, values = self._before
-        changed = (norms(held.values()) != values).tolist()
-        rows = zip(held, stamps, write_stamps(list(held.values())), changed, strict=True)
-        return [name for name, before, now, is_other in rows if is_other and before == now]
-
-    def _find_unlike(self, held: Mapping[str, nn.Parameter]) -> set[str]:
+    def _find_unlike(self) -> set[str]:
         """Those that differ between ranks that should have the same."""
         context, division = self._parts.context, self._parts.division
-        values, found = norms(held.values()), set[str]()
+        held, found = dict(self._parts.model.named_parameters()), set[str]()
         apart = [axis for axis in division.axes.values() if axis.dim in division.apart]
         groups: list[Any] = [(context.dp_group, set(held))] if context.dp_size > 1 else []
         groups += [(context.group(a.dim), {n for n, p in held.items() if a.replicas(p) == a.size}) for a in apart]
+        values = norms(held.values(), context.device) if groups else None
         for group, same in groups:
             flags = zip(held, differ(values, group).tolist(), strict=True)
             found.update(name for name, is_other in flags if is_other and name in same)
         return found
 
 
-def _refuse(lost: Sequence[str], hidden: Sequence[str], unlike: Sequence[str]) -> None:
+def _refuse(lost: Sequence[str], uncounted: Sequence[str], unlike: Sequence[str]) -> None:
     """Raise InputError if there are such parameters."""
     instead = (
         "Compute with a changed copy, as in weight = torch.renorm(self.weight, ...), which needs no write; or write "
@@ -140,11 +127,11 @@ def _refuse(lost: Sequence[str], hidden: Sequence[str], unlike: Sequence[str]) -
             f"of the weights, which are freed after it: what is written is lost. {instead}. Other data strategies keep "
             "what is written, if it is the same on all ranks"
         )
-    if hidden:
+    if uncounted:
         raise InputError(
-            f"the model's forward writes into {shorten(hidden)} through .data, which torch does not count, so that it "
-            "does not reach the fp32 masters, and the update overwrites it. Write under torch.no_grad(), as in "
-            "self.weight.copy_(...)"
+            f"forward, or the loop, has written into {shorten(uncounted)} through .data, which torch does not count: "
+            "model and fp32 masters differ, and the update overwrites what was written. Write under torch.no_grad(), "
+            "as in self.weight.copy_(...)"
         )
     if unlike:
         raise InputError(

@@ -152,14 +152,13 @@ def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequen
 
 
 @torch.no_grad()
-def norms(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The norm of each tensor, in float64 [n]; -1 for nan, and 0 of what is no plain tensor of floats. The host does
-    not wait."""
+def norms(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The norm of each tensor, in float64 [n] on `device`; -1 for nan, and 0 of what is no plain tensor of floats."""
     held = list(tensors)
     plain = [type(t.detach()) is torch.Tensor and t.is_floating_point() for t in held]
     found = iter(foreach_norms([t.detach() for t, is_plain in zip(held, plain, strict=True) if is_plain]))
-    zero = torch.zeros((), dtype=torch.float64, device=held[0].device if held else None)
-    return torch.stack([zero, *(next(found) if is_plain else zero for is_plain in plain)])[1:].nan_to_num(-1.0)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([zero, *(next(found).to(device) if is_plain else zero for is_plain in plain)])[1:].nan_to_num(-1)
 
 
 def differ(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

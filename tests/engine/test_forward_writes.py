@@ -12,6 +12,7 @@ from torch import nn
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
+from halfmesh.parallel.replica_checks import norms
 from tests.support.ranks import here, rank_device, run_ranks
 
 SEEDED = torch.Generator().manual_seed(0)
@@ -112,7 +113,7 @@ def test_data_ranks_keep_the_same_writes_and_refuse_others():
                 assert isinstance(result, str), (how, layout)
                 assert result.startswith(f"step 1: the weights blocks.0.{UNLIKE[how]} differ between ranks"), result
             elif layout == "naive" and how in ("data", "pre-hook"):
-                assert "writes into blocks.0.weight through .data, which torch does not count" in result, (how, result)
+                assert "written into blocks.0.weight through .data, which torch does not count" in result, (how, result)
             else:
                 tolerance = 2e-2 if layout == "naive" else 1e-6
                 torch.testing.assert_close(
@@ -166,3 +167,36 @@ def test_max_norm_is_refused_where_ranks_look_up_other_rows():
     alone = nn.Sequential(nn.EmbeddingBag(12, 8, max_norm=0.5), nn.Linear(8, 4))
     expected = by_hand(alone)  # one process trains it as ever
     torch.testing.assert_close(dict(train(alone, {}).state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+def test_clamping_through_data_after_a_step_is_told_where_masters_would_undo_it(mode: str):
+    model = make("")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, BF16 if mode == "bf16" else {})
+
+    def loop() -> None:
+        for step in range(10):
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(IDS[step % 3]), LABELS[step % 3]))
+            engine.step()
+            for param in engine.model.parameters():
+                param.data.clamp_(-0.05, 0.05)
+
+    if mode == "fp32":
+        loop()
+        assert all(bool((param.abs() <= torch.tensor(0.05)).all()) for param in model.parameters())
+    else:
+        with pytest.raises(
+            InputError, match=r"^forward, or the loop, has written into blocks.0.rows, .* through .data"
+        ):
+            loop()
+        assert engine.global_step == 9
+
+
+def test_norms_are_made_where_ranks_compare_them():
+    """Weights that are kept in host memory are not compared there: a group of GPUs sends from these."""
+    gpu = torch.device("meta")
+    found = norms([torch.ones(3), torch.ones(2, device=gpu), torch.ones(2, dtype=torch.int64)], gpu)
+    assert (found.device, found.shape) == (gpu, (3,))
+    assert norms([torch.ones(4), torch.full((2,), torch.nan)], torch.device("cpu")).tolist() == [2, -1]

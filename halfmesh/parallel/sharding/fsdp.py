@@ -78,7 +78,7 @@ class FSDP(DataStrategy):
                 param.data = param.data.float()
         self.places = {place: param for place, param in _places(model) if param not in whole}
         names = {shard.param: shard.name for shard in inputs.shards}
-        self._writes = WriteWatch({place: names[param] for place, param in self.places.items()})
+        self._writes = WriteWatch({place: names[param] for place, param in self.places.items()}, inputs.context.device)
         self._buffer_dtypes = self._cast_buffers(_dtype(data.buffer_dtype))
         self.units = self._wrap(units, whole, param_dtype)
         self.originals = self._shard_optimizer()
@@ -166,7 +166,7 @@ class FSDP(DataStrategy):
                 f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
                 f"{first} ({dtype}); give all parameters one dtype, or use data='zero1'"
             )
-        sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+        sparse = [n for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         if sparse:
             yield f"parallel.data: {shorten(sparse)}: 'fsdp' cannot sum sparse gradients; build it with sparse=False"
         hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]

@@ -39,7 +39,7 @@ def find_units(model: nn.Module, blocks: Sequence[str], not_called: Collection[s
             them. Whatever else has parameters is a unit then. None: the model is the unit of the rest.
     """
     known = dict(model.named_modules())
-    units = [known[name] for name in blocks if name in known]
+    units = [known[name] for name in blocks if name in known and name not in (not_called or ())]
     if not_called is None:
         return [*units, model]
     within = {inner for unit in units for inner in unit.modules()}

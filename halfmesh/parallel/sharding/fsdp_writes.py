@@ -25,10 +25,10 @@ class WriteWatch:
         hooks: on the units.
     """
 
-    def __init__(self, names: Mapping[tuple[nn.Module, str], str]) -> None:
+    def __init__(self, names: Mapping[tuple[nn.Module, str], str], device: torch.device) -> None:
         self.is_on = True
         self.hooks: list[RemovableHandle] = []
-        self._names = names
+        self._names, self._device = names, device
         self._taken: set[nn.Module] = set()
         self._open: dict[nn.Module, tuple[dict[str, torch.Tensor], list[Any], torch.Tensor]] = {}
         self._edited: set[str] = set()
@@ -44,7 +44,7 @@ class WriteWatch:
             if self.is_on and unit.training and torch.is_grad_enabled():
                 held = {text: getattr(module, name) for (module, name), text in own.items()}
                 held = {text: param for text, param in held.items() if not isinstance(param, DTensor)}
-                self._open[unit] = held, write_stamps(list(held.values())), norms(held.values())
+                self._open[unit] = held, write_stamps(list(held.values())), norms(held.values(), self._device)
 
         @torch.compiler.disable
         def after(*_: Any) -> None:
@@ -52,7 +52,7 @@ class WriteWatch:
                 held, stamps, values = self._open.pop(unit)
                 now = write_stamps(list(held.values()))
                 self._edited.update(text for text, a, b in zip(held, stamps, now, strict=True) if a != b)
-                self._changed.append((list(held), norms(held.values()) != values))
+                self._changed.append((list(held), norms(held.values(), self._device) != values))
 
         self.hooks += [unit.register_forward_pre_hook(before, prepend=True), unit.register_forward_hook(after)]
 

@@ -101,6 +101,41 @@ def test_a_criterion_with_weights_trains_as_by_hand():
             torch.testing.assert_close(found[kind], by_hand(kind))
 
 
+class Nested(nn.Sequential):
+    """A pipeline calls the layers of its blocks one by one. `sparse` is an attribute of its own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]), nn.Linear(8, 4))
+        self.sparse = True
+
+
+def in_a_pipeline(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    config = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}, "data": "fsdp"}}
+    model = Nested()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, config, device=rank_device())
+    for x, y in zip(here(X), here(Y), strict=True):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    engine.close(restore=True)
+    return dict(model.cpu().state_dict())
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_blocks_that_a_pipeline_does_not_call_as_a_whole_train_as_by_hand():
+    model = Nested()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in zip(X, Y, strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for found in run_ranks(in_a_pipeline, 2):
+        torch.testing.assert_close(found, dict(model.state_dict()))
+
+
 class Looked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
