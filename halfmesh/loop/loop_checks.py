@@ -108,7 +108,7 @@ class ForwardWrites(EngineHook):
         apart = [axis for axis in division.axes.values() if axis.dim in division.apart]
         groups: list[Any] = [(context.dp_group, set(held))] if context.dp_size > 1 else []
         groups += [(context.group(a.dim), {n for n, p in held.items() if a.replicas(p) == a.size}) for a in apart]
-        values = norms(held.values(), context.device) if groups else None
+        values = norms(held.values() if groups else (), context.device)
         for group, same in groups:
             flags = zip(held, differ(values, group).tolist(), strict=True)
             found.update(name for name, is_other in flags if is_other and name in same)
