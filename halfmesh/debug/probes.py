@@ -109,7 +109,8 @@ class Probes(EngineHook):
 
     @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not self._parts.model.training or is_in_backward():
+        is_trained = torch.is_grad_enabled() or self._open  # within a call, checkpointing may switch gradients off
+        if not (self._parts.model.training and is_trained) or is_in_backward():
             return
         self._order += 1
         caller = self._open[-1] if self._open else None

@@ -19,6 +19,13 @@ from tests.support.ranks import rank_device, run_ranks
 X, Y = make_data(8)
 
 
+@pytest.fixture(autouse=True)
+def _signals_have_pythons_handlers():
+    """An engine that another test left, without closing it, has its own."""
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        signal.signal(number, handler)
+
+
 def start(model, optimizer, config, device="cpu"):
     return halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), config, device=device)
 
