@@ -107,6 +107,8 @@ class SkipCounter:
         if self._known > 0 or len(self._losses) + 1 >= self.limit:
             return True
         self._losses.append(self._loss)
+        if is_captured(self._counts.device):
+            return False
         if self._is_time(len(self._losses)):
             self._sight = HostCopy([loss for loss in self._losses[-_LOOK_EVERY:] if loss is not None])
         if self._sight is not None and self._sight.arrived:
