@@ -159,7 +159,8 @@ class Stepper:
             for target in targets:
                 groups[self._group_of[id(target)]]["params"].append(target)
         refused = [group for group in groups if group.get("fused") and group.get("capturable") is False]
-        refused = refused if refused and _is_capturing() else []  # torch refuses them, though their kernels can
+        if not (refused and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            refused = []  # in a capture torch refuses them, though their kernels can
         for group in refused:
             group["capturable"] = True
         self._stepping = True
@@ -192,16 +193,6 @@ class Stepper:
                 "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
                 "checked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
             )
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is made of the current stream, as torch's optimizers see it."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != "cuda":
-        return False
-    stream = torch.accelerator.current_stream()
-    in_torch_2_11 = not hasattr(stream, "is_capturing")
-    return torch.cuda.is_current_stream_capturing() if in_torch_2_11 else stream.is_capturing()
 
 
 def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
