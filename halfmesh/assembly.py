@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,8 @@ def initialize(
 
     Everything is checked first: a refusal names all problems and leaves the arguments untouched. Then the model moves
     to the device, takes rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters where the
-    mode keeps them. If a later part fails, such as `resume`, both are given back, unless they are sharded by then.
+    mode keeps them. If a later part fails, such as `resume`, both are given back, as by `close`, unless they are
+    sharded by then.
 
     Args:
         model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
@@ -128,7 +128,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         undo.pop_all()
     context.start_equal(given.model, given.optimizer)
     sharded = bool(plans.axes) or data_strategy(settings, context.dp_size).shards_state
-    with _given_back(given.model, given.optimizer, sharded) as undo:
+    with _given_back(sharded) as undo:
         parts = _convert(given, recipe, settings, context, loaders, plans, late, undo)
         checkpointer = Checkpointer(parts)
         engine = undo.enter_context(Engine(parts, checkpointer))
@@ -235,10 +235,9 @@ def _convert(
 
 
 @contextmanager
-def _given_back(model: nn.Module, optimizer: optim.Optimizer, sharded: bool) -> Iterator[ExitStack]:
-    """A scope in which model and optimizer change. After an error in it what is on the stack is undone, and both are on
-    their devices again; if they are `sharded` the error says that they are of no more use."""
-    devices = {name: tensor.device for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+def _given_back(sharded: bool) -> Iterator[ExitStack]:
+    """A scope in which model and optimizer change. After an error what is on the stack is undone, as by `close`; if
+    they are `sharded` the error says that they are of no more use."""
     try:
         with ExitStack() as undo:
             yield undo
@@ -249,12 +248,6 @@ def _given_back(model: nn.Module, optimizer: optim.Optimizer, sharded: bool) -> 
                 "model and optimizer were sharded by then and cannot be given back: before you call initialize again, "
                 "build new ones"
             )
-        else:
-            for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-                device = devices.get(name, tensor.device)
-                if device.type != "meta":  # else it had no values
-                    tensor.data = tensor.data.to(device)
-            _move_state(optimizer)
         raise
 
 

@@ -47,11 +47,10 @@ class LRAdvance:
         if self._interval == "manual" or left is None or self._position in (None, left):
             return
         if self._position == left + 1 or isinstance(self.scheduler, CosineAnnealingWarmRestarts):
-            when = "update, not each batch" if self._interval == "step" else "epoch"
+            when = "epoch" if self._interval == "epoch" else "update, not each batch"
             raise InputError(
-                "lr_scheduler.step() was called outside the engine, which advances it itself after each "
-                f"{when} (lr_interval={self._interval!r}): its last_epoch was {left} and is {self._position}; remove "
-                "the call, or set lr_interval='manual'"
+                f"lr_scheduler.step() was called outside the engine, which advances it itself after each {when}: its "
+                f"last_epoch was {left} and is {self._position}; remove the call, or set lr_interval='manual'"
             )
 
     def after(self, result: StepResult) -> None:
