@@ -39,8 +39,7 @@ _CHANGED = (
 _HOOKED = (
     "hooks on %s run in backward, where gradients are multiplied by the loss scale: a clamp, clip or noise in a "
     "hook has another effect than in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; "
-    "clip with clip_grad_norm in the config; or divide by engine.loss_scale in the hook, and multiply what it returns "
-    "by it"
+    "clip with clip_grad_norm in the config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
 )
 
 _LOOKS = 3

@@ -203,7 +203,8 @@ def find_change(value: torch.Tensor, new: torch.Tensor) -> str | None:
     one number for each sample, as a timestep."""
     if new.dtype == value.dtype or value.layout != torch.strided or has_no_memory(value):
         return None
-    changed = (new.isinf() if value.dim() > 1 else new != value) & value.isfinite() & (value > _MASK)
+    is_many = value.dim() > 1 and value.numel() > len(value)  # numbers for each sample
+    changed = (new.isinf() if is_many else new != value) & value.isfinite() & (value > _MASK)
     if not changed.any():
         return None
     was, now = value.detach()[changed], new.detach()[changed]

@@ -64,7 +64,11 @@ def refuse_mixed_rows(
             break
     else:
         return
-    first = f" The first module whose output differs is {min(where)[1]}." if where else ""
+    first = (
+        f" The first module whose output differs is {min(where)[1]}: it, or code before it in the module around it."
+        if where
+        else ""
+    )
     raise InputError(
         f"{type(model).__name__} computes other outputs for the first {len(parts)} microbatches together than one by "
         f"one (they differ by {max(gaps):.2g} of their norm), so a pipeline would train on another loss than one "

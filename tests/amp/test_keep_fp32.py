@@ -135,6 +135,7 @@ def test_patterns_that_match_nothing_are_refused():
     [
         (naive("fp16"), "t", TIMES, "changes from 70000 to inf in float16"),
         (naive("bf16"), "t", TIMES[:2].repeat(2)[:3], "changes from 998.3897 to 1000 in bfloat16"),
+        (naive("bf16"), "batch.t", TIMES[:2].repeat(2)[:3, None], "changes from 998.3897 to 1000 in bfloat16"),
         ({"fp16": {"mode": "apex", "opt_level": "O2"}}, "t", TIMES, "changes from 70000 to inf"),
         (naive("fp16"), "batch.t", TIMES, "argument 'batch.t' changes"),
         (naive("fp16"), "t", torch.tensor([512.0, math.inf, 3.0]), None),

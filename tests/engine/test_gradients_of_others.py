@@ -250,7 +250,7 @@ def test_hooks_that_see_scaled_gradients_are_told_once(name, early, caplog):
             step_on(engine, X, Y)
         (text,) = [text for text in warned(caplog) if "run in backward" in text]
         assert text.startswith(f"hooks on {name} run in backward"), config
-        assert "divide by engine.loss_scale in the hook" in text
+        assert "multiply the bounds (or the noise) in the hook by engine.loss_scale" in text
         caplog.clear()
 
 
@@ -268,12 +268,12 @@ def test_hooks_without_a_scale_are_nobodys_business(caplog):
     assert not any("hooks" in text for text in warned(caplog))
 
 
-def test_a_hook_that_divides_by_the_loss_scale_is_right():
+def test_a_hook_whose_bounds_are_multiplied_by_the_loss_scale_is_right():
     """As the warning says. Hooks stay where the weights are cast."""
     for config in SCALED:
         engine, model = make_engine(config), MLP()
         weight = engine.model.last.weight
-        weight.register_hook(lambda grad, e=engine: (grad / e.loss_scale).clamp(-0.02, 0.02) * e.loss_scale)
+        weight.register_hook(lambda grad, e=engine: grad.clamp(-0.02 * e.loss_scale, 0.02 * e.loss_scale))
         model.last.weight.register_hook(partial(torch.clamp, min=-0.02, max=0.02))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         nn.functional.cross_entropy(model(X), Y).backward()
