@@ -243,8 +243,8 @@ class FailureWatch:
         counts = " and ".join(f"{count} times on {self._names.names(some)}" for count, some in sorted(ranks.items()))
         return (
             f"; engine(...) was called {counts}: under data='fsdp', tensor or pipeline parallelism each call needs all "
-            "ranks, and so does each update everywhere; give all of them equally many batches (drop_last=True, or stop "
-            "at the smallest number), and call it without an `if` around it"
+            "ranks, and so does each update everywhere. If they have unequally many batches, stop all at the smallest "
+            "number (drop_last=True), and call it without an `if` around it"
         )
 
     # --- the thread ---------------------------------------------------------------------------------------------------
