@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from ..._torch import has_no_memory
+from ...errors import InputError
+from ...tensors import tensors_of
 from .pieces import Call, Piece
 from .transport import on_wire, pack, require_gradients, unpack
 
@@ -79,6 +82,13 @@ class StageModule(nn.Module):
         with context.random(), context.autocast(), context.saving():
             for piece in self.pieces:
                 activations = piece.run(self._model[0], call, activations)
+        given = tensors_of((call.args, dict(call.kwargs)))
+        if any(map(has_no_memory, tensors_of(activations))) and not any(map(has_no_memory, given)):  # else a dry run
+            raise InputError(
+                "the forward keeps a tensor outside of the model (in a global dict, say), which it made when a "
+                "pipeline found the shapes between its stages, and which has no data; keep it on a module "
+                "(self.table = ...), or return it from a function under functools.cache"
+            )
         return activations
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.errors import IncompatibleConfigError
+from halfmesh._torch import shapes_only
+from halfmesh.errors import IncompatibleConfigError, InputError
+from halfmesh.parallel.pipeline.pieces import Call, Piece
+from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule
 from tests.support.models import CLASSES, FEATURES, make_engine, make_loader, sgd
 from tests.support.pipeline_parts import pipe
 
@@ -153,3 +157,19 @@ def test_layers_that_take_the_sequence_first_are_told(caplog):
     with pytest.raises(IncompatibleConfigError):
         make_engine(pipe(microbatches=3), model=model)
     assert "0.self_attn take(s) [sequence, batch, ...] (batch_first=False)" in caplog.text
+
+
+KEPT: dict[int, torch.Tensor] = {}
+
+
+def test_a_tensor_without_data_that_is_kept_in_a_global_is_refused():
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        return x + KEPT.setdefault(len(x), torch.ones(len(x), 1))
+
+    piece = Piece("all", (), lambda model, call, x: keep(call.args[0]))
+    stage = StageModule(nn.Linear(1, 1), [piece], 0, 1, ForwardContext(nullcontext, nullcontext))
+    with shapes_only():
+        keep(torch.ones(2, 1))
+    with pytest.raises(InputError, match="keeps a tensor outside of the model"):
+        stage.compute(Call((torch.ones(2, 1),), {}), None)
+    assert stage.compute(Call((torch.ones(3, 1),), {}), None).sum() == 6
