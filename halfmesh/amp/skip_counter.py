@@ -161,7 +161,7 @@ class SkipCounter:
 
     def _is_time(self, updates: int) -> bool:
         """Whether the host looks for inf and nan after so many updates, to warn."""
-        return not (self._skips or self._has_told) and (updates in (1, 2, 4, 8) or updates % _LOOK_EVERY == 0)
+        return not self._skips and (updates in (1, 2, 4, 8) or updates % _LOOK_EVERY == 0)
 
     def _read_previous(self) -> None:
         if self._copy is not None and not is_captured(self._counts.device):
