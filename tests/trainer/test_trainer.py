@@ -200,6 +200,19 @@ def test_outputs_without_a_row_for_each_sample():
         assert {output["extra"] for output in outputs} == {"the same"}
 
 
+@pytest.mark.parametrize("value", [1.5, "a", np.float32(2), np.ones(2)])
+def test_values_that_change_from_batch_to_batch_are_kept(value):
+    class Valued(nn.Linear):
+        def forward(self, x):
+            return {"y": super().forward(x), "value": value * int(x[0, 0])}
+
+    engine = make_engine(model=Valued(1, 1), criterion=None)
+    trainer, x = halfmesh.Trainer(engine), torch.arange(1.0, 5.0)[:, None]
+    assert [str(output["value"]) for output in trainer.predict(DataLoader(x, 2))] == [str(value), str(value * 3)]
+    assert trainer.predict(DataLoader(torch.ones(4, 1), 2))["y"].shape == (4, 1)
+    engine.close()
+
+
 def test_hooks_hear_what_happens_in_order(tmp_path):
     class Saves(halfmesh.Hook):
         def after_epoch(self, trainer):
