@@ -12,6 +12,7 @@ from halfmesh.compat import Row, check, get_rows
 from halfmesh.config.load import load_config
 from halfmesh.key_checks import Finding
 from halfmesh.parallel.registries import DATA_STRATEGIES
+from tests.support.versions import SPLIT_SCHEDULES
 
 from .workloads import SAMPLES, WORKLOADS, find_workload
 
@@ -99,9 +100,7 @@ PIPES = (
     Pipe(2, "interleaved", 4, 2),
     Pipe(4, "gpipe", 2),
     Pipe(4, "1f1b", 4),
-    Pipe(2, "zero_bubble", 4, 2),
-    Pipe(2, "zbv", 4, 2),
-    Pipe(2, "dualpipev", 4, 2),
+    *(Pipe(2, name, 4, 2) for name in SPLIT_SCHEDULES),
 )
 
 

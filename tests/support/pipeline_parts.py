@@ -16,6 +16,7 @@ from halfmesh.tensors import tensors_of
 
 from .models import CLASSES, FEATURES, make_engine
 from .ranks import here
+from .versions import SPLIT_SCHEDULES
 
 # -- pieces in one process -------------------------------------------------------------------------------------------
 
@@ -109,9 +110,7 @@ SCHEDULES = {
     "gpipe": {},
     "1f1b": {},
     "interleaved": {"chunks": 2},
-    "zero_bubble": {"chunks": 2},
-    "zbv": {"chunks": 2},
-    "dualpipev": {"chunks": 2},
+    **{name: {"chunks": 2} for name in SPLIT_SCHEDULES},
 }
 """With what two ranks need for each."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn, optim
 
 from ..._torch import is_compiled
@@ -81,6 +82,9 @@ def _find_split_problems(config: Any) -> Iterator[str]:
     """What works with whole backwards only, not with one for a stage's inputs and a later one for its weights."""
     strategy, instead = config.parallel.data.strategy, "or schedule='interleaved'"
     why = "computes the gradients of weights in a pass of its own"
+    if torch.__version__ < "2.13":
+        found = f"torch {torch.__version__} counts weights that a stage uses several times (a GRU, tied ones) twice"
+        yield f"{why}, where {found}; use torch 2.13 or later, {instead}"
     if DATA_STRATEGIES.get(strategy).shards_model:
         yield f"{why}, which {strategy!r} would not notice; use data='zero1', {instead}"
     if config.compile.enabled:

@@ -13,10 +13,11 @@ from torch import nn
 import halfmesh
 from tests.support.models import MODES, adamw
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.versions import SPLIT_SCHEDULES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
-SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2} | dict.fromkeys(SPLIT_SCHEDULES, 2)
 """Stages per rank."""
 
 
