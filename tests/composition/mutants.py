@@ -250,6 +250,7 @@ PIPE = Pipe(2, "1f1b", 2)
 WEIGHT, MOVED, NORM = "a weight differs", "a parameter moved otherwise", "a gradient norm differs"
 REFUSED = "differ between the ranks of a tensor group"  # the engine itself compares, before its first update
 APART = "differ between ranks that should hold the same"  # the same, in its first updates
+MASTERS = "model and fp32 masters differ"  # and this
 MUTANTS = (
     Mutant(local_verdict, Cell("torch_fp16", "gpt", tensor=2, data=2), "rank 0 has"),
     Mutant(local_verdict, Cell("naive_fp16", "gpt", tensor=2, data=2), APART, overflow),
@@ -287,7 +288,7 @@ MUTANTS = (
     Mutant(
         parts_sent_in_each_microbatch, Cell("none", "mlp", data=2, gradient_accumulation=2, strategy="zero1"), WEIGHT
     ),
-    Mutant(masters_of_the_neighbours, Cell("naive_bf16", "gpt", tensor=2, data=2, strategy="zero1"), WEIGHT),
+    Mutant(masters_of_the_neighbours, Cell("naive_bf16", "gpt", tensor=2, data=2, strategy="zero1"), MASTERS),
     Mutant(sum_divided_again, Cell("none", "mlp", data=2, strategy="fsdp"), WEIGHT),
     Mutant(old_weights_kept, Kept("none", "gpt", data=2, strategy="fsdp"), WEIGHT, train_looking_ahead),
 )

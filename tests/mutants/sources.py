@@ -287,13 +287,6 @@ CHECKPOINT = (
         ("tests/checkpoint/test_contents.py::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",),
     ),
     Fault(
-        "loaded masters do not reach the model",
-        "checkpoint/state.py",
-        "        masters.publish(masters.trained)\n",
-        "",
-        (RESUME,),
-    ),
-    Fault(
         "a background save writes what training changes meanwhile",
         "checkpoint/checkpointer.py",
         "snapshot = replace(snapshot, boxes=copies)",
@@ -352,8 +345,8 @@ CHECKPOINT = (
     Fault(
         "optimizer settings start fresh",
         "checkpoint/state.py",
-        'return next((group for group in saved if names and names[0] in group["params"]), saved[index])',
-        'return {"params": list(names)}',
+        "{**saved[place_of(names, index, saved)], **kept,",
+        "{**kept,",
         (RESUME, "tests/checkpoint/test_layouts.py"),
     ),
 )
