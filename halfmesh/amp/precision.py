@@ -109,8 +109,8 @@ class Precision:
             new = tensor.to(dtype)
             if is_first and (change := find_change(tensor, new)):
                 _log.warning(
-                    "the model's argument %r %s in %s. If that matters, keep it in float32 with keep_fp32=[%r], or set "
-                    "mode='torch'",
+                    "the model's argument %r %s in %s. If that matters, keep it in float32 with keep_fp32=[%r] (and let "
+                    "the model cast what it computes from it: .to(x.dtype)), or set mode='torch'",
                     *(name, change, dtype_name(dtype), name),
                 )
             return new
@@ -138,9 +138,9 @@ class Precision:
         words = str(error)
         if self.recipe.param_dtype not in HALF or not re.search(_MIXED_DTYPES, words) or re.search(_INTEGERS, words):
             return
-        names = {id(module): name or "the model itself" for name, module in model.named_modules()}
+        names = {id(m): f"in {name or 'the model'!r} ({type(m).__name__})" for name, m in model.named_modules()}
         owners = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
-        where = next((name for name in reversed(owners) if name), "forward")
+        where = next((name for name in reversed(owners) if name), "in forward")
         dtype = dtype_name(self.recipe.param_dtype)
         kept = [name for name, tensor in named_tensors(model) if tensor.dtype == torch.float32]
         stay = f"; these of the model stay in float32: {shorten(kept)}" if kept else ""
