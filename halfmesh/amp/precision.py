@@ -109,8 +109,8 @@ class Precision:
             new = tensor.to(dtype)
             if is_first and (change := find_change(tensor, new)):
                 _log.warning(
-                    "the model's argument %r %s in %s. If that matters, keep it in float32 with keep_fp32=[%r] (and let "
-                    "the model cast what it computes from it: .to(x.dtype)), or set mode='torch'",
+                    "the model's argument %r %s in %s. If that matters, keep it in float32 with keep_fp32=[%r] (and "
+                    "let the model cast what it computes from it: .to(x.dtype)), or set mode='torch'",
                     *(name, change, dtype_name(dtype), name),
                 )
             return new
