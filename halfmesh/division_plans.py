@@ -99,7 +99,8 @@ def _find_limited_rows(model: nn.Module) -> Iterator[str]:
     limited = [name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm is not None]
     if limited:
         yield (
-            f"{shorten(limited)}: max_norm makes forward write into the rows that are looked up, of which each rank "
-            "has others, so that the ranks' weights would differ; build it without max_norm, and limit the rows where "
-            "they are used (rows * (limit / rows.norm(dim=-1, keepdim=True)).clamp(max=1))"
+            f"{shorten(limited)}: max_norm makes forward write into the rows that are looked up. Each rank looks up "
+            "other ones, so that the ranks' weights would differ, and under fsdp what is written is lost; build it "
+            "without max_norm, and limit the rows where they are used (rows * (limit / rows.norm(dim=-1, "
+            "keepdim=True)).clamp(max=1))"
         )
