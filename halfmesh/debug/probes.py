@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class Visit:
         stage, microbatch: of a pipeline.
         order: how many calls began or ended on this rank before this one did.
         caller: the module whose forward called it; None for the outermost.
+        given: its arguments while it runs, positional and named.
+        nth: for a subclass that counts the module's calls.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Visit:
     order: int
     caller: Visit | None
     inputs: Sequence[torch.Tensor] = ()
+    given: tuple[Sequence[Any], Mapping[str, Any]] = (), MappingProxyType({})
+    nth: int | None = None
 
     @property
     def label(self) -> str:
@@ -114,7 +119,8 @@ class Probes(EngineHook):
             return
         self._order += 1
         caller = self._open[-1] if self._open else None
-        visit = Visit(self._names[module], module, *self._place, self._order, caller, tensors_of([args, kwargs]))
+        inputs, given = tensors_of([args, kwargs]), (args, kwargs)
+        visit = Visit(self._names[module], module, *self._place, self._order, caller, inputs, given)
         self._open.append(visit)
         self.entered(visit)
 
@@ -133,7 +139,7 @@ class Probes(EngineHook):
             self._order += 1
             visit.order = self._order
             self.left(visit, outputs)
-            visit.inputs = ()
+            visit.inputs, visit.given = (), ((), {})
             self._hook(visit, outputs)
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,226 @@
+"""How far what one rank computes is from the part of the reference that it should have."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..parallel.shard_spec import Placement
+from .record import Key, Store
+
+MOST_BLOCKS = 4
+"""A fused layer is split in so many blocks at most: query, key, value and a gate."""
+
+
+class Measure(NamedTuple):
+    """Squared norms of the difference and of the reference's part; factor: of gradients, which were divided by it."""
+
+    error: float
+    norm: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank is in its layout.
+
+    Attributes:
+        rank: its number.
+        chunks: of an update's batch: data ranks x accumulation.
+        microbatches: in which a pipeline splits a chunk.
+        axes: place and size on the axes that share a chunk.
+        apart: prefixes of modules that compute with other rows, as experts do.
+    """
+
+    rank: int
+    chunks: int
+    microbatches: int
+    axes: Mapping[str, tuple[int, int]]
+    apart: tuple[str, ...] = ()
+
+
+@dataclass
+class Measures:
+    """What a rank measured; small enough to be sent.
+
+    Attributes:
+        tensors: by key in the reference, then by the way in which the reference was cut, the worst of each.
+        parameters, accumulated: of parts of parameters; the second against the reference that accumulates.
+        digests: of each box of a parameter, for the comparison of copies.
+        skipped: tensors that no part of the reference fits.
+    """
+
+    rank: int
+    place: Mapping[str, tuple[int, int]]
+    tensors: dict[Key, dict[str, Measure]] = field(default_factory=dict)
+    parameters: dict[Key, Measure] = field(default_factory=dict)
+    accumulated: dict[Key, Measure] = field(default_factory=dict)
+    digests: dict[Key, list[tuple[Any, str]]] = field(default_factory=dict)
+    figures: dict[tuple[int, int, str], Any] = field(default_factory=dict)
+    skipped: set[Key] = field(default_factory=set)
+
+
+class _Cut(NamedTuple):
+    """A part of a tensor, how it was cut, and whether it is known to have this rank's rows of it."""
+
+    way: str
+    part: torch.Tensor
+    has_rows: bool
+
+
+class Comparison:
+    """The sink of one rank: compares with a reference as tensors come.
+
+    Args:
+        calls: of the reference, in each update: 1, or one for each chunk.
+        accumulated: a second reference, for gradients only.
+    """
+
+    def __init__(
+        self, reference: Store, place: Coordinates, calls: int = 1, accumulated: Store | None = None
+    ) -> None:
+        self.names = reference.names
+        self.measures = Measures(place.rank, place.axes)
+        self._reference, self._accumulated, self._place = reference, accumulated, place
+        self._per_call = place.chunks // calls
+        self._factors: dict[tuple[int, int, int], float] = {}
+
+    def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
+        """See `Sink`."""
+        at = key._replace(call=key.call // self._per_call)
+        expected = self._reference.get(at)
+        if expected is None or any(f"{key.name}.".startswith(prefix) for prefix in self._place.apart):
+            return
+        cuts = list(self._cuts(expected, tensor, key.call % self._per_call, microbatch))
+        is_grad = key.what == "grad_output"
+        if self._divides and (is_grad or not tensor.dim()):  # without rows: a part of a sum, or a mean of other rows
+            cuts = [cut for cut in cuts if cut.has_rows]
+        if not cuts:
+            self.measures.skipped.add(at)
+            return
+        own, call = tensor.double().cpu(), (key.update, key.call, microbatch)
+        factor = self._factors.get(call) if is_grad else 1.0
+        new = {cut.way: _measure(own, cut.part.double(), factor) for cut in cuts}
+        if factor is None and (best := min(new.values(), key=ratio)).norm:
+            self._factors[call] = best.factor
+        known = self.measures.tensors.get(at, new)
+        self.measures.tensors[at] = {way: max(known[way], new[way], key=ratio) for way in new if way in known}
+
+    @property
+    def _divides(self) -> bool:
+        """Whether ranks, chunks or microbatches share the rows of a call, or what is in them."""
+        shared = (size for axis, (_, size) in self._place.axes.items() if axis != "tp")
+        return self._per_call * self._place.microbatches * math.prod(shared) > 1
+
+    def _cuts(self, expected: torch.Tensor, tensor: torch.Tensor, chunk: int, microbatch: int) -> Iterator[_Cut]:
+        """Ways to cut the reference's tensor to the shape of this rank's."""
+        if expected.dim() != tensor.dim():
+            return
+        yield from self._cut_dims(expected, tensor.shape, chunk, microbatch)
+        rows, count = self._rows, self._per_call * self._place.microbatches
+        if not tensor.dim() or not rows or expected.shape[0] <= rows or expected.shape[0] % rows or rows % count:
+            return
+        own = rows // count  # [rows * sequence, ...] is cut as [rows, sequence, ...]
+        if tensor.shape[0] % own == 0:
+            shape = torch.Size([own, tensor.shape[0] // own, *tensor.shape[1:]])
+            for cut in self._cut_dims(expected.unflatten(0, (rows, -1)), shape, chunk, microbatch):
+                yield _Cut(f"unfolded {cut.way}", cut.part.reshape(tensor.shape), cut.has_rows)
+
+    @property
+    def _rows(self) -> int:
+        """Of the batch of a call of the reference."""
+        return int(self._reference.figures.get((0, 0, "rows"), 0))
+
+    def _cut_dims(self, expected: torch.Tensor, shape: torch.Size, chunk: int, microbatch: int) -> Iterator[_Cut]:
+        ways = [list(self._ways(int(n), int(m), chunk, microbatch)) for n, m in zip(expected.shape, shape, strict=True)]
+        for choice in itertools.product(*ways):
+            part, names = expected, [name for name, *_ in choice if name]
+            if sum(name.startswith("rows") for name in names) > 1:
+                continue
+            for dim, (_, index, count, blocks) in enumerate(choice):
+                if count > 1:
+                    pieces = part.unflatten(dim, (blocks, -1)).chunk(count, dim + 1)
+                    part = pieces[index].flatten(dim, dim + 1)
+            is_whole = self._per_call * self._place.microbatches == 1 and self._rows in expected.shape
+            yield _Cut(" ".join(names), part.expand(shape), is_whole or any(name.startswith("rows") for name in names))
+
+    def _ways(self, whole: int, own: int, chunk: int, microbatch: int) -> Iterator[tuple[str, int, int, int]]:
+        """For a dim: name, which part, of how many, in how many blocks."""
+        if whole == own:
+            yield "", 0, 1, 1
+        elif whole == 1:
+            yield "expanded", 0, 1, 1
+        if not own or whole % own or whole == own:
+            return
+        count, place = whole // own, self._place
+        rows, row = self._per_call * place.microbatches, chunk * place.microbatches + microbatch
+        if count == rows:
+            yield "rows", row, rows, 1
+        shares = {axis: where for axis, where in place.axes.items() if where[1] > 1}
+        for axis, (index, size) in shares.items():
+            if count == rows * size and axis != "tp":
+                yield f"rows/{axis}", row * size + index, count, 1
+            for blocks in range(1, MOST_BLOCKS + 1) if count == size else ():
+                if whole % (blocks * size) == 0:
+                    yield f"{axis}/{blocks}", index, size, blocks
+        for (first, (i, n)), (second, (j, m)) in itertools.permutations(shares.items(), 2):
+            if count == n * m:
+                yield f"{first}.{second}", i * m + j, count, 1
+
+    def parameter(self, key: Key, tensor: torch.Tensor, placement: Placement) -> None:
+        """See `Sink`."""
+        expected = self._reference.get(key)
+        if expected is None:
+            if key.what == "gradient":
+                self.measures.skipped.add(key)
+            return
+        boxes = [(box.at, box.sizes, box.view(tensor).double().cpu()) for box in placement.regions]
+        self.measures.parameters[key] = _measure_boxes(boxes, expected)
+        self.measures.digests[key] = [((at, sizes), _digest(box)) for at, sizes, box in boxes]
+        other = None if self._accumulated is None or key.what != "gradient" else self._accumulated.get(key)
+        if other is not None:
+            self.measures.accumulated[key] = _measure_boxes(boxes, other)
+
+    def figure(self, update: int, call: int, what: str, value: Any) -> None:
+        """See `Sink`."""
+        self.measures.figures[update, call, what] = value
+
+
+def ratio(measure: Measure) -> float:
+    """How large the difference is beside the reference's part."""
+    return math.sqrt(measure.error / measure.norm) if measure.norm else (math.inf if measure.error else 0.0)
+
+
+def _measure(own: torch.Tensor, part: torch.Tensor, factor: float | None) -> Measure:
+    """`factor`: by which `own` is divided; None: the one that brings it nearest."""
+    if factor is None:
+        norm = _square(part)
+        factor = float((own * part).sum()) / norm if norm else 1.0
+    error = own - part if factor == 1 or not factor else own / factor - part
+    return Measure(_square(error), _square(part), factor)
+
+
+def _measure_boxes(boxes: Collection[tuple[Any, Any, torch.Tensor]], expected: torch.Tensor) -> Measure:
+    """Of parts of a parameter; factor: by which the reference's would have to be multiplied to be nearest."""
+    error = norm = product = 0.0
+    for at, sizes, box in boxes:
+        part = expected[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))].double()
+        error, norm = error + _square(box - part), norm + _square(part)
+        product += float((box * part).sum())
+    return Measure(error, norm, product / norm if norm else 1.0)
+
+
+def _square(tensor: torch.Tensor) -> float:
+    value = float((tensor * tensor).sum())
+    return value if math.isfinite(value) else math.inf
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = (tensor.contiguous() + 0.0).reshape(-1)  # -0.0 is 0.0
+    return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=8).hexdigest()

@@ -1,0 +1,75 @@
+"""The configs of the runs: of the layout in each phase, shrunk to few ranks, and of its reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..compat import mesh_sizes
+from ..config import Config
+from ..config.schema import CompileConfig, DataConfig, ParallelConfig
+
+_LEFT_OUT: dict[str, Any] = {
+    "checkpoint": None,
+    "resume": None,
+    "global_batch_size": None,
+    "lr_interval": "step",
+    "compile": CompileConfig(enabled=False),
+    "track_grad_norm": True,
+    "on_nonfinite": "auto",
+}
+"""Keys that write files or need a loader; compiled code would only make the proof slow, and hooks run without it."""
+
+
+def shrink(config: Config, world_size: int) -> tuple[Config, int]:
+    """The same layout with at most 2 ranks on each axis, and how many ranks that are."""
+    sizes = mesh_sizes(config, world_size)
+    parallel, data = config.parallel, config.parallel.data
+    changed: dict[str, Any] = {}
+    for key, size in parallel.sizes.items():
+        options = getattr(parallel, key)
+        fewer: dict[str, Any] = {"size": min(size, 2)}
+        if key == "pipeline" and options.microbatches is not None and size > 2:
+            fewer["microbatches"] = max(2, options.microbatches * 2 // size)
+        changed[key] = options.model_copy(update=fewer)
+    copies = 1 if data.hybrid is None else sizes["dp"] // data.hybrid
+    shared = sizes["dp"] // copies
+    dp = min(shared, 2) * min(copies, 2)
+    changed["data"] = data.model_copy(
+        update={"size": None, "hybrid": None if data.hybrid is None else min(data.hybrid, 2)}
+    )
+    parallel = parallel.model_copy(update=changed)
+    return config.model_copy(update={"parallel": parallel}), dp * math.prod(parallel.sizes.values())
+
+
+def settle(config: Config, rows: int, world_size: int) -> Config:
+    """`config` without what a run of a few updates cannot have; `rows`: of one batch."""
+    cycle = config.gradient_accumulation
+    if config.global_batch_size is not None:
+        cycle = max(1, config.global_batch_size // max(1, rows * mesh_sizes(config, world_size)["dp"]))
+    return config.model_copy(update={**_LEFT_OUT, "gradient_accumulation": min(cycle, 2)})
+
+
+def structure(config: Config) -> Config:
+    """`config` without its precision."""
+    data = config.parallel.data.model_copy(
+        update={"reduce_dtype": "float32", "param_dtype": None, "output_dtype": None, "buffer_dtype": None}
+    )
+    parallel = config.parallel.model_copy(update={"data": data})
+    return config.model_copy(update={"fp16": None, "bf16": None, "fp8": None, "parallel": parallel})
+
+
+def reference(config: Config, calls: int) -> Config:
+    """`config` in one process, which makes `calls` calls for each update."""
+    alone = {"parallel": ParallelConfig(data=DataConfig()), "gradient_accumulation": calls}
+    return config.model_copy(update=alone)
+
+
+def gentle(config: Config) -> Config:
+    """`config` with a loss scale that the first updates do not overflow with."""
+    key = config.precision_key
+    if key is None or not hasattr(config.precision.options, "init_scale"):
+        return config
+    precision = config.precision
+    options = precision.options.model_copy(update={"init_scale": min(precision.options.init_scale, 2.0**10)})
+    return config.model_copy(update={key: precision.model_copy(update={"options": options})})

@@ -1,0 +1,271 @@
+"""What a training run computes, tensor by tensor: hooks on modules, gradients and weights hand it to a sink; and the file
+to which a reference writes it."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ..amp.step_result import StepResult
+from ..checkpoint.state import ShardedState
+from ..debug.probes import Probes, Visit
+from ..loop.parts import EngineParts
+from ..parallel.shard_spec import Placement, whole
+from ..tensors import map_named, parameter_names, position_names
+
+
+class Key(NamedTuple):
+    """Names a tensor of a run.
+
+    Attributes:
+        update: which update it belongs to.
+        call: which call of the model within it; of a layout which chunk of the update's batch.
+        what: input, output or grad_output of a module; gradient, begin (before the update) or update (after it) of a
+            parameter; buffer.
+        name: of the module, parameter or buffer.
+        nth: how often the call had called the module before.
+        slot: which argument, or which of the outputs.
+    """
+
+    update: int
+    call: int
+    what: str
+    name: str
+    nth: int = 0
+    slot: str = ""
+
+
+class Sink(Protocol):
+    """Takes what a run computes, in time order."""
+
+    names: dict[str, list[str]]
+    """By module, what the arguments of its forward are called in the whole model."""
+
+    def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
+        """An activation or its gradient."""
+
+    def parameter(self, key: Key, tensor: torch.Tensor, placement: Placement) -> None:
+        """This rank's part of a parameter, its gradient, or a buffer."""
+
+    def figure(self, update: int, call: int, what: str, value: Any) -> None:
+        """A number: loss, or norm, skipped, scale and lr of an update."""
+
+
+class Store:
+    """A file of tensors, written once in time order and then read by mmap, with what else is known of the run.
+
+    Attributes:
+        index: dtype, shape and place of each tensor, in the order in which they were written.
+        figures: by update, call and kind.
+        callers: for a module's call (name and nth) the name of the module that called it.
+        consumers: for each output the modules that were given it.
+    """
+
+    def __init__(self, path: Path, write: bool = False) -> None:
+        self._path = path
+        self._file = path.open("wb") if write else None
+        self.index: dict[Key, tuple[torch.dtype, torch.Size, int]] = {}
+        self.figures: dict[tuple[int, int, str], Any] = {}
+        self.names: dict[str, list[str]] = {}
+        self.callers: dict[tuple[str, int], str | None] = {}
+        self.consumers: dict[tuple[str, int, str], list[str]] = {}
+        if not write:
+            kept = pickle.loads(path.with_suffix(".index").read_bytes())
+            self.index, self.figures, self.names, self.callers, self.consumers = kept
+            size = path.stat().st_size
+            self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else None
+
+    def close(self) -> None:
+        """The run has ended."""
+        if self._file is not None:
+            self._file.close()
+            kept = self.index, self.figures, self.names, self.callers, self.consumers
+            self._path.with_suffix(".index").write_bytes(pickle.dumps(kept))
+
+    def get(self, key: Key) -> torch.Tensor | None:
+        """A tensor in the file's memory, not to be written; None if there is none."""
+        if key not in self.index:
+            return None
+        dtype, shape, at = self.index[key]
+        count = shape.numel() * dtype.itemsize
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        assert self._bytes is not None
+        return self._bytes[at : at + count].view(dtype).view(shape)
+
+    def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int = 0) -> None:
+        """See `Sink`."""
+        assert self._file is not None
+        data = tensor.detach().cpu().contiguous()
+        self._file.write(b"\0" * (-self._file.tell() % 64))
+        self.index[key] = data.dtype, data.shape, self._file.tell()
+        self._file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+
+    def parameter(self, key: Key, tensor: torch.Tensor, placement: Placement) -> None:
+        """See `Sink`; of one process, which holds all of it."""
+        self.tensor(key, tensor.reshape(placement.shape))
+
+    def figure(self, update: int, call: int, what: str, value: Any) -> None:
+        """See `Sink`."""
+        self.figures[update, call, what] = value
+
+
+class Recorder(Probes):
+    """Hands what the modules of a model compute to a sink."""
+
+    def __init__(self, parts: Any, sink: Sink) -> None:
+        super().__init__(parts)
+        self.sink = sink
+        self.update = self.call = 0
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._made: dict[Any, tuple[str, int, str]] = {}
+
+    def begin(self, update: int, call: int) -> None:
+        """A call of the model, or of what makes a chunk of the batch, begins."""
+        self.update, self.call = update, call
+        self._counts.clear()
+        self._made.clear()
+
+    def entered(self, visit: Visit) -> None:
+        """See `Probes`."""
+        nth = self._counts[visit.name, visit.microbatch]
+        self._counts[visit.name, visit.microbatch] += 1
+        visit.nth = nth
+        sink, (args, kwargs) = self.sink, visit.given
+        if isinstance(sink, Store):
+            sink.names.setdefault(visit.name, parameter_names(visit.module))
+            sink.callers[visit.name, nth] = None if visit.caller is None else visit.caller.name
+        names = position_names(sink.names.get(visit.name, []), len(args))
+        map_named(partial(self._given, visit), {**dict(zip(names, args, strict=True)), **kwargs}, "")
+
+    def _given(self, visit: Visit, slot: str, tensor: torch.Tensor) -> torch.Tensor:
+        self._hand("input", visit, slot.removeprefix("."), tensor)
+        if isinstance(self.sink, Store) and tensor.grad_fn in self._made:
+            self.sink.consumers.setdefault(self._made[tensor.grad_fn], []).append(visit.name)
+        return tensor
+
+    def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
+        """See `Probes`."""
+        for slot, tensor in enumerate(outputs):
+            self._hand("output", visit, str(slot), tensor)
+            if tensor.grad_fn is not None:
+                self._made.setdefault(tensor.grad_fn, (visit.name, visit.nth or 0, str(slot)))
+
+    def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
+        for slot, tensor in enumerate(tensors):
+            if visit.nth is not None and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(partial(self._hand, "grad_output", visit, str(slot)))
+
+    def _hand(self, what: str, visit: Visit, slot: str, tensor: torch.Tensor) -> None:
+        if self.attached and tensor.is_floating_point() and tensor.layout is torch.strided:
+            key = Key(self.update, self.call, what, visit.name, visit.nth or 0, slot)
+            tensor = getattr(tensor, "to_local", lambda: tensor)()
+            self.sink.tensor(key, tensor.detach(), visit.microbatch)
+
+
+class EngineRecorder(Recorder):
+    """Hands all that an engine computes to a sink; use it in `engine._with_hook`."""
+
+    def __init__(self, parts: EngineParts, sink: Sink) -> None:
+        super().__init__(replace(parts, criterion=None), sink)
+        self._engine, self._state = parts, ShardedState(parts.model, parts.update, parts.division)
+        self._position = -1
+        self._losses: list[Any] = []
+
+    def attach(self) -> None:
+        """Put the hooks on, and record the weights with which training begins."""
+        super().attach()
+        self._scope.callback(setattr, self._engine.update, "step", self._engine.update.step)
+        self._engine.update.step = partial(self._step, self._engine.update.step)  # type: ignore[method-assign]
+        self.weights("update", -1)
+
+    def before_forward(self, args: Any, kwargs: Any) -> None:
+        """See `EngineHook`."""
+        index, place = self._engine.accumulation.index, self._engine.context
+        if self._engine.model.training and index != self._position:
+            if self._position < 0 and self.update:
+                self._begins()
+            self._position = index
+            self.begin(self.update, index * place.dp_size + place.dp_rank)
+
+    def before_backward(self, loss: Any) -> None:
+        """See `EngineHook`."""
+        self._losses.append((self.call, loss))
+
+    def _step(self, step: Any, divisor: Any = 1.0) -> StepResult:
+        """The gradients of an update are complete: unscaled, and before clipping."""
+        update, division = self._engine.update, self._engine.division
+        names = {id(shard): name for shard, name in self._state.names()}
+        _, total = update.loss_scales.grad_divisor(divisor)
+        for shard, grad in update.gradients().items():
+            grad = grad.to_dense() if grad.layout is not torch.strided else grad
+            grad = grad.double() if total is None else grad.double() / total.to(grad.device)
+            key = Key(self.update, 0, "gradient", names[id(shard)])
+            self.sink.parameter(key, grad, division.placement(shard))
+        result: StepResult = step(divisor)
+        return result
+
+    def after_step(self, result: StepResult) -> None:
+        """See `EngineHook`."""
+        for call, loss in self._losses:
+            self.sink.figure(self.update, call, "loss", loss_value(loss))
+        for what in ("skipped", "loss_scale", "grad_norm", "lr"):
+            self.sink.figure(self.update, 0, what, getattr(result, what))
+        self.weights("update", self.update)
+        self.update, self._position, self._losses = self.update + 1, -1, []
+
+    @torch.no_grad()
+    def weights(self, what: str, update: int) -> None:
+        """Record the weights in full precision, and the buffers."""
+        params = {name for _, name in self._state.names()}
+        for name, held in self._state.weights().items():
+            if held.tensor.is_floating_point():
+                self.sink.parameter(Key(update, 0, what if name in params else "buffer", name), held.tensor, held.placement)
+
+    @torch.no_grad()
+    def _begins(self) -> None:
+        """Record the weights that the model computes with."""
+        for shard, name in self._state.names():
+            held = shard if shard.source is None or shard.original is not None else shard.source
+            placement = self._engine.division.placement(held)
+            self.sink.parameter(Key(self.update, 0, "begin", name), held.param.detach(), placement)
+
+
+def plain_parts(model: nn.Module) -> Any:
+    """What `Recorder` asks of an engine, of a model that a loop of torch trains."""
+    division = SimpleNamespace(plans=SimpleNamespace(partition=None), compiled=[])
+    return SimpleNamespace(model=model, criterion=None, division=division, executor=SimpleNamespace(stages=[]))
+
+
+@torch.no_grad()
+def record_weights(model: nn.Module, sink: Sink, update: int, *kinds: str) -> None:
+    """Record the parameters of a plain model, as each of `kinds`, and its buffers."""
+    for name, param in model.named_parameters():
+        for kind in kinds:
+            sink.parameter(Key(update + (kind == "begin"), 0, kind, name), param.detach(), whole(param.shape))
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            sink.parameter(Key(update, 0, "buffer", name), buffer.detach(), whole(buffer.shape))
+
+
+def loss_value(loss: Any) -> tuple[float, float]:
+    """Sum and weight of a loss, of which the quotient is the loss."""
+    loss = getattr(loss, "value", lambda: loss)() if not isinstance(loss, torch.Tensor) else loss
+    parts = loss if isinstance(loss, (tuple, list)) else (loss, 1.0)
+    value, weight = (part.detach() if isinstance(part, torch.Tensor) else part for part in parts)
+    return float(value), float(weight)
+
+
+def figures_of(store: Store, update: int, what: str) -> Iterator[Any]:
+    """Those of one kind, of all calls of an update."""
+    return (value for (number, _, kind), value in store.figures.items() if (number, kind) == (update, what))
+

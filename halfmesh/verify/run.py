@@ -1,0 +1,244 @@
+"""One run: the reference in one process, or the layout on one of its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..assembly import initialize
+from ..config import Config
+from ..engine import Engine
+from ..tensors import map_tensors
+from . import layout
+from .compare import Comparison, Coordinates, Measures
+from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights
+from .subject import Given, Subject, call_of, count_rows, decay, join, make_subject, undropped
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one phase runs, in every process the same.
+
+    Attributes:
+        config: of the layout, settled.
+        chunks: of an update's batch: data ranks x accumulation.
+        dtype: of model and inputs; None: as they are built.
+        overflows: the update in which the loss is inf on the last rank; None: none.
+        multiple: rows of a batch are a multiple of it.
+    """
+
+    given: Given
+    config: Config
+    chunks: int
+    updates: int
+    device: str
+    dtype: torch.dtype | None
+    overflows: int | None = None
+    multiple: int = 1
+
+    def subject(self, seed: int = 0) -> Subject:
+        """Built here."""
+        return make_subject(self.given, self.dtype, seed, self.multiple)
+
+
+def record_plain(case: Case, path: Path, calls: int) -> None:
+    """Write what a plain loop of torch computes; `calls` of the model for each update."""
+    subject, store = case.subject(), Store(path, write=True)
+    model = subject.model.to(case.device).train()
+    if isinstance(subject.criterion, nn.Module):
+        subject.criterion.to(case.device)
+    optimizer = subject.optimizer(list(model.parameters()))
+    scheduler = LambdaLR(optimizer, decay)
+    recorder = Recorder(plain_parts(model), store)
+    record_weights(model, store, -1, "update")
+    recorder.attach()
+    for update in range(case.updates):
+        if update:
+            record_weights(model, store, update - 1, "begin")
+        optimizer.zero_grad()
+        weight = _accumulate(case, subject, recorder, update, calls)
+        grads = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
+        for name, grad in grads.items():
+            store.tensor(Key(update, 0, "gradient", name), grad / weight)
+        clip = case.config.clip_grad_norm
+        norm = float(nn.utils.get_total_norm(list(grads.values()), clip.norm_type)) / weight
+        divisor = weight * max(1.0, (norm + 1e-6) / clip.max_norm) if clip.max_norm else weight
+        for name, grad in grads.items():  # fused kernels take the divisor in float32
+            model.get_parameter(name).grad = grad / float(torch.tensor(divisor, dtype=torch.float32))
+        store.figure(update, 0, "grad_norm", norm)
+        store.figure(update, 0, "lr", optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+        record_weights(model, store, update, "update")
+    recorder.detach()
+    store.close()
+
+
+def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, calls: int) -> float:
+    """Add the gradients of an update's calls; returns what they are still to be divided by."""
+    total, reduction = 0.0, case.config.loss_reduction
+    for call in range(calls):
+        recorder.begin(update, call)
+        inputs, targets = _to(case.device, _batch(case, subject, update, call, calls))
+        recorder.sink.figure(update, call, "rows", count_rows((inputs, targets)))
+        args, kwargs = call_of(inputs)
+        with undropped() as mode:
+            loss = subject.loss(subject.model(*args, **kwargs), targets)
+            value, weight = loss_value(loss)
+            recorder.sink.figure(update, call, "loss", (value, weight))
+            scalar = loss[0] if isinstance(loss, (tuple, list)) else loss
+            (scalar / calls if reduction == "mean" else scalar).backward()
+        recorder.sink.figure(update, call, "drawn", list(mode.drawn))
+        total += weight
+    return total if reduction == "weighted" else 1.0
+
+
+def record_engine(case: Case, path: Path, calls: int) -> None:
+    """Write what an engine in this process computes, in the same mode."""
+    store = Store(path, write=True)
+    alone = replace(case, config=layout.reference(case.config, calls))
+    _train(alone, case.subject(), store, calls)
+    store.close()
+
+
+def estimate(case: Case, path: Path, calls: int, eps: float) -> Measures:
+    """How far the reference in `path` is from one whose first layer's outputs are moved by up to `eps` of themselves."""
+    subject, store = case.subject(), Store(path)
+    alone = replace(case, config=layout.reference(case.config, calls))
+    sink = Comparison(store, Coordinates(0, calls, 1, {}), calls)
+    perturb(subject.model, eps)
+    _train(alone, subject, sink, calls)
+    return sink.measures
+
+
+def perturb(model: nn.Module, eps: float) -> None:
+    """Move the outputs of the first embedding or convolution, or else of the first layer."""
+    kinds = [(nn.Embedding, nn.modules.conv._ConvNd), nn.Linear, nn.Module]
+    leaves = [module for module in model.modules() if not list(module.children())]
+    layer = next(module for kind in kinds for module in leaves if isinstance(module, kind))
+    generator = torch.Generator().manual_seed(5)
+
+    def move(_: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output
+        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return output * (1 + eps * noise).to(output)
+
+    layer.register_forward_hook(move)
+
+
+def run_rank(case: Case, path: Path, calls: int, accumulated: Path | None = None) -> Measures:
+    """Train the layout on this rank, and compare."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    store, subject = Store(path), case.subject(seed=rank)
+    if rank == 0:  # the others keep what they have: rank 0's weights count
+        _load(subject.model, store)
+    other = None if accumulated is None else Store(accumulated)
+    return _train(case, subject, partial(_comparison, case, store, calls, other))
+
+
+def _comparison(case: Case, store: Store, calls: int, other: Store | None, engine: Engine) -> Comparison:
+    context = engine.context
+    axes = {axis: (context.place(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
+    pipeline = case.config.parallel.pipeline
+    apart = {
+        name.rpartition(".")[0].partition(".experts")[0]
+        for axis in engine._parts.division.axes.values()
+        if axis.dim == "ep"
+        for name, param in engine.model.named_parameters()
+        if param in axis.splits
+    }
+    here = Coordinates(
+        context.rank,
+        case.chunks,
+        pipeline.microbatches or 1 if pipeline.size > 1 else 1,
+        axes,
+        tuple(f"{name}.experts." for name in apart),
+    )
+    return Comparison(store, here, calls, other)
+
+
+def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) -> Any:
+    """Train with an engine; `sink`: or a function that makes one for it; `calls`: of the model, if this is a reference.
+    Returns the measures, if it has any."""
+    criterion = _Overflowing(subject)
+    scheduler: Callable[[Any], Any] = lambda optimizer: LambdaLR(optimizer, decay)  # noqa: E731
+    engine = initialize(
+        subject.model, subject.optimizer, criterion, None, case.config, lr_scheduler=scheduler, device=case.device
+    )
+    made: Sink = sink(engine) if isinstance(sink, partial) else sink
+    recorder = EngineRecorder(engine._parts, made)
+    place, cycle = engine.context, case.config.gradient_accumulation
+    engine.train()
+    with engine._with_hook(recorder):
+        recorder.attach()
+        for update in range(case.updates):
+            torch.manual_seed(update)
+            is_last = (place.dp_rank, place.tp_rank) == (place.dp_size - 1, place.tp_size - 1) and place.is_last_stage
+            criterion.overflows = update == case.overflows and is_last
+            for step in range(cycle):
+                if calls is None:
+                    batch = subject.batch(update, step * place.dp_size + place.dp_rank, case.chunks)
+                else:
+                    batch = _batch(case, subject, update, step, calls)
+                inputs, targets = _to(case.device, batch)
+                if calls is not None:
+                    made.figure(update, step, "rows", count_rows((inputs, targets)))
+                args, kwargs = call_of(inputs)
+                engine.zero_grad()
+                with undropped():
+                    output = engine(*args, **kwargs)
+                    loss = engine.criterion(output, targets) if subject.has_targets else engine.criterion(output)
+                    engine.backward(loss)
+                engine.step()
+        recorder.detach()
+    engine.close()
+    return getattr(made, "measures", None)
+
+
+class _Overflowing(nn.Module):
+    """The criterion, whose value is inf where `overflows`."""
+
+    overflows = False
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.inner = subject.criterion
+
+    def forward(self, *args: Any) -> Any:
+        """The loss."""
+        loss = self.inner(*args)
+        if not self.overflows:
+            return loss
+        return (loss[0] * math.inf, *loss[1:]) if isinstance(loss, (tuple, list)) else loss * math.inf
+
+
+def _batch(case: Case, subject: Subject, update: int, call: int, calls: int) -> Any:
+    """The chunks of a call of the reference, in one batch."""
+    own = case.chunks // calls
+    return join([subject.batch(update, call * own + chunk, case.chunks) for chunk in range(own)])
+
+
+def _to(device: str, tree: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), tree)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, store: Store) -> None:
+    """Give it the weights with which the reference began."""
+    for kind, named in (("update", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            value = store.get(Key(-1, 0, kind, name))
+            if value is not None:
+                tensor.copy_(value)
+

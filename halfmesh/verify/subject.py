@@ -1,0 +1,196 @@
+"""What is verified: the user's model, batches, criterion and optimizer, built anew in each process."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.overrides import TorchFunctionMode
+
+from ..errors import InputError
+from ..tensors import map_tensors, tensors_of
+
+Batch = tuple[Any, Any]
+"""Inputs and targets."""
+NOISE = 0.02
+"""Of parameters that are constant, relative to the constant or 1: behind zeros and ones mistakes hide."""
+_DROPS = re.compile(r"drop(?!less)")
+_DRAWS = re.compile(r"^(rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|exponential|uniform|rrelu)")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user gives.
+
+    Attributes:
+        build: as in `halfmesh check --model`: a function, or "package.module:function". It returns (model, inputs), or
+            (model, (inputs, targets), criterion); a list in place of the second is of batches.
+        optimizer: a function of the parameters; None: SGD with momentum.
+    """
+
+    build: str | Callable[[], Any]
+    optimizer: str | Callable[[Any], optim.Optimizer] | None = None
+
+
+@dataclass
+class Subject:
+    """A model and how it is trained.
+
+    Attributes:
+        batches: one, of which rows are drawn; or several, which are used in turn.
+        multiple: of which the number of rows that are drawn has to be.
+    """
+
+    model: nn.Module
+    batches: Sequence[Batch]
+    criterion: Callable[..., Any]
+    has_targets: bool
+    optimizer: Callable[[Any], optim.Optimizer]
+    multiple: int = 1
+
+    def batch(self, update: int, chunk: int, chunks: int) -> Batch:
+        """Chunk `chunk` of the `chunks` of an update's batch."""
+        number = update * chunks + chunk
+        if len(self.batches) > 1:
+            return self.batches[number % len(self.batches)]
+        whole = count_rows(self.batches[0])
+        rows = -(-whole // self.multiple) * self.multiple
+        drawn = torch.randint(whole, (rows,), generator=torch.Generator().manual_seed(number))
+        return map_tensors(lambda t: t[drawn.to(t.device)] if t.dim() and len(t) == whole else t, self.batches[0])
+
+    def loss(self, output: Any, targets: Any) -> Any:
+        """The criterion's value."""
+        return self.criterion(output, targets) if self.has_targets else self.criterion(output)
+
+
+def make_subject(given: Given, dtype: torch.dtype | None, seed: int = 0, multiple: int = 1) -> Subject:
+    """Build it. Raises InputError if `given` is not what it should be."""
+    torch.manual_seed(seed)
+    model, batches, criterion = _build(given.build)
+    for name, module in model.named_modules():
+        if hasattr(module, "set_experts_implementation") and not name:
+            module.set_experts_implementation("eager")  # grouped products have no float64 on a CPU
+        _stop_dropping(module)
+    _add_noise(model)
+    if dtype is not None:
+        model.to(dtype)
+        batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
+        if isinstance(criterion, nn.Module):
+            criterion.to(dtype)
+    optimizer = given.optimizer
+    if isinstance(optimizer, str):
+        optimizer = find(optimizer, "--optimizer")
+    has_targets = criterion is not None
+    return Subject(model, batches, criterion or own_loss, has_targets, optimizer or _sgd, multiple)
+
+
+def _sgd(params: Any) -> optim.Optimizer:
+    return optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def decay(update: int) -> float:
+    """The schedule of all runs: each update has its own learning rate."""
+    return float(0.9**update)
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """The model's own loss where it returns one, else the mean square of its first output."""
+    floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    if not floats:
+        raise InputError("the model returned no tensor of floating point, so there is no loss to go backward from")
+    if floats[0].dim() == 0:
+        return floats[0]
+    return F.mse_loss(floats[0], torch.zeros_like(floats[0]))
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """The rows of several batches in one. Raises RuntimeError if their shapes do not fit."""
+    rows = [count_rows(batch) for batch in batches]
+    columns = iter(list(zip(*map(tensors_of, batches), strict=True)))
+
+    def put(_: torch.Tensor) -> torch.Tensor:
+        parts = next(columns)
+        has_rows = all(part.dim() and len(part) == n for part, n in zip(parts, rows, strict=True))
+        return torch.cat(parts) if has_rows else parts[0]
+
+    return map_tensors(put, batches[0]) if len(batches) > 1 else batches[0]
+
+
+def count_rows(batch: Batch) -> int:
+    """The size of the first dim of the first tensor that has one."""
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
+
+
+def call_of(inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Positional and named arguments of the model."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def find(reference: str, option: str) -> Callable[..., Any]:
+    """The function that "package.module:name" names."""
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"{option} {reference}: {error}; name a function as package.module:function") from error
+
+
+def _build(build: str | Callable[[], Any]) -> tuple[nn.Module, list[Batch], Any]:
+    made = (find(build, "--model") if isinstance(build, str) else build)()
+    parts = made if isinstance(made, tuple) else (made,)
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+        raise InputError("the builder has to return (model, inputs), or (model, (inputs, targets), criterion)")
+    model, given, criterion = parts[0], parts[1], parts[2] if len(parts) == 3 else None
+    batches = given if isinstance(given, list) else [given]
+    return model, [batch if criterion is not None else (batch, None) for batch in batches], criterion
+
+
+def _stop_dropping(module: nn.Module) -> None:
+    """Dropout would draw other numbers in each layout."""
+    for name, value in list(vars(module).items()):
+        if (isinstance(value, float) and _DROPS.search(name)) or (name == "p" and _DROPS.search(type(module).__name__.lower())):
+            setattr(module, name, 0.0)
+
+
+@torch.no_grad()
+def _add_noise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for param in model.parameters():
+        if param.requires_grad and param.is_floating_point() and param.numel() > 1 and param.min() == param.max():
+            noise = torch.randn(param.shape, generator=generator).to(param)
+            param.add_(noise * NOISE * param.flatten()[0].abs().clamp_min(1))
+
+
+class Undropped(TorchFunctionMode):
+    """Functions that drop activations return them; others that draw random numbers are named in `drawn`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for each function of torch."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs, "dropout_p": 0.0} if len(args) <= 4 else kwargs
+        elif _DRAWS.match(name):
+            self.drawn[name] = None
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def undropped() -> Iterator[Undropped]:
+    """A scope without dropout."""
+    with Undropped() as mode:
+        yield mode
