@@ -82,9 +82,7 @@ class Comparison:
         accumulated: a second reference, for gradients only.
     """
 
-    def __init__(
-        self, reference: Store, place: Coordinates, calls: int = 1, accumulated: Store | None = None
-    ) -> None:
+    def __init__(self, reference: Store, place: Coordinates, calls: int = 1, accumulated: Store | None = None) -> None:
         self.names = reference.names
         self.measures = Measures(place.rank, place.axes)
         self._reference, self._accumulated, self._place = reference, accumulated, place

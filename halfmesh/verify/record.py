@@ -229,7 +229,9 @@ class EngineRecorder(Recorder):
         params = {name for _, name in self._state.names()}
         for name, held in self._state.weights().items():
             if held.tensor.is_floating_point():
-                self.sink.parameter(Key(update, 0, what if name in params else "buffer", name), held.tensor, held.placement)
+                self.sink.parameter(
+                    Key(update, 0, what if name in params else "buffer", name), held.tensor, held.placement
+                )
 
     @torch.no_grad()
     def _begins(self) -> None:
@@ -268,4 +270,3 @@ def loss_value(loss: Any) -> tuple[float, float]:
 def figures_of(store: Store, update: int, what: str) -> Iterator[Any]:
     """Those of one kind, of all calls of an update."""
     return (value for (number, _, kind), value in store.figures.items() if (number, kind) == (update, what))
-

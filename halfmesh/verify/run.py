@@ -241,4 +241,3 @@ def _load(model: nn.Module, store: Store) -> None:
             value = store.get(Key(-1, 0, kind, name))
             if value is not None:
                 tensor.copy_(value)
-

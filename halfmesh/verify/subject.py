@@ -157,7 +157,9 @@ def _build(build: str | Callable[[], Any]) -> tuple[nn.Module, list[Batch], Any]
 def _stop_dropping(module: nn.Module) -> None:
     """Dropout would draw other numbers in each layout."""
     for name, value in list(vars(module).items()):
-        if (isinstance(value, float) and _DROPS.search(name)) or (name == "p" and _DROPS.search(type(module).__name__.lower())):
+        if (isinstance(value, float) and _DROPS.search(name)) or (
+            name == "p" and _DROPS.search(type(module).__name__.lower())
+        ):
             setattr(module, name, 0.0)
 
 
@@ -183,7 +185,10 @@ class Undropped(TorchFunctionMode):
         if "dropout" in name and args:
             return args[0]
         if name == "scaled_dot_product_attention":
-            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs, "dropout_p": 0.0} if len(args) <= 4 else kwargs
+            args, kwargs = (
+                args[:4] + (0.0,) * (len(args) > 4) + args[5:],
+                {**kwargs, "dropout_p": 0.0} if len(args) <= 4 else kwargs,
+            )
         elif _DRAWS.match(name):
             self.drawn[name] = None
         return func(*args, **kwargs)
