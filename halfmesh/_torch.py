@@ -25,17 +25,26 @@ RUNNING_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.Ins
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor in place by the 0-dim fp32 `factor` on the same device; half precision rounds once.
+    """Multiply each tensor in place by the 0-dim `factor` on the same device; half precision rounds once.
 
     One launch for all tensors of a dtype, and no host read. `Tensor._version` does not count it.
+
+    Args:
+        factor: fp32; or float64: tensors in float64 are then multiplied in float64, by a launch each that counts as a
+            write, and others in fp32.
     """
     # torch._foreach_mul_ rounds a 0-dim CUDA factor to the tensors' dtype first: 1/3 to 0.334 in bf16, 2**-26 to 0 in
     # fp16. GradScaler's kernel does not.
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(same, torch.zeros_like(factor), factor)
+    narrow = factor.float()
+    for dtype, same in by_dtype.items():
+        if dtype == factor.dtype == torch.float64:
+            for tensor in same:
+                tensor.mul_(factor)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(same, torch.zeros_like(narrow), narrow)
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

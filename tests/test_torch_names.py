@@ -100,6 +100,16 @@ def test_a_product_rounds_once(dtype, factor):
     assert all(map(torch.equal, tensors, expected))
 
 
+def test_a_factor_in_float64_is_exact_for_float64_and_fp32_for_others():
+    factor = torch.tensor(1 / 3, dtype=torch.float64)
+    values = torch.tensor([3.0, 1e300]), torch.tensor([7.0], dtype=torch.float16)
+    wide, narrow, half = values[0].double(), values[0].clone(), values[1].clone()
+    _torch.foreach_mul_([wide, narrow, half], factor)
+    assert torch.equal(wide, values[0].double() * factor)
+    assert torch.equal(narrow, values[0] * factor.float())
+    assert torch.equal(half, (values[1].float() * factor.float()).half())
+
+
 def test_operations_on_lists_of_several_dtypes():
     kinds = (torch.float16, torch.float32, torch.bfloat16, torch.float16)
     targets = [torch.zeros(2, dtype=dtype) for dtype in kinds]

@@ -53,7 +53,8 @@ class LossScales:
         if not self.scalers:
             return None if divisor == 1 else torch.full_like(loss, 1 / divisor)
         scaler = self.scalers[0 if self.multi is None else loss_id]
-        seed = (scaler.scale / divisor).to(loss)  # a copy: the scale moves in place
+        scale = scaler.scale.to(torch.promote_types(loss.dtype, torch.float32))  # float64 is divided in float64
+        seed = (scale / divisor).to(loss)  # a copy: the scale moves in place
         return seed if loss.ndim == 0 else seed.expand_as(loss)
 
     def before_backward(self, receivers: Sequence[ParamShard]) -> None:

@@ -216,7 +216,7 @@ class MixedPrecisionOptimizer:
         if stats is not None and max_norm > 0:
             total = clip_divisor(total, stats.norm, max_norm)
         try:
-            self._apply(grads, buckets, None if total is None else total.float(), self.found_inf)
+            self._apply(grads, buckets, None if total is None else total.to(self.stepper.divides_in), self.found_inf)
         finally:  # a hook of the user's may raise on one rank: the scale moves on all
             if stats is not None:
                 self.loss_scales.update(stats)
@@ -235,7 +235,7 @@ class MixedPrecisionOptimizer:
         divisor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Divide by `divisor` (0-dim fp32) and step, unless `found_inf` is 1. Empties `grads` to free them."""
+        """Divide by `divisor` (0-dim) and step, unless `found_inf` is 1. Empties `grads` to free them."""
         if found_inf is not None and not self.stepper.folds:
             if bool(found_inf):  # the one host read, of an optimizer that cannot take the verdict along
                 return

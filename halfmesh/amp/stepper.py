@@ -28,6 +28,8 @@ class Stepper:
     Attributes:
         takes_grad_scale: whether its step can unscale the gradients and skip on its own.
         switched: the places of the groups that were made fused here.
+        divides_in: the dtype of the divisor: fp32, which is all that fused kernels take, or where parameters are in
+            float64 that, and they take gradients that are divided.
     """
 
     def __init__(self, masters: MasterWeights, device: torch.device, allow_fused: bool) -> None:
@@ -40,6 +42,7 @@ class Stepper:
         self._used: list[torch.Tensor] = []
         self.switched: set[int] = set()
         self.takes_grad_scale = self._is_elementwise = False
+        self.divides_in = torch.float32
         self._stepping = False
         self._settings: list[Any] = []
         self._group_of: dict[int, int] = {}  # the place of each parameter's group
@@ -57,6 +60,8 @@ class Stepper:
         self.takes_grad_scale = fused.takes_grad_scale(self.optimizer)
         self._is_elementwise = fused.is_elementwise(self.optimizer)
         self._settings = fused.group_settings(self.optimizer)
+        dtypes = {target.dtype for target in self._masters.stepped.values()}
+        self.divides_in = torch.float64 if torch.float64 in dtypes else torch.float32
         groups = enumerate(self.optimizer.param_groups)
         self._group_of = {id(param): place for place, group in groups for param in group["params"]}
 
@@ -124,7 +129,7 @@ class Stepper:
         """Step with the gradients of `shards`, which are used up and taken out of `grads`.
 
         Args:
-            divisor: the gradients are divided by it (0-dim fp32); None for 1.
+            divisor: the gradients are divided by it (0-dim, in `divides_in`); None for 1.
             found_inf: 1.0 to skip (0-dim fp32), where the optimizer `folds`; None to step.
             bucketed: these are not all: show the optimizer no other parameters, so that it does not look through all of
                 them for each of many buckets.
@@ -147,11 +152,13 @@ class Stepper:
             if target.grad is not grad:
                 target.grad = grad
         attributes, groups = vars(self.optimizer), self.optimizer.param_groups
-        if self.folds:
+        folds = self.folds
+        if divisor is not None and (divisor.dtype == torch.float64 or not folds):
+            _multiply(grads, 1 / divisor)
+            divisor = None
+        if folds:
             attributes.update(grad_scale=divisor, found_inf=found_inf)
             fused.seed_momentum(self.optimizer, targets)
-        elif divisor is not None:
-            _multiply(grads, 1 / divisor)
         whole = [group["params"] for group in groups] if bucketed else []
         if bucketed:
             for group in groups:

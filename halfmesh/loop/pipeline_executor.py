@@ -292,9 +292,13 @@ class PipelineExecutor:
             _wait(works)
             self._accumulation.add_weight(figures[1])
 
+        # Every rank knows what the model returns, and only the last stage the loss.
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors_of(forward.known.stages[-1]))
+
         def value() -> Any:
             _wait(works)
-            return (figures[0].float(), figures[1].float()) if reduction == "weighted" else figures[0].float()
+            made, weight = (figure.to(torch.float64 if wide else torch.float32) for figure in figures[:2])
+            return (made, weight) if reduction == "weighted" else made
 
         loss.resolve(value)
 

@@ -95,7 +95,8 @@ class Reducer:
             # These sums will be summed again. A mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
             if grads:
-                foreach_mul_(grads, torch.full((), 1 / self.group.size(), device=grads[0].device))
+                part = torch.full((), 1 / self.group.size(), dtype=torch.float64, device=grads[0].device)
+                foreach_mul_(grads, part)
         self._finished = self.stale = False
         self._collecting = True
         self._reset()
@@ -216,7 +217,8 @@ class Reducer:
     def _launch_statistics(self) -> tuple[torch.Tensor, dist.Work] | None:
         if not self.statistics:
             return None
-        flat = torch.cat([buffer.reshape(-1).float() for buffer in self.statistics]) / self.group.size()
+        parts = [buffer.reshape(-1).to(torch.promote_types(buffer.dtype, torch.float32)) for buffer in self.statistics]
+        flat = torch.cat(parts) / self.group.size()
         return flat, self._all_reduce(flat, divide=False)
 
     def _all_reduce(self, flat: torch.Tensor, divide: bool = True) -> dist.Work:

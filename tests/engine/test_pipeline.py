@@ -72,6 +72,22 @@ def test_microbatches_accumulation_and_data_ranks_join_their_losses():
     assert [weight for _, weight in results[1]["weighted"][0]] == [2, 4, 2, 4]
 
 
+def double_losses(rank: int, world_size: int) -> list[torch.Tensor]:
+    x, y = make_data(8)
+    weighted = make(pipe() | {"loss_reduction": "weighted"}, Deep().double(), criterion=CRITERIA["weighted"])
+    total, weight = step(weighted, x.double(), y)[1].value()
+    mean = step(make(model=Deep().double()), x.double(), y)[1].value()
+    return [mean, total / weight, step(make(), x, y)[1].value()]
+
+
+def test_a_loss_in_float64_stays_in_float64():
+    model, (x, y) = Deep().double(), make_data(8)
+    expected = nn.functional.cross_entropy(model(x.double()), y).item()
+    for *wide, narrow in run_ranks(double_losses, 2):
+        assert [loss.item() for loss in wide] == [pytest.approx(expected, rel=1e-14)] * 2
+        assert [loss.dtype for loss in (*wide, narrow)] == [torch.float64, torch.float64, torch.float32]
+
+
 # -- reading -----------------------------------------------------------------------------------------------
 
 

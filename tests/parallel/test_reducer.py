@@ -155,6 +155,25 @@ def test_batchnorm_statistics_are_averaged_and_other_buffers_that_change_are_nam
     assert second[2] == ""
 
 
+def double(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Running statistics, and sums over ranks that are summed once more."""
+    norm = nn.BatchNorm1d(2).double()
+    engine = make_engine(model=norm, optimizer=sgd)
+    engine.backward(engine(here(torch.full((4, 2), rank / 3, dtype=torch.float64))).sum())
+    engine.step()
+    twice = make_engine({"loss_reduction": "sum"}, model=Scaled().double(), optimizer=sgd)
+    for _ in range(2):
+        twice.backward(twice(here(torch.ones(4, dtype=torch.float64))).sum() / 7)
+    twice.step()
+    return norm.running_mean.cpu(), twice.model.weight.detach().cpu()
+
+
+def test_statistics_and_sums_in_float64_stay_in_float64():
+    for mean, weight in run_ranks(double, 3):
+        torch.testing.assert_close(mean, torch.full((2,), 0.1 / 3, dtype=torch.float64), rtol=1e-14, atol=0)
+        torch.testing.assert_close(weight, torch.full((4,), -6 / 7, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
 class Twice(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         run = super().forward
