@@ -1,0 +1,17 @@
+"""Imported by the fork server before it forks ranks: imports for all of them what the variable below names."""
+
+import contextlib
+import faulthandler
+import importlib
+import os
+
+MODULES = "HALFMESH_PRELOAD"  # seconds that it may take, then the names
+
+if MODULES in os.environ:
+    _limit, *_names = os.environ[MODULES].split()
+    os.dup2(2, 1)  # what modules print is no part of an answer
+    faulthandler.dump_traceback_later(float(_limit), exit=True)
+    for _name in _names:
+        with contextlib.suppress(BaseException):  # it fails again in the ranks, which can say so
+            importlib.import_module(_name)
+    faulthandler.cancel_dump_traceback_later()
