@@ -1,5 +1,5 @@
-"""What a training run computes, tensor by tensor: hooks on modules, gradients and weights hand it to a sink; and the file
-to which a reference writes it."""
+"""What a training run computes, tensor by tensor: hooks on modules, gradients and weights hand it to a sink; and the
+file to which a reference writes it."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def record_engine(case: Case, path: Path, calls: int) -> None:
 
 
 def estimate(case: Case, path: Path, calls: int, eps: float) -> Measures:
-    """How far the reference in `path` is from one whose first layer's outputs are moved by up to `eps` of themselves."""
+    """How far the reference in `path` is from one whose first layer's outputs move by up to `eps` of themselves."""
     subject, store = case.subject(), Store(path)
     alone = replace(case, config=layout.reference(case.config, calls))
     sink = Comparison(store, Coordinates(0, calls, 1, {}), calls)
