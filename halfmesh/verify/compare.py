@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ class Coordinates:
         chunks: of an update's batch: data ranks x accumulation.
         microbatches: in which a pipeline splits a chunk.
         axes: place and size on the axes that share a chunk.
-        apart: prefixes of modules that compute with other rows, as experts do.
+        apart: prefixes of modules that compute with rows of other ranks, as experts do.
     """
 
     rank: int
@@ -93,7 +94,7 @@ class Comparison:
         """See `Sink`."""
         at = key._replace(call=key.call // self._per_call)
         expected = self._reference.get(at)
-        if expected is None or any(f"{key.name}.".startswith(prefix) for prefix in self._place.apart):
+        if expected is None or key.name.startswith(self._place.apart):
             return
         cuts = list(self._cuts(expected, tensor, key.call % self._per_call, microbatch))
         is_grad = key.what == "grad_output"
@@ -139,7 +140,8 @@ class Comparison:
         ways = [list(self._ways(int(n), int(m), chunk, microbatch)) for n, m in zip(expected.shape, shape, strict=True)]
         for choice in itertools.product(*ways):
             part, names = expected, [name for name, *_ in choice if name]
-            if sum(name.startswith("rows") for name in names) > 1:
+            shared = [axis for name in names for axis in re.findall(r"[a-z]\w*", name) if axis != "expanded"]
+            if len({*shared}) < len(shared):  # a tensor is divided over an axis once
                 continue
             for dim, (_, index, count, blocks) in enumerate(choice):
                 if count > 1:
@@ -158,11 +160,12 @@ class Comparison:
             return
         count, place = whole // own, self._place
         rows, row = self._per_call * place.microbatches, chunk * place.microbatches + microbatch
-        if count == rows:
+        has_rows = not self._rows or whole % self._rows == 0
+        if count == rows and has_rows:
             yield "rows", row, rows, 1
         shares = {axis: where for axis, where in place.axes.items() if where[1] > 1}
         for axis, (index, size) in shares.items():
-            if count == rows * size and axis != "tp":
+            if count == rows * size and axis != "tp" and has_rows:
                 yield f"rows/{axis}", row * size + index, count, 1
             for blocks in range(1, MOST_BLOCKS + 1) if count == size else ():
                 if whole % (blocks * size) == 0:

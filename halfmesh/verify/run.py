@@ -71,8 +71,8 @@ def record_plain(case: Case, path: Path, calls: int) -> None:
         clip = case.config.clip_grad_norm
         norm = float(nn.utils.get_total_norm(list(grads.values()), clip.norm_type)) / weight
         divisor = weight * max(1.0, (norm + 1e-6) / clip.max_norm) if clip.max_norm else weight
-        for name, grad in grads.items():  # fused kernels take the divisor in float32
-            model.get_parameter(name).grad = grad / float(torch.tensor(divisor, dtype=torch.float32))
+        for name, grad in grads.items():
+            model.get_parameter(name).grad = grad / divisor
         store.figure(update, 0, "grad_norm", norm)
         store.figure(update, 0, "lr", optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -151,19 +151,14 @@ def _comparison(case: Case, store: Store, calls: int, other: Store | None, engin
     context = engine.context
     axes = {axis: (context.place(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
     pipeline = case.config.parallel.pipeline
-    apart = {
-        name.rpartition(".")[0].partition(".experts")[0]
-        for axis in engine._parts.division.axes.values()
-        if axis.dim == "ep"
-        for name, param in engine.model.named_parameters()
-        if param in axis.splits
-    }
+    # Where ranks exchange tokens: what such a layer has inside are others' rows.
+    apart = [f"{name}." for name, module in engine.model.named_modules() if vars(module).get("is_divided_by_engine")]
     here = Coordinates(
         context.rank,
         case.chunks,
         pipeline.microbatches or 1 if pipeline.size > 1 else 1,
         axes,
-        tuple(f"{name}.experts." for name in apart),
+        tuple(apart),
     )
     return Comparison(store, here, calls, other)
 
