@@ -7,7 +7,6 @@ import faulthandler
 import os
 import pickle
 import random
-import re
 import shutil
 import signal
 import socket
@@ -32,12 +31,6 @@ from . import preload as server
 
 T = TypeVar("T")
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SERVER = (
-    "torch.distributed.fsdp torch.distributed.tensor.parallel torch.distributed.pipelining halfmesh.assembly "
-    "halfmesh.config.load halfmesh.parallel.tensor.apply halfmesh.parallel.sharding.fsdp halfmesh.checkpoint.state "
-    "halfmesh.loop.pipeline_executor halfmesh.verify"
-)
-_IN_SERVER = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # ranks share cores; CUDA outlives no fork
 _IMPORT_S = 120.0  # how long the imports of the server may take, at least
 _GRACE_S = 3.0  # after an error that only says that another rank is gone: time for that one's own error to arrive
 _NOT_CONNECTED, _ATTEMPTS = "Gloo connectFullMesh failed", 3  # sockets missed each other on a busy machine
@@ -45,13 +38,13 @@ _NOT_CONNECTED, _ATTEMPTS = "Gloo connectFullMesh failed", 3  # sockets missed e
 
 @dataclass(eq=False)
 class RankError(Exception):
-    """A rank failed, died, or had not ended at the time limit.
+    """A rank failed, died, or had not ended at the time limit: the first, or the first that hangs.
 
     Attributes:
-        rank: the first that failed, or that hangs.
         reason: in one line: "ValueError: text".
         text: the traceback; of ranks that hang the stacks of all; of one that died the end of what it wrote.
         refusal: the message, if halfmesh raised the error on purpose; else "".
+        is_echo: it only says that another rank is gone.
     """
 
     rank: int
@@ -59,8 +52,8 @@ class RankError(Exception):
     text: str
     hung: bool = False
     refusal: str = ""
-    is_echo: bool = False  # it only says that another rank is gone
-    at: float = field(default_factory=time.monotonic)  # which all processes of a machine share
+    is_echo: bool = False
+    at: float = field(default_factory=time.monotonic)  # all processes of a machine share this clock
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.text}"
@@ -68,7 +61,7 @@ class RankError(Exception):
 
 @dataclass
 class Ranks(Generic[T]):
-    """Ranks, at work within a `with` block, whose end ends them. Several can be at work at the same time.
+    """Ranks that work while a `with` block lasts. Several can be at work at the same time.
 
     They are forked from a server that has imported torch and halfmesh; each has one thread, and torchrun's variables
     unless it is alone. What they print is kept for errors.
@@ -77,7 +70,7 @@ class Ranks(Generic[T]):
         function: of a module's top level; it gets `args`. Its result is pickled.
         timeout: seconds from the `with`, for everything.
         device: "cpu" (gloo), or "cuda" (nccl, a GPU for each rank).
-        preload: modules for the server, if this starts it. It keeps them as they are now until this process ends.
+        preload: modules for the server, if this starts it; what is in them now stays there until this process ends.
         environment: variables for the ranks, besides those of this process.
         groups: make the process group before the call.
     """
@@ -98,9 +91,9 @@ class Ranks(Generic[T]):
         try:
             self._call = pickle.dumps((self.function, tuple(self.args)))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
+            allowed = "name functions of a module's top level, such as package.module:build"
             raise InputError(
-                f"this cannot be sent to the processes that should call it ({error}); name functions of a module's top "
-                "level, such as package.module:build"
+                f"this cannot be sent to the processes that should call it ({error}); {allowed}"
             ) from error
         self._attempts = _ATTEMPTS
         self._start()
@@ -114,7 +107,7 @@ class Ranks(Generic[T]):
         try:
             context = get_context("forkserver")
             context.set_forkserver_preload([server.__name__])  # has an effect only before the server starts
-            with _set(**{server.MODULES: " ".join([str(limit), _SERVER, *self.preload])}, **_IN_SERVER):
+            with _server_environment(" ".join([str(limit), *self.preload])):
                 forkserver.ensure_running()
             for rank in range(self.world_size):
                 place = (rank, rank, self.world_size, self.world_size, "127.0.0.1", port)
@@ -140,22 +133,19 @@ class Ranks(Generic[T]):
         Raises:
             RankError: of several errors the first that is not the echo of another rank's end; or the time is up.
         """
-        results: dict[int, bytes] = {}
+        ends: dict[int, Any] = {}
         errors: list[RankError] = []
-        waiting, deadline = set(range(self.world_size)), self._deadline
-        while waiting and all(error.is_echo for error in errors):
-            # The sentinel, too: a pipe may be held open by processes that its rank has started.
-            handles = {handle: rank for rank in waiting for handle in self._handles(rank)}
+        deadline = self._deadline
+        while len(ends) < self.world_size and all(error.is_echo for error in errors):
+            # Also the sentinel: a pipe may be held open by processes that its rank has started.
+            waiting = [(rank, *member) for rank, member in enumerate(self._members) if rank not in ends]
+            handles = {handle: rank for rank, process, pipe in waiting for handle in (pipe, process.sentinel)}
             ready = connection.wait(list(handles), max(0.0, deadline - time.monotonic()))
-            for rank in {handles[handle] for handle in ready}:
-                end = self._receive(rank)
-                errors, results = (
-                    ([*errors, end], results) if isinstance(end, RankError) else (errors, results | {rank: end})
-                )
-            waiting -= set(results) | {error.rank for error in errors}
-            deadline = min(deadline, time.monotonic() + _GRACE_S) if errors else deadline
             if not ready:
                 break
+            ends |= {rank: self._receive(rank, *self._members[rank]) for rank in {handles[handle] for handle in ready}}
+            errors = [end for end in ends.values() if isinstance(end, RankError)]
+            deadline = min(deadline, time.monotonic() + _GRACE_S) if errors else deadline
         if any(_NOT_CONNECTED in error.reason for error in errors) and self._attempts > 1:
             self._attempts -= 1
             self.__exit__()
@@ -163,25 +153,21 @@ class Ranks(Generic[T]):
             return self.wait()
         if errors:
             raise min(errors, key=lambda error: (error.is_echo, error.at, error.rank))
-        if waiting:
-            raise self._describe_hung(sorted(waiting))
-        return [pickle.loads(results[rank]) for rank in range(self.world_size)]
+        if len(ends) < self.world_size:
+            raise self._describe_hung([rank for rank in range(self.world_size) if rank not in ends])
+        return [pickle.loads(ends[rank]) for rank in range(self.world_size)]
 
-    def _handles(self, rank: int) -> tuple[Any, Any]:
-        process, pipe = self._members[rank]
-        return pipe, process.sentinel
-
-    def _receive(self, rank: int) -> bytes | RankError:
-        process, pipe = self._members[rank]
+    def _receive(self, rank: int, process: Any, pipe: Any) -> Any:
         with contextlib.suppress(EOFError, ConnectionError):
             if pipe.poll():
                 return pickle.loads(pipe.recv_bytes())
         process.join(5)
-        code = process.exitcode or 0
+        code, log = process.exitcode or 0, self._folder / f"log_{rank}"
         reason = f"killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with status {code}"
-        if (wrote := self._read("log", rank)) is None:
+        if not log.exists():
             reason += ' while it started; is this called under `if __name__ == "__main__":`?'
-        return RankError(rank, reason, "\n".join([reason, *(wrote or "").splitlines()[-20:]]))
+        wrote = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+        return RankError(rank, reason, "\n".join([reason, *wrote]))
 
     def _describe_hung(self, hung: list[int]) -> RankError:
         """With the stacks of each, which faulthandler writes also from within a blocked collective."""
@@ -191,15 +177,12 @@ class Ranks(Generic[T]):
         time.sleep(0.5)
         places: dict[str, list[str]] = {}
         for rank in hung:
-            stacks = re.sub("(?m)^(Current thread|Thread) 0x\\w+", "Thread", self._read("stacks", rank) or "")
-            places.setdefault(stacks, []).append(str(rank))
-        where = "".join(f"\nrank {', '.join(ranks)} is at:\n{stacks}" for stacks, ranks in places.items())
+            path = self._folder / f"stacks_{rank}"
+            _, _, stack = (path.read_text() if path.exists() else "").rpartition("(most recent call first):\n")
+            places.setdefault(stack.rstrip(), []).append(str(rank))  # of the main thread, which comes last
+        where = "".join(f"\nrank {', '.join(ranks)} is at:\n{stack}" for stack, ranks in places.items())
         reason = f"had not ended after {self.timeout:g} s"
-        return RankError(hung[0], reason, reason + where.rstrip(), hung=True)
-
-    def _read(self, what: str, rank: int) -> str | None:
-        path = self._folder / f"{what}_{rank}"
-        return path.read_text(errors="replace") if path.exists() else None
+        return RankError(hung[0], reason, reason + where, hung=True)
 
     def __exit__(self, *_: object) -> None:
         """Kill what is still running, with what it has started, and remove what it wrote."""
@@ -220,15 +203,17 @@ def run(function: Callable[..., T], world_size: int, args: Sequence[Any] = (), *
 
 
 @contextlib.contextmanager
-def _set(**variables: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
+def _server_environment(modules: str) -> Iterator[None]:
+    """Of a server that starts in this block. Ranks share cores; and CUDA, once asked for devices, stands no fork."""
+    mine = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", server.MODULES: modules}
+    before = {name: os.environ[name] for name in mine if name in os.environ}
+    os.environ.update(mine)
     try:
         yield
     finally:
-        for name in variables:
-            os.environ.pop(name)
-        os.environ.update({name: value for name, value in before.items() if name in variables})
+        for name in mine:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _free_port() -> int:
@@ -241,14 +226,7 @@ def _free_port() -> int:
 
 
 def _live(
-    rank: int,
-    size: int,
-    folder: Path,
-    pipe: Any,
-    call: bytes,
-    environment: dict[str, str],
-    device: str,
-    group: float | None,
+    rank: int, size: int, folder: Path, pipe: Any, call: bytes, variables: Any, device: str, group: float | None
 ) -> None:
     """One rank. It waits for its end when it is done: a rank that leaves breaks the connections of the others."""
     os.setsid()  # Ctrl-C reaches the parent only, which ends this process and those that it has started
@@ -258,8 +236,7 @@ def _live(
     faulthandler.register(signal.SIGUSR1, file=stacks)
     threading.Thread(target=_end_with_parent, args=(pipe, folder), daemon=True).start()
     os.environ.clear()
-    os.environ.update(environment)
-    end: bytes | RankError
+    os.environ.update(variables)
     try:
         torch.set_num_threads(1)
         place = torch.device("cuda", rank) if device == "cuda" else None
@@ -269,11 +246,11 @@ def _live(
             backend, store = "nccl" if place else "gloo", f"file://{folder}/store"
             dist.init_process_group(backend, store, timedelta(seconds=group + 60), size, rank, device_id=place)
         function, args = pickle.loads(call)
-        end = pickle.dumps(function(*args))
+        end: Any = pickle.dumps(function(*args))
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
         echo = any(is_echo(one) or is_timeout(one) for one in (error, error.__cause__ or error))
         refusal = str(error) if isinstance(error, HalfmeshError) else ""
+        reason = f"{type(error).__name__}: {error}"
         end = RankError(rank, reason, traceback.format_exc(), False, refusal, echo, time.monotonic())
     sys.stdout.flush()
     pipe.send_bytes(pickle.dumps(end))
