@@ -1,0 +1,119 @@
+"""What a verification found, for a person and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from textwrap import indent
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a layout first differs from its reference.
+
+    Attributes:
+        step: the update, from 0.
+        what: input, output, grad_output, gradient, update, buffer, loss, norm, verdict; failed or hangs, of ranks.
+        module: its name, or that of the parameter or buffer; "" is the model itself.
+        difference: relative; inf where there is no number for it.
+        ranks: that differ.
+        where: the place in words.
+        cause: what probably causes it; of ranks that failed the traceback, of those that hang the stacks.
+        advice: what to try.
+    """
+
+    step: int
+    what: str
+    module: str
+    difference: float
+    allowed: float
+    ranks: tuple[int, ...]
+    where: str
+    cause: str
+    advice: str
+
+    def __str__(self) -> str:
+        lines = [f"first difference: update {self.step}, {self.where}"]
+        label = "" if self.what in ("failed", "hangs") else "likely cause: "
+        lines += [label + self.cause] if self.cause else []
+        lines += [f"to try: {self.advice}"] if self.advice else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One comparison of the layout with a reference.
+
+    Attributes:
+        name: "structure", or "format".
+        dtype: in which both compute: "float64", "naive float16".
+        compared, skipped: numbers of tensors; those that no part of the reference fits are skipped.
+        largest: by what, the largest difference as a share of what is allowed.
+    """
+
+    name: str
+    dtype: str
+    equal: bool
+    first: Difference | None
+    compared: int
+    skipped: int
+    largest: Mapping[str, float]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        head = f"{self.name}, {self.dtype}: {'equal' if self.equal else 'differs'}"
+        text = f"{head} ({self.compared} tensors compared{skipped}; {self.seconds:.1f} s)"
+        if self.equal and self.largest:
+            what, share = max(self.largest.items(), key=lambda item: item[1])
+            text += f"; largest difference: {what}, {share:.1g} of what is allowed"
+        return "\n  note: ".join([text, *self.notes])
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Whether a layout computes what one process computes, and where it does not.
+
+    Attributes:
+        equal: in all phases.
+        first: of the first phase that differs.
+        layout: the mesh, as it ran on `world_size` ranks.
+        shrunk_from: the number of ranks that was asked for, if fewer ran.
+        problems: why the layout is refused; then there are no phases.
+    """
+
+    equal: bool
+    first: Difference | None
+    phases: tuple[Phase, ...]
+    layout: str
+    world_size: int
+    shrunk_from: int | None = None
+    problems: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no inf: it becomes None."""
+        return _finite(asdict(self))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        result = "refused" if self.problems else "equal" if self.equal else "differs"
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        shrunk = f", in place of {self.shrunk_from}" if self.shrunk_from else ""
+        yield f"{result}: {self.layout} ({ranks}{shrunk}) beside one process"
+        for part in [*self.phases, *self.problems]:
+            yield indent(f"- {part}", "  ")
+        if self.first is not None:
+            yield str(self.first)
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree

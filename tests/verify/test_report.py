@@ -1,0 +1,76 @@
+"""What a person reads, and what a program does."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+from halfmesh.verify.report import Difference, Phase, VerifyReport
+
+FORWARD = Difference(
+    step=1,
+    what="output",
+    module="blocks.3.attn",
+    difference=4.1e-3,
+    allowed=1e-9,
+    ranks=(0, 1),
+    where="forward of blocks.3.attn: its inputs agree, its output differs by 4.1e-03 (allowed 1e-09) on ranks 0, 1",
+    cause="the style 'colwise' does not fit qkv",
+    advice="plan={'qkv': 'colwise_split'}",
+)
+GOOD = Phase("structure", "float64", True, None, 812, 3, {"gradient": 0.02, "output": 1e-5}, 10.24, ("it draws: rand",))
+BAD = Phase("format", "naive float16", False, FORWARD, 40, 0, {"output": 4.1e6}, 2.0)
+
+
+def test_a_person_reads_one_line_for_each_phase() -> None:
+    report = VerifyReport(True, None, (GOOD, replace(BAD, equal=True, first=None, largest={})), "pp 2 x tp 2", 4, 64)
+    assert str(report) == (
+        "equal: pp 2 x tp 2 (4 ranks, in place of 64) beside one process\n"
+        "  - structure, float64: equal (812 tensors compared, 3 skipped; 10.2 s); largest difference: gradient, 0.02 of "
+        "what is allowed\n"
+        "    note: it draws: rand\n"
+        "  - format, naive float16: equal (40 tensors compared; 2.0 s)"
+    )
+
+
+def test_a_person_reads_where_it_differs_first() -> None:
+    assert str(VerifyReport(False, FORWARD, (GOOD, BAD), "tp 2", 2)).splitlines()[3:] == [
+        "  - format, naive float16: differs (40 tensors compared; 2.0 s)",
+        "first difference: update 1, forward of blocks.3.attn: its inputs agree, its output differs by 4.1e-03 (allowed "
+        "1e-09) on ranks 0, 1",
+        "likely cause: the style 'colwise' does not fit qkv",
+        "to try: plan={'qkv': 'colwise_split'}",
+    ]
+
+
+def test_the_traceback_of_a_rank_that_failed_is_no_cause() -> None:
+    failed = replace(FORWARD, what="failed", where="rank 1 failed: ValueError: x", cause="Traceback: x", advice="")
+    assert str(failed) == "first difference: update 1, rank 1 failed: ValueError: x\nTraceback: x"
+
+
+def test_a_refusal_has_its_reasons() -> None:
+    report = VerifyReport(False, None, (), "tp 3", 3, None, ("4 heads cannot be shared by 3 ranks", "another"))
+    assert str(report) == (
+        "refused: tp 3 (3 ranks) beside one process\n  - 4 heads cannot be shared by 3 ranks\n  - another"
+    )
+
+
+def test_json_has_no_infinity() -> None:
+    copies = replace(FORWARD, difference=math.inf)
+    report = VerifyReport(False, copies, (replace(BAD, largest={"update": math.nan, "loss": 0.5}),), "dp 2", 2)
+    answer = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert answer["first"] | {"where": "", "cause": "", "advice": ""} == {
+        "step": 1,
+        "what": "output",
+        "module": "blocks.3.attn",
+        "difference": None,
+        "allowed": 1e-9,
+        "ranks": [0, 1],
+        "where": "",
+        "cause": "",
+        "advice": "",
+    }
+    [phase] = answer["phases"]
+    assert (phase["name"], phase["equal"], phase["largest"]) == ("format", False, {"update": None, "loss": 0.5})
+    assert (answer["equal"], answer["world_size"], answer["problems"]) == (False, 2, [])
