@@ -9,16 +9,14 @@ from ..compat import mesh_sizes
 from ..config import Config
 from ..config.schema import CompileConfig, DataConfig, ParallelConfig
 
-_LEFT_OUT: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "checkpoint": None,
     "resume": None,
-    "global_batch_size": None,
-    "lr_interval": "step",
     "compile": CompileConfig(enabled=False),
     "track_grad_norm": True,
     "on_nonfinite": "auto",
 }
-"""Keys that write files or need a loader; compiled code would only make the proof slow, and hooks run without it."""
+"""Without what writes files; compiled code would only make the proof slow, and hooks run without it."""
 
 
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:
@@ -47,7 +45,9 @@ def settle(config: Config, rows: int, world_size: int) -> Config:
     cycle = config.gradient_accumulation
     if config.global_batch_size is not None:
         cycle = max(1, config.global_batch_size // max(1, rows * mesh_sizes(config, world_size)["dp"]))
-    return config.model_copy(update={**_LEFT_OUT, "gradient_accumulation": min(cycle, 2)})
+    return config.model_copy(
+        update={**QUIET, "global_batch_size": None, "lr_interval": "step", "gradient_accumulation": min(cycle, 2)}
+    )
 
 
 def structure(config: Config) -> Config:

@@ -74,11 +74,7 @@ def make_subject(given: Given, dtype: torch.dtype | None, seed: int = 0, multipl
     """Build it. Raises InputError if `given` is not what it should be."""
     torch.manual_seed(seed)
     model, batches, criterion = _build(given.build)
-    for name, module in model.named_modules():
-        if hasattr(module, "set_experts_implementation") and not name:
-            module.set_experts_implementation("eager")  # grouped products have no float64 on a CPU
-        _stop_dropping(module)
-    _add_noise(model)
+    prepare(model)
     if dtype is not None:
         model.to(dtype)
         batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
@@ -152,6 +148,15 @@ def _build(build: str | Callable[[], Any]) -> tuple[nn.Module, list[Batch], Any]
     model, given, criterion = parts[0], parts[1], parts[2] if len(parts) == 3 else None
     batches = given if isinstance(given, list) else [given]
     return model, [batch if criterion is not None else (batch, None) for batch in batches], criterion
+
+
+def prepare(model: nn.Module) -> None:
+    """Make it comparable: no dropout, no constant parameters, operators that have float64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products have no float64 on a CPU
+    for module in model.modules():
+        _stop_dropping(module)
+    _add_noise(model)
 
 
 def _stop_dropping(module: nn.Module) -> None:
