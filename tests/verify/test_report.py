@@ -27,8 +27,8 @@ def test_a_person_reads_one_line_for_each_phase() -> None:
     report = VerifyReport(True, None, (GOOD, replace(BAD, equal=True, first=None, largest={})), "pp 2 x tp 2", 4, 64)
     assert str(report) == (
         "equal: pp 2 x tp 2 (4 ranks, in place of 64) beside one process\n"
-        "  - structure, float64: equal (812 tensors compared, 3 skipped; 10.2 s); largest difference: gradient, 0.02 of "
-        "what is allowed\n"
+        "  - structure, float64: equal (812 tensors compared, 3 skipped; 10.2 s); largest difference: gradient, 0.02 "
+        "of what is allowed\n"
         "    note: it draws: rand\n"
         "  - format, naive float16: equal (40 tensors compared; 2.0 s)"
     )
@@ -37,8 +37,8 @@ def test_a_person_reads_one_line_for_each_phase() -> None:
 def test_a_person_reads_where_it_differs_first() -> None:
     assert str(VerifyReport(False, FORWARD, (GOOD, BAD), "tp 2", 2)).splitlines()[3:] == [
         "  - format, naive float16: differs (40 tensors compared; 2.0 s)",
-        "first difference: update 1, forward of blocks.3.attn: its inputs agree, its output differs by 4.1e-03 (allowed "
-        "1e-09) on ranks 0, 1",
+        "first difference: update 1, forward of blocks.3.attn: its inputs agree, its output differs by 4.1e-03 "
+        "(allowed 1e-09) on ranks 0, 1",
         "likely cause: the style 'colwise' does not fit qkv",
         "to try: plan={'qkv': 'colwise_split'}",
     ]
