@@ -20,7 +20,7 @@ from ..checkpoint.state import ShardedState
 from ..debug.probes import Probes, Visit
 from ..loop.parts import EngineParts
 from ..parallel.shard_spec import Placement, whole
-from ..tensors import map_named, parameter_names, position_names
+from ..tensors import count_rows, map_named, parameter_names, position_names
 
 
 class Key(NamedTuple):
@@ -196,6 +196,7 @@ class EngineRecorder(Recorder):
                 self._begins()
             self._position = index
             self.begin(self.update, index * place.dp_size + place.dp_rank)
+            self.sink.figure(self.update, self.call, "rows", count_rows((args, kwargs)))
 
     def before_backward(self, loss: Any) -> None:
         """See `EngineHook`."""

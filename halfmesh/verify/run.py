@@ -144,10 +144,11 @@ def run_rank(case: Case, path: Path, calls: int, accumulated: Path | None = None
     if rank == 0:  # the others keep what they have: rank 0's weights count
         _load(subject.model, store)
     other = None if accumulated is None else Store(accumulated)
-    return _train(case, subject, partial(_comparison, case, store, calls, other))
+    return _train(case, subject, partial(comparison, case, store, calls, other))
 
 
-def _comparison(case: Case, store: Store, calls: int, other: Store | None, engine: Engine) -> Comparison:
+def comparison(case: Case, store: Store, calls: int, other: Store | None, engine: Engine) -> Comparison:
+    """The sink of this rank, as its engine says where it is."""
     context = engine.context
     axes = {axis: (context.place(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
     pipeline = case.config.parallel.pipeline
@@ -187,8 +188,6 @@ def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) ->
                 else:
                     batch = _batch(case, subject, update, step, calls)
                 inputs, targets = _to(case.device, batch)
-                if calls is not None:
-                    made.figure(update, step, "rows", count_rows((inputs, targets)))
                 args, kwargs = call_of(inputs)
                 engine.zero_grad()
                 with undropped():
