@@ -52,27 +52,34 @@ def explain(place: Place, apart: float, allowed: float, ranks: Sequence[int], te
 
 
 def _where(place: Place) -> tuple[str, str, str]:
-    key = place.key
-    if key.what == "input":
-        caller = _named(place.caller)
-        between = f"between {_named(place.before)} and {_named(key.name)}" if place.before else f"before {_named(key.name)}"
-        return "output", place.caller or "", f"forward of {caller}, its own code {between}: the input {key.slot!r} of the latter differs"
-    if key.what == "output":
-        return "output", key.name, f"forward of {_named(key.name)}: its inputs agree, its output differs"
-    if key.what == "grad_output":
-        users = place.consumers or ((place.after,) if place.after else ())
-        if not users:
-            return "loss", key.name, f"backward of the loss: the gradient of the output of {_named(key.name)} differs"
-        used = " and ".join(map(_named, users))
-        return "grad_output", users[0], f"backward of {used}, or of the code before it: the gradient of the output of {_named(key.name)} differs"
-    if key.what == "gradient":
-        factor = "" if place.factor is None or abs(place.factor - 1) < 1e-9 else f"; all are {place.factor:.4g} x the reference's"
-        return "gradient", key.name, f"gradients of {len(place.names)} of {place.total} parameters, the first {key.name}{factor}: they differ"
-    if key.what == "begin":
-        return "update", key.name, f"the weights that the model computes with, after update {key.update - 1}: {len(place.names)} of {place.total} differ, the first {key.name},"
-    if key.what == "update":
-        return "update", key.name, f"weights after the update: {len(place.names)} of {place.total} differ, the first {key.name},"
-    return key.what, key.name, f"{key.what} {key.name} differs".replace("  ", " ")
+    """What differs, which module or parameter it is, and where that is in words."""
+    key, name = place.key, _named(place.key.name)
+    some = f"{len(place.names)} of {place.total}"
+    match key.what:
+        case "input":
+            caller, before = _named(place.caller), f"between {place.before} and" if place.before else "before"
+            text = f"forward of {caller}, in its own code {before} {name}, whose input {key.slot!r} differs"
+            return "output", place.caller or "", text
+        case "output":
+            return "output", key.name, f"forward of {name}: its inputs agree, its output differs"
+        case "grad_output":
+            users = place.consumers or ((place.after,) if place.after else ())
+            if not users:
+                return "loss", key.name, f"backward of the loss: the gradient of the output of {name} differs"
+            used = " and ".join(map(_named, users))
+            text = f"backward of {used}, or of the code before it: the gradient of the output of {name} differs"
+            return "grad_output", users[0], text
+        case "gradient":
+            text = f"gradients of {some} parameters differ, the first {name},"
+            if place.factor is not None and abs(place.factor - 1) > 1e-9:
+                text = f"gradients of {some} parameters, first {name}, are {place.factor:.4g} x the reference's: they differ"
+            return "gradient", key.name, text
+        case "begin":
+            text = f"the model's weights after update {key.update - 1}: {some} parameters differ, the first {name},"
+            return "update", key.name, text
+        case "update":
+            return "update", key.name, f"weights after the update: {some} parameters differ, the first {name},"
+    return key.what, key.name, f"{key.what} of {name} differs"
 
 
 def _named(name: str | None) -> str:
@@ -80,17 +87,25 @@ def _named(name: str | None) -> str:
 
 
 def _cause(place: Place, what: str) -> tuple[str, str]:
-    if place.equals_accumulated and place.factor is not None and abs(place.factor - 1) > 1e-6 and what in ("loss", "gradient"):
+    if (
+        place.equals_accumulated
+        and place.factor is not None
+        and abs(place.factor - 1) > 1e-6
+        and what in ("loss", "gradient")
+    ):
         return (
             "the loss is a sum over samples, and ranks average theirs",
             "set loss_reduction='sum', or let the criterion return a mean",
         )
     if place.equals_accumulated and what in ("loss", "gradient"):
         return (
-            "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each other): "
-            "the result is that of one process which accumulates the ranks' batches",
+            "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each "
+            "other): the result is that of one process which accumulates the ranks' batches",
             "return (sum, weight) and set loss_reduction='weighted'; or expect the batch of one rank to be what counts",
         )
     if what == "output" and place.drawn:
-        return f"random numbers: {', '.join(place.drawn)} was called", "draw them outside of the model, or switch that off here"
+        return (
+            f"random numbers: {', '.join(place.drawn)} was called",
+            "draw them outside of the model, or switch that off here",
+        )
     return "", ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,8 @@ class Verdict:
 
 
 def differences(store: Store, measures: Sequence[Measures]) -> dict[Key, dict[int, float]]:
-    """By key and rank, how far a tensor is from the reference's, relative; of several ways to cut that the one that fits
-    all ranks best."""
+    """By key and rank, how far a tensor is from the reference's, relative. Of several ways to cut that, the one which
+    fits all ranks best."""
     found: dict[Key, dict[int, Measure]] = {}
     for key in dict.fromkeys(key for rank in measures for key in rank.tensors):
         ranks = {rank.rank: ways for rank in measures if (ways := rank.tensors.get(key)) is not None}
@@ -66,7 +66,9 @@ def differences(store: Store, measures: Sequence[Measures]) -> dict[Key, dict[in
     for key, by_rank in found.items():
         at = key.update, key.what
         largest[at] = max([largest[at], *(m.norm for m in by_rank.values() if math.isfinite(m.norm))])
-    return {key: {rank: _relative(store, key, m, largest) for rank, m in by_rank.items()} for key, by_rank in found.items()}
+    return {
+        key: {rank: _relative(store, key, m, largest) for rank, m in by_rank.items()} for key, by_rank in found.items()
+    }
 
 
 def judge(
@@ -75,7 +77,10 @@ def judge(
     """Compare in time order: modules, gradients, copies, norm, weights, buffers, loss, verdict."""
     apart = differences(store, measures)
     order = {key: number for number, key in enumerate(store.index)}
-    stages = {what: number for number, what in enumerate(("begin", "module", "gradient", "norm", "verdict", "update", "buffer", "loss"))}
+    stages = {
+        what: number
+        for number, what in enumerate(("begin", "module", "gradient", "norm", "verdict", "update", "buffer", "loss"))
+    }
     largest: dict[str, float] = {}
     wrong: list[tuple[tuple[int, ...], Difference]] = []
     for key, by_rank in apart.items():
@@ -114,7 +119,12 @@ def _place(store: Store, measures: Sequence[Measures], key: Key, same: Sequence[
         math.sqrt(m.error / max(m.norm, FLOOR**2 * scale)) <= limits.allowed(k) if m.norm or scale else not m.error
         for k, m in accumulated.items()
     )
-    factors = {m.factor for rank in measures for k, m in rank.parameters.items() if k.what == "gradient" and k.update == key.update and m.norm}
+    factors = {
+        m.factor
+        for rank in measures
+        for k, m in rank.parameters.items()
+        if k.what == "gradient" and k.update == key.update and m.norm
+    }
     factor = next(iter(factors)) if factors and max(factors) - min(factors) <= 1e-6 * max(map(abs, factors)) else None
     events = list(store.index)
     at = events.index(key)
@@ -131,7 +141,9 @@ def _place(store: Store, measures: Sequence[Measures], key: Key, same: Sequence[
         total=total,
         equals_accumulated=sums,
         factor=factor,
-        drawn=tuple(dict.fromkeys(name for (_, _, what), names in store.figures.items() if what == "drawn" for name in names)),
+        drawn=tuple(
+            dict.fromkeys(name for (_, _, what), names in store.figures.items() if what == "drawn" for name in names)
+        ),
     )
 
 
@@ -146,7 +158,12 @@ def _next_module(store: Store, key: Key, events: Sequence[Key]) -> str | None:
 
 
 def _figures(
-    store: Store, measures: Sequence[Measures], limits: Limits, reduction: str, stages: Mapping[str, int], overflows: int | None
+    store: Store,
+    measures: Sequence[Measures],
+    limits: Limits,
+    reduction: str,
+    stages: Mapping[str, int],
+    overflows: int | None,
 ) -> Iterator[tuple[int, int, Difference]]:
     """Norm, loss and verdict of each update."""
     updates = sorted({update for rank in measures for update, *_ in rank.figures})
@@ -159,14 +176,50 @@ def _figures(
             kind, stage = ("norm", stages["norm"]) if is_norm else ("verdict", stages["verdict"])
             unlike = tuple(rank for rank, value in values.items() if repr(value) != repr(mine))
             if unlike:
-                yield update, stage, _figure(update, kind, what, unlike, f"{what} is {mine} on rank {measures[0].rank} and {values[unlike[0]]} on rank {unlike[0]}", math.inf, 0.0)
+                yield (
+                    update,
+                    stage,
+                    _figure(
+                        update,
+                        kind,
+                        what,
+                        unlike,
+                        f"{what} is {mine} on rank {measures[0].rank} and {values[unlike[0]]} on rank {unlike[0]}",
+                        math.inf,
+                        0.0,
+                    ),
+                )
             elif is_norm and expected and update != overflows:
                 key = Key(update, 0, "norm", "")
                 apart, allowed = abs(mine - expected) / expected, limits.allowed(key)
                 if not apart <= allowed:
-                    yield update, stage, _figure(update, kind, what, tuple(values), f"the gradient norm is {mine:.6g}, and the reference's {expected:.6g} (x {mine / expected:.4g})", apart, allowed)
+                    yield (
+                        update,
+                        stage,
+                        _figure(
+                            update,
+                            kind,
+                            what,
+                            tuple(values),
+                            f"the gradient norm is {mine / expected:.6g} x the reference's, {expected:.6g}",
+                            apart,
+                            allowed,
+                        ),
+                    )
             elif not is_norm and expected is not None and mine != expected:
-                yield update, stage, _figure(update, kind, what, tuple(values), f"{what} is {mine}, and the reference's {expected}", abs(float(mine) - float(expected)), 0.0)
+                yield (
+                    update,
+                    stage,
+                    _figure(
+                        update,
+                        kind,
+                        what,
+                        tuple(values),
+                        f"{what} is {mine}, and the reference's {expected}",
+                        abs(float(mine) - float(expected)),
+                        0.0,
+                    ),
+                )
         if update != overflows:
             mine, theirs = _loss(measures, update, reduction), _loss([store], update, reduction)
             apart = abs(mine - theirs) / max(abs(theirs), 1e-12)
@@ -178,7 +231,9 @@ def _figures(
 
 def _loss(runs: Sequence[Any], update: int, reduction: str) -> float:
     """Of an update, over all its chunks."""
-    chunks = {call: value for run in runs for (u, call, what), value in run.figures.items() if (u, what) == (update, "loss")}
+    chunks = {
+        call: value for run in runs for (u, call, what), value in run.figures.items() if (u, what) == (update, "loss")
+    }
     total, weight = sum(value for value, _ in chunks.values()), sum(weight for _, weight in chunks.values())
     return total if reduction == "sum" or not weight else total / weight
 
@@ -193,12 +248,19 @@ def _copies(measures: Sequence[Measures], stages: Mapping[str, int]) -> Iterator
     for (key, _), digests in held.items():
         mine = next(iter(digests.values()))
         if unlike := tuple(rank for rank, digest in digests.items() if digest != mine):
-            text = f"{key.name}: ranks {', '.join(map(str, digests))} hold the same part of its {'gradient' if key.what == 'gradient' else 'values'}, and it is not the same on ranks {', '.join(map(str, unlike))}"
-            what = {"begin": "update"}.get(key.what, key.what)
-            yield key.update, stages[key.what], Difference(key.update, what, key.name, math.inf, 0.0, unlike, text, "an all-reduce or a broadcast between these ranks is missing", "look at which gradients the ranks of this axis sum")
+            kind = "gradient" if key.what == "gradient" else "values"
+            text = f"ranks {_join(digests)} hold the same part of {key.name}, but its {kind} differ on {_join(unlike)}"
+            place = Place(key._replace(what="copies"))
+            yield key.update, stages[key.what], explain(place, math.inf, 0.0, unlike, text)
 
 
-def _figure(update: int, what: str, name: str, ranks: tuple[int, ...], text: str, apart: float, allowed: float) -> Difference:
+def _join(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _figure(
+    update: int, what: str, name: str, ranks: tuple[int, ...], text: str, apart: float, allowed: float
+) -> Difference:
     return explain(Place(Key(update, 0, what, name)), apart, allowed, ranks, text)
 
 

@@ -1,0 +1,270 @@
+"""The phases of a verification: its processes, from the config to the report."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import check, mesh_sizes
+from ..config import Config
+from ..config.load import load_config
+from ..errors import InputError
+from ..key_checks import recipe_of
+from ..mesh_picture import in_words
+from ..tensors import dtype_name
+from . import layout
+from .compare import Measures
+from .judge import Limits, Verdict, differences, judge
+from .ranks import RankError, Ranks
+from .record import Key, Store
+from .report import Difference, Phase, VerifyReport
+from .run import Case, estimate, record_engine, record_plain, run_rank
+from .subject import Given, count_rows, join
+
+STRUCTURE, UPDATE = 1e-9, 1e-7
+"""What is allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of a model before it is trained.
+
+    Attributes:
+        rows: of one batch.
+        joins: the batches of several ranks can be put together.
+        mixes: BatchNorm, whose statistics are those of a call.
+        scales: parameters.
+    """
+
+    rows: int
+    joins: bool
+    mixes: bool
+
+
+def survey(case: Case) -> Survey:
+    """Build the model, and look at it. Raises InputError if there is nothing to verify."""
+    subject = case.subject()
+    if not any(param.requires_grad for param in subject.model.parameters()):
+        raise InputError("the model has no parameters that require gradients, so there is nothing to train")
+    if any(tensor.is_meta for tensor in [*subject.model.parameters(), *subject.model.buffers()]):
+        raise InputError("the model was built on the meta device, without values; let the builder give it some")
+    try:
+        join([subject.batch(0, chunk, case.chunks) for chunk in range(case.chunks)])
+        joins = True
+    except (RuntimeError, ValueError):
+        joins = False
+    mixes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in subject.model.modules())
+    return Survey(count_rows(subject.batches[0]), joins, mixes)
+
+
+def verify(
+    config: Any,
+    build: str | Callable[[], Any],
+    *,
+    world_size: int,
+    updates: int = 2,
+    optimizer: str | Callable[[Any], Any] | None = None,
+    overrides: Sequence[str] = (),
+    shrink: bool | None = None,
+    device: str = "cpu",
+    timeout: float = 600.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> VerifyReport:
+    """Prove on this machine that a layout trains `build`'s model as one process does.
+
+    Args:
+        config: a path, a dict or a Config.
+        build: a function, or "package.module:function", that returns (model, inputs), or (model, (inputs, targets),
+            criterion), as for `halfmesh check --model`; a list in place of the second is of batches, used in turn.
+        world_size: the number of ranks of the layout.
+        updates: how many to compare.
+        optimizer: a function of the parameters, or its name; default: SGD with momentum.
+        overrides: as of `load_config`.
+        shrink: take 2 ranks on each axis that has more; default: on a CPU.
+        device: "cpu" or "cuda".
+        timeout: seconds for each run.
+        progress: is told what begins.
+
+    Raises:
+        ConfigError: the config cannot be loaded.
+        InputError: the model cannot be built, or not be trained in one process.
+    """
+    config = load_config(config, overrides)
+    asked = world_size
+    findings = check(config, world_size, device)
+    if not findings and (device == "cpu" if shrink is None else shrink):
+        config, world_size = layout.shrink(config, world_size)
+        findings = check(config, world_size, device)
+    shrunk = None if asked == world_size else asked
+    if findings:
+        return _refused(config, world_size, shrunk, [str(finding) for finding in findings])
+    work = Work(Given(build, optimizer), config, world_size, updates, device, timeout, progress)
+    with tempfile.TemporaryDirectory(prefix="halfmesh_verify_") as folder:
+        try:
+            phases = tuple(work.phases(Path(folder)))
+        except RefusedError as refused:
+            return _refused(config, world_size, shrunk, [str(refused)])
+    first = next((phase.first for phase in phases if phase.first is not None), None)
+    sizes = in_words(mesh_sizes(config, world_size))
+    return VerifyReport(first is None, first, phases, sizes, world_size, shrunk)
+
+
+class RefusedError(Exception):
+    """The engine refuses the layout."""
+
+
+def _refused(config: Config, world_size: int, shrunk: int | None, problems: Sequence[str]) -> VerifyReport:
+    return VerifyReport(False, None, (), in_words(mesh_sizes(config, world_size)), world_size, shrunk, tuple(problems))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A layout and a model."""
+
+    given: Given
+    config: Config
+    world_size: int
+    updates: int
+    device: str
+    timeout: float
+    progress: Callable[[str], None]
+
+    def phases(self, folder: Path) -> Any:
+        """Each phase as it ends; a phase that differs is the last."""
+        case = self._case(self.config, torch.float64)
+        self.progress("building the model")
+        [known] = self._run(1, survey, (case,))
+        case = replace(case, config=layout.settle(case.config, known.rows, self.world_size))
+        case = replace(case, chunks=self._chunks(case.config))
+        calls = 1 if known.joins and not known.mixes else case.chunks
+        phase = self.structure(folder, replace(case, config=layout.structure(case.config)), calls)
+        yield phase
+        if phase.equal:
+            yield self.format(folder, replace(case, config=layout.gentle(case.config), dtype=None), calls)
+
+    def structure(self, folder: Path, case: Case, calls: int) -> Phase:
+        """In float64: beside a plain loop, whose batch is whole; and beside one that accumulates."""
+        began, whole, parts = time.monotonic(), folder / "whole", folder / "parts"
+        self.progress("float64: one process")
+        jobs = [(record_plain, (case, whole, calls))]
+        if case.chunks > calls:
+            jobs.append((record_plain, (replace(case, updates=1), parts, case.chunks)))
+        self._references(jobs)
+        self.progress(f"float64: {self.world_size} ranks")
+        verdict, notes = self._layout(
+            case, whole, calls, parts if len(jobs) > 1 else None, Limits(STRUCTURE, UPDATE, {})
+        )
+        return _phase("structure", "float64", verdict, began, notes)
+
+    def format(self, folder: Path, case: Case, calls: int) -> Phase:
+        """In the config's format, beside the same mode in one process."""
+        began, path, recipe = time.monotonic(), folder / "format", recipe_of(case.config)
+        label = case.config.precision.label if case.config.precision else ""
+        eps = rounding(case.config)
+        if recipe.loss_scale is not None and recipe.loss_scale.dynamic:
+            case = replace(case, overflows=1, updates=max(3, case.updates + 1))
+        name = f"{label} {dtype_name(recipe.compute_dtype)}".strip()
+        self.progress(f"{name}: one process")
+        self._references([(record_engine, (case, path, calls))])
+        [moved] = self._run(1, estimate, (case, path, calls, eps))
+        self.progress(f"{name}: {self.world_size} ranks")
+        limits = Limits(10 * eps, 10 * eps, estimates(Store(path), moved, case.config.loss_reduction))
+        verdict, notes = self._layout(case, path, calls, None, limits)
+        return _phase("format", name, verdict, began, notes)
+
+    def _layout(
+        self, case: Case, path: Path, calls: int, parts: Path | None, limits: Limits
+    ) -> tuple[Verdict, list[str]]:
+        try:
+            measures = self._run(self.world_size, run_rank, (case, path, calls, parts))
+        except RankError as error:
+            if error.refusal:
+                raise RefusedError(error.refusal) from error
+            what = "hangs" if error.hung else "failed"
+            failed = Difference(
+                0, what, "", math.inf, 0.0, (error.rank,), f"rank {error.rank} {what}: {error.reason}", error.text, ""
+            )
+            return Verdict(failed, 0, 0, {}), []
+        store = Store(path)
+        verdict = judge(store, measures, limits, case.config.loss_reduction, case.overflows)
+        drawn = {name for (_, _, what), names in store.figures.items() if what == "drawn" for name in names}
+        return verdict, [f"the model draws random numbers: {', '.join(sorted(drawn))}"] if drawn else []
+
+    def _references(self, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+        """Side by side, in a process each. Raises InputError if one fails."""
+        try:
+            with ExitStack() as running:
+                started = [running.enter_context(self._ranks(1, function, args)) for function, args in jobs]
+                for ranks in started:
+                    ranks.wait()
+        except RankError as error:
+            raise InputError(f"the model cannot be trained in one process: {error.refusal or error.text}") from error
+
+    def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        with self._ranks(world_size, function, args) as ranks:
+            return ranks.wait()
+
+    def _ranks(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Ranks[Any]:
+        build = self.given.build
+        preload = [build.partition(":")[0]] if isinstance(build, str) else []
+        return Ranks(function, world_size, args, timeout=self.timeout, device=self.device, preload=preload)
+
+    def _case(self, config: Config, dtype: torch.dtype | None) -> Case:
+        pipeline = config.parallel.pipeline
+        multiple = (pipeline.microbatches or 1) if pipeline.size > 1 else 1
+        sizes = mesh_sizes(config, self.world_size)
+        return Case(
+            self.given,
+            config,
+            self._chunks(config),
+            self.updates,
+            self.device,
+            dtype,
+            multiple=math.lcm(multiple, *(size for axis, size in sizes.items() if axis == "ep")),
+        )
+
+    def _chunks(self, config: Config) -> int:
+        return mesh_sizes(config, self.world_size)["dp"] * config.gradient_accumulation
+
+
+def rounding(config: Config) -> float:
+    """Of the formats in which a config computes and reduces, the largest relative error of rounding."""
+    recipe, data = recipe_of(config), config.parallel.data
+    dtypes = [recipe.compute_dtype, getattr(torch, data.reduce_dtype)]
+    return 2.0**-4 if recipe.linear is not None else max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
+
+
+def estimates(store: Store, moved: Measures, reduction: str) -> Mapping[Key, float]:
+    """How far the perturbed reference is from the reference, by key."""
+    found = {key: max(by_rank.values()) for key, by_rank in differences(store, [moved]).items()}
+    for (update, call, what), value in moved.figures.items():
+        expected = store.figures.get((update, call, what))
+        if what in ("grad_norm", "loss") and expected:
+            mine, theirs = (v[0] / v[1] if isinstance(v, tuple) else v for v in (value, expected))
+            key = Key(update, 0, "norm" if what == "grad_norm" else "loss", "")
+            found[key] = max(found.get(key, 0.0), abs(mine - theirs) / max(abs(theirs), 1e-12))
+    return found
+
+
+def _phase(name: str, dtype: str, verdict: Verdict, began: float, notes: Sequence[str]) -> Phase:
+    seconds = time.monotonic() - began
+    return Phase(
+        name,
+        dtype,
+        verdict.first is None,
+        verdict.first,
+        verdict.compared,
+        verdict.skipped,
+        verdict.largest,
+        seconds,
+        tuple(notes),
+    )
