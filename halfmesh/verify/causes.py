@@ -72,7 +72,7 @@ def _where(place: Place) -> tuple[str, str, str]:
         case "gradient":
             text = f"gradients of {some} parameters differ, the first {name},"
             if place.factor is not None and abs(place.factor - 1) > 1e-9:
-                text = f"gradients of {some} parameters, first {name}, are {place.factor:.4g} x the reference's: they differ"
+                text = f"gradients of {some} parameters, first {name}, are {place.factor:.4g} x the reference's,"
             return "gradient", key.name, text
         case "begin":
             text = f"the model's weights after update {key.update - 1}: {some} parameters differ, the first {name},"

@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..assembly import initialize
 from ..config import Config
 from ..engine import Engine
+from ..parallel.shard_spec import whole
 from ..tensors import map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights
-from .subject import Given, Subject, call_of, count_rows, decay, join, make_subject, undropped
+from .subject import Given, Subject, Undropped, call_of, count_rows, decay, join, make_subject
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Case:
         dtype: of model and inputs; None: as they are built.
         overflows: the update in which the loss is inf on the last rank; None: none.
         multiple: rows of a batch are a multiple of it.
+        lifts: casts of the model to float32 go to float64.
     """
 
     given: Given
@@ -43,6 +45,7 @@ class Case:
     dtype: torch.dtype | None
     overflows: int | None = None
     multiple: int = 1
+    lifts: bool = False
 
     def subject(self, seed: int = 0) -> Subject:
         """Built here."""
@@ -51,7 +54,12 @@ class Case:
 
 def record_plain(case: Case, path: Path, calls: int) -> None:
     """Write what a plain loop of torch computes; `calls` of the model for each update."""
-    subject, store = case.subject(), Store(path, write=True)
+    store = Store(path, write=True)
+    _train_plain(case, case.subject(), store, calls)
+    store.close()
+
+
+def _train_plain(case: Case, subject: Subject, store: Sink, calls: int) -> None:
     model = subject.model.to(case.device).train()
     if isinstance(subject.criterion, nn.Module):
         subject.criterion.to(case.device)
@@ -67,7 +75,7 @@ def record_plain(case: Case, path: Path, calls: int) -> None:
         weight = _accumulate(case, subject, recorder, update, calls)
         grads = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
         for name, grad in grads.items():
-            store.tensor(Key(update, 0, "gradient", name), grad / weight)
+            store.parameter(Key(update, 0, "gradient", name), grad / weight, whole(grad.shape))
         clip = case.config.clip_grad_norm
         norm = float(nn.utils.get_total_norm(list(grads.values()), clip.norm_type)) / weight
         divisor = weight * max(1.0, (norm + 1e-6) / clip.max_norm) if clip.max_norm else weight
@@ -79,7 +87,6 @@ def record_plain(case: Case, path: Path, calls: int) -> None:
         scheduler.step()
         record_weights(model, store, update, "update")
     recorder.detach()
-    store.close()
 
 
 def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, calls: int) -> float:
@@ -90,7 +97,7 @@ def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, c
         inputs, targets = _to(case.device, _batch(case, subject, update, call, calls))
         recorder.sink.figure(update, call, "rows", count_rows((inputs, targets)))
         args, kwargs = call_of(inputs)
-        with undropped() as mode:
+        with Undropped(case.lifts) as mode:
             loss = subject.loss(subject.model(*args, **kwargs), targets)
             value, weight = loss_value(loss)
             recorder.sink.figure(update, call, "loss", (value, weight))
@@ -109,13 +116,15 @@ def record_engine(case: Case, path: Path, calls: int) -> None:
     store.close()
 
 
-def estimate(case: Case, path: Path, calls: int, eps: float) -> Measures:
+def estimate(case: Case, path: Path, calls: int, eps: float, plain: bool = False) -> Measures:
     """How far the reference in `path` is from one whose first layer's outputs move by up to `eps` of themselves."""
-    subject, store = case.subject(), Store(path)
-    alone = replace(case, config=layout.reference(case.config, calls))
-    sink = Comparison(store, Coordinates(0, calls, 1, {}), calls)
+    subject = case.subject()
+    sink = Comparison(Store(path), Coordinates(0, calls, 1, {}), calls)
     perturb(subject.model, eps)
-    _train(alone, subject, sink, calls)
+    if plain:
+        _train_plain(case, subject, sink, calls)
+    else:
+        _train(replace(case, config=layout.reference(case.config, calls)), subject, sink, calls)
     return sink.measures
 
 
@@ -190,7 +199,7 @@ def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) ->
                 inputs, targets = _to(case.device, batch)
                 args, kwargs = call_of(inputs)
                 engine.zero_grad()
-                with undropped():
+                with Undropped(case.lifts):
                     output = engine(*args, **kwargs)
                     loss = engine.criterion(output, targets) if subject.has_targets else engine.criterion(output)
                     engine.backward(loss)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,11 +177,13 @@ def _add_noise(model: nn.Module) -> None:
 
 
 class Undropped(TorchFunctionMode):
-    """Functions that drop activations return them; others that draw random numbers are named in `drawn`."""
+    """A scope in which functions that drop activations return them; others that draw random numbers are named in
+    `drawn`. With `lifts` casts to float32 go to float64."""
 
-    def __init__(self) -> None:
+    def __init__(self, lifts: bool = False) -> None:
         super().__init__()
         self.drawn: dict[str, None] = {}
+        self._lifts = lifts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for each function of torch."""
@@ -190,17 +191,13 @@ class Undropped(TorchFunctionMode):
         if "dropout" in name and args:
             return args[0]
         if name == "scaled_dot_product_attention":
-            args, kwargs = (
-                args[:4] + (0.0,) * (len(args) > 4) + args[5:],
-                {**kwargs, "dropout_p": 0.0} if len(args) <= 4 else kwargs,
-            )
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+            kwargs = kwargs if len(args) > 4 else {**kwargs, "dropout_p": 0.0}
         elif _DRAWS.match(name):
             self.drawn[name] = None
+        if self._lifts:
+            if func is torch.Tensor.float:
+                return args[0].double()
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return func(*args, **kwargs)
-
-
-@contextmanager
-def undropped() -> Iterator[Undropped]:
-    """A scope without dropout."""
-    with Undropped() as mode:
-        yield mode
