@@ -79,7 +79,7 @@ class Comparison:
     """The sink of one rank: compares with a reference as tensors come.
 
     Args:
-        calls: of the reference, in each update: 1, or one for each chunk.
+        calls: of the reference, in each update: 1, or one for each chunk or microbatch.
         accumulated: a second reference, for gradients only.
     """
 
@@ -87,27 +87,28 @@ class Comparison:
         self.names = reference.names
         self.measures = Measures(place.rank, place.axes)
         self._reference, self._accumulated, self._place = reference, accumulated, place
-        self._per_call = place.chunks // calls
+        self._per_call = place.chunks * place.microbatches // calls  # parts of the batch of a call
         self._factors: dict[tuple[int, int, int], float] = {}
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """See `Sink`."""
-        at = key._replace(call=key.call // self._per_call)
+        call, part = divmod(key.call * self._place.microbatches + microbatch, self._per_call)
+        at = key._replace(call=call)
         expected = self._reference.get(at)
         if expected is None or key.name.startswith(self._place.apart):
             return
-        cuts = list(self._cuts(expected, tensor, key.call % self._per_call, microbatch))
+        cuts = list(self._cuts(expected, tensor, part))
         is_grad = key.what == "grad_output"
         if self._divides and (is_grad or not tensor.dim()):  # without rows: a part of a sum, or a mean of other rows
             cuts = [cut for cut in cuts if cut.has_rows]
         if not cuts:
             self.measures.skipped.add(at)
             return
-        own, call = tensor.double().cpu(), (key.update, key.call, microbatch)
-        factor = self._factors.get(call) if is_grad else 1.0
+        own, backward = tensor.double().cpu(), (key.update, key.call, microbatch)
+        factor = self._factors.get(backward) if is_grad else 1.0
         new = {cut.way: _measure(own, cut.part.double(), factor) for cut in cuts}
         if factor is None and (best := min(new.values(), key=ratio)).norm:
-            self._factors[call] = best.factor
+            self._factors[backward] = best.factor
         known = self.measures.tensors.get(at, new)
         self.measures.tensors[at] = {way: max(known[way], new[way], key=ratio) for way in new if way in known}
 
@@ -115,20 +116,20 @@ class Comparison:
     def _divides(self) -> bool:
         """Whether ranks, chunks or microbatches share the rows of a call, or what is in them."""
         shared = (size for axis, (_, size) in self._place.axes.items() if axis != "tp")
-        return self._per_call * self._place.microbatches * math.prod(shared) > 1
+        return self._per_call * math.prod(shared) > 1
 
-    def _cuts(self, expected: torch.Tensor, tensor: torch.Tensor, chunk: int, microbatch: int) -> Iterator[_Cut]:
+    def _cuts(self, expected: torch.Tensor, tensor: torch.Tensor, row: int) -> Iterator[_Cut]:
         """Ways to cut the reference's tensor to the shape of this rank's."""
         if expected.dim() != tensor.dim():
             return
-        yield from self._cut_dims(expected, tensor.shape, chunk, microbatch)
-        rows, count = self._rows, self._per_call * self._place.microbatches
+        yield from self._cut_dims(expected, tensor.shape, row)
+        rows, count = self._rows, self._per_call
         if not tensor.dim() or not rows or expected.shape[0] <= rows or expected.shape[0] % rows or rows % count:
             return
         own = rows // count  # [rows * sequence, ...] is cut as [rows, sequence, ...]
         if tensor.shape[0] % own == 0:
             shape = torch.Size([own, tensor.shape[0] // own, *tensor.shape[1:]])
-            for cut in self._cut_dims(expected.unflatten(0, (rows, -1)), shape, chunk, microbatch):
+            for cut in self._cut_dims(expected.unflatten(0, (rows, -1)), shape, row):
                 yield _Cut(f"unfolded {cut.way}", cut.part.reshape(tensor.shape), cut.has_rows)
 
     @property
@@ -136,8 +137,8 @@ class Comparison:
         """Of the batch of a call of the reference."""
         return int(self._reference.figures.get((0, 0, "rows"), 0))
 
-    def _cut_dims(self, expected: torch.Tensor, shape: torch.Size, chunk: int, microbatch: int) -> Iterator[_Cut]:
-        ways = [list(self._ways(int(n), int(m), chunk, microbatch)) for n, m in zip(expected.shape, shape, strict=True)]
+    def _cut_dims(self, expected: torch.Tensor, shape: torch.Size, row: int) -> Iterator[_Cut]:
+        ways = [list(self._ways(int(n), int(m), row)) for n, m in zip(expected.shape, shape, strict=True)]
         for choice in itertools.product(*ways):
             part, names = expected, [name for name, *_ in choice if name]
             shared = [axis for name in names for axis in re.findall(r"[a-z]\w*", name) if axis != "expanded"]
@@ -147,10 +148,10 @@ class Comparison:
                 if count > 1:
                     pieces = part.unflatten(dim, (blocks, -1)).chunk(count, dim + 1)
                     part = pieces[index].flatten(dim, dim + 1)
-            is_whole = self._per_call * self._place.microbatches == 1 and self._rows in expected.shape
+            is_whole = self._per_call == 1 and self._rows in expected.shape
             yield _Cut(" ".join(names), part.expand(shape), is_whole or any(name.startswith("rows") for name in names))
 
-    def _ways(self, whole: int, own: int, chunk: int, microbatch: int) -> Iterator[tuple[str, int, int, int]]:
+    def _ways(self, whole: int, own: int, row: int) -> Iterator[tuple[str, int, int, int]]:
         """For a dim: name, which part, of how many, in how many blocks."""
         if whole == own:
             yield "", 0, 1, 1
@@ -158,8 +159,7 @@ class Comparison:
             yield "expanded", 0, 1, 1
         if not own or whole % own or whole == own:
             return
-        count, place = whole // own, self._place
-        rows, row = self._per_call * place.microbatches, chunk * place.microbatches + microbatch
+        count, place, rows = whole // own, self._place, self._per_call
         has_rows = not self._rows or whole % self._rows == 0
         if count == rows and has_rows:
             yield "rows", row, rows, 1
@@ -193,9 +193,10 @@ class Comparison:
         self.measures.figures[update, call, what] = value
 
 
-def ratio(measure: Measure) -> float:
-    """How large the difference is beside the reference's part."""
-    return math.sqrt(measure.error / measure.norm) if measure.norm else (math.inf if measure.error else 0.0)
+def ratio(measure: Measure, floor: float = 0.0) -> float:
+    """How large the difference is beside the reference's part, whose squared norm counts as `floor` at least."""
+    norm = max(measure.norm, floor)
+    return math.sqrt(measure.error / norm) if norm else (math.inf if measure.error else 0.0)
 
 
 def _measure(own: torch.Tensor, part: torch.Tensor, factor: float | None) -> Measure:

@@ -6,10 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .causes import Place, explain
-from .compare import Measure, Measures
+from .compare import Measure, Measures, ratio
 from .record import Key, Store
 from .report import Difference
 
@@ -18,6 +18,8 @@ FLOOR = 1e-6
 STILL = 1e-8
 """An update moves weights by this share of them at least: less is their rounding."""
 MODULES = ("input", "output", "grad_output")
+STAGES = ("begin", "module", "gradient", "norm", "verdict", "update", "buffer", "loss")
+"""What is looked at first within an update."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Verdict:
     largest: dict[str, float]
 
 
+class Finding(NamedTuple):
+    """A difference, in the order in which they are looked at: by update, stage, and within a module in time."""
+
+    update: int
+    stage: int
+    order: int
+    key: Key
+    apart: float
+    allowed: float
+    ranks: tuple[int, ...]
+    text: str = ""
+
+
 def differences(store: Store, measures: Sequence[Measures]) -> dict[Key, dict[int, float]]:
     """By key and rank, how far a tensor is from the reference's, relative. Of several ways to cut that, the one which
     fits all ranks best."""
@@ -57,7 +72,7 @@ def differences(store: Store, measures: Sequence[Measures]) -> dict[Key, dict[in
         ranks = {rank.rank: ways for rank in measures if (ways := rank.tensors.get(key)) is not None}
         common = set.intersection(*map(set, ranks.values()))
         if common:
-            way = min(common, key=lambda way: max(_ratio(ways[way], 0.0) for ways in ranks.values()))
+            way = min(common, key=lambda way: max(ratio(ways[way]) for ways in ranks.values()))
             found[key] = {rank: ways[way] for rank, ways in ranks.items()}
     for rank in measures:
         for key, measure in rank.parameters.items():
@@ -74,82 +89,79 @@ def differences(store: Store, measures: Sequence[Measures]) -> dict[Key, dict[in
 def judge(
     store: Store, measures: Sequence[Measures], limits: Limits, reduction: str, overflows: int | None = None
 ) -> Verdict:
-    """Compare in time order: modules, gradients, copies, norm, weights, buffers, loss, verdict."""
+    """Compare in time order.
+
+    Args:
+        reduction: how the losses of ranks are joined.
+        overflows: the update whose gradients are inf.
+    """
     apart = differences(store, measures)
     order = {key: number for number, key in enumerate(store.index)}
-    stages = {
-        what: number
-        for number, what in enumerate(("begin", "module", "gradient", "norm", "verdict", "update", "buffer", "loss"))
-    }
     largest: dict[str, float] = {}
-    wrong: list[tuple[tuple[int, ...], Difference]] = []
+    found: list[Finding] = [*_copies(measures, order)]
+    for update in sorted({update for rank in measures for update, *_ in rank.figures}):
+        found += _figures(store, measures, limits, reduction, update, update == overflows)
     for key, by_rank in apart.items():
         if key.update == overflows and key.what in (*MODULES, "gradient"):
             continue
-        allowed = limits.allowed(key)
-        worst = max(by_rank.values())
+        allowed, worst = limits.allowed(key), max(by_rank.values())
         largest[key.what] = max(largest.get(key.what, 0.0), worst / allowed)
-        if not worst <= allowed:
-            stage = stages["module" if key.what in MODULES else key.what]
-            ranks = tuple(rank for rank, value in by_rank.items() if not value <= allowed)
-            wrong.append(((key.update, stage, order[key]), (key, worst, allowed, ranks)))  # type: ignore[arg-type]
-    first: Difference | None = None
-    found: list[tuple[int, int, Difference]] = []
-    if wrong:
-        wrong.sort(key=lambda item: item[0])
-        (update, stage, _), (key, worst, allowed, ranks) = wrong[0]  # type: ignore[misc]
-        same = [item[1][0] for item in wrong if item[0][:2] == (update, stage)]  # type: ignore[index]
-        place = _place(store, measures, key, same, limits)
-        found.append((update, stage, explain(place, worst, allowed, ranks)))
-    for update, stage, difference in _figures(store, measures, limits, reduction, stages, overflows):
-        found.append((update, stage, difference))
-    for update, stage, difference in _copies(measures, stages):
-        found.append((update, stage, difference))
+        if ranks := tuple(rank for rank, value in by_rank.items() if not value <= allowed):
+            found.append(Finding(key.update, _stage(key.what), order[key], key, worst, allowed, ranks))
+    first = None
     if found:
-        first = min(found, key=lambda item: item[:2])[2]
+        found.sort(key=lambda one: one[:3])
+        at = found[0]
+        same = [one.key for one in found if one[:2] == at[:2] and not one.text]
+        place = Place(at.key) if at.text else _place(store, measures, at.key, same, limits)
+        first = explain(place, at.apart, at.allowed, at.ranks, at.text)
     skipped = len({key for rank in measures for key in rank.skipped})
     return Verdict(first, len(apart), skipped, largest)
 
 
+def _stage(what: str) -> int:
+    return STAGES.index("module" if what in MODULES else what)
+
+
 def _place(store: Store, measures: Sequence[Measures], key: Key, same: Sequence[Key], limits: Limits) -> Place:
     """Where `key` is, and what is known about it."""
-    accumulated = {k: m for rank in measures for k, m in rank.accumulated.items() if k.update == 0}
-    scale = max((m.norm for m in accumulated.values()), default=0.0)
-    sums = bool(accumulated) and all(
-        math.sqrt(m.error / max(m.norm, FLOOR**2 * scale)) <= limits.allowed(k) if m.norm or scale else not m.error
-        for k, m in accumulated.items()
-    )
-    factors = {
-        m.factor
-        for rank in measures
-        for k, m in rank.parameters.items()
-        if k.what == "gradient" and k.update == key.update and m.norm
-    }
-    factor = next(iter(factors)) if factors and max(factors) - min(factors) <= 1e-6 * max(map(abs, factors)) else None
+    gradients = [
+        m for rank in measures for k, m in rank.parameters.items() if (k.update, k.what) == (key.update, "gradient")
+    ]
+    factors = [m.factor for m in gradients if m.norm]
+    is_common = factors and max(factors) - min(factors) <= 1e-6 * max(map(abs, factors))
     events = list(store.index)
-    at = events.index(key)
-    before = next((k.name for k in reversed(events[:at]) if k.what == "output" and k.update == key.update), None)
-    after = _next_module(store, key, events)
-    total = sum(k.what == key.what and k.update == key.update for k in events)
+    before = (k.name for k in reversed(events[: events.index(key)]) if (k.update, k.what) == (key.update, "output"))
     return Place(
         key=key,
         caller=store.callers.get((key.name, key.nth)),
-        before=before,
+        before=next(before, None),
         consumers=tuple(dict.fromkeys(store.consumers.get((key.name, key.nth, key.slot), ()))),
-        after=after,
+        after=_next_module(store, key, events),
         names=tuple(dict.fromkeys(k.name for k in same)),
-        total=total,
-        equals_accumulated=sums,
-        factor=factor,
-        drawn=tuple(
-            dict.fromkeys(name for (_, _, what), names in store.figures.items() if what == "drawn" for name in names)
-        ),
+        total=sum((k.update, k.what) == (key.update, key.what) for k in events),
+        equals_accumulated=_equals_accumulated(measures, limits),
+        factor=factors[0] if is_common else None,
+        drawn=drawn_in(store),
     )
+
+
+def drawn_in(store: Store) -> tuple[str, ...]:
+    """The functions that drew random numbers."""
+    names = (name for (_, _, what), drawn in store.figures.items() if what == "drawn" for name in drawn)
+    return tuple(dict.fromkeys(names))
+
+
+def _equals_accumulated(measures: Sequence[Measures], limits: Limits) -> bool:
+    """Whether the gradients of the first update are those of a process that accumulates."""
+    found = [(key, m) for rank in measures for key, m in rank.accumulated.items() if key.update == 0]
+    floor = FLOOR**2 * max((m.norm for _, m in found), default=0.0)
+    return bool(found) and all(ratio(m, floor) <= limits.allowed(key) for key, m in found)
 
 
 def _next_module(store: Store, key: Key, events: Sequence[Key]) -> str | None:
     """The module that is called next after the one of `key` has returned, by the same caller."""
-    returned = key._replace(what="output", slot=key.slot)
+    returned = key._replace(what="output")
     if returned not in store.index:
         return None
     caller = store.callers.get((key.name, key.nth))
@@ -158,87 +170,40 @@ def _next_module(store: Store, key: Key, events: Sequence[Key]) -> str | None:
 
 
 def _figures(
-    store: Store,
-    measures: Sequence[Measures],
-    limits: Limits,
-    reduction: str,
-    stages: Mapping[str, int],
-    overflows: int | None,
-) -> Iterator[tuple[int, int, Difference]]:
-    """Norm, loss and verdict of each update."""
-    updates = sorted({update for rank in measures for update, *_ in rank.figures})
-    for update in updates:
-        for what in ("skipped", "loss_scale", "lr", "grad_norm"):
-            values = {rank.rank: rank.figures.get((update, 0, what)) for rank in measures}
-            expected = store.figures.get((update, 0, what))
-            mine = next(iter(values.values()))
-            is_norm = what == "grad_norm"
-            kind, stage = ("norm", stages["norm"]) if is_norm else ("verdict", stages["verdict"])
-            unlike = tuple(rank for rank, value in values.items() if repr(value) != repr(mine))
-            if unlike:
-                yield (
-                    update,
-                    stage,
-                    _figure(
-                        update,
-                        kind,
-                        what,
-                        unlike,
-                        f"{what} is {mine} on rank {measures[0].rank} and {values[unlike[0]]} on rank {unlike[0]}",
-                        math.inf,
-                        0.0,
-                    ),
-                )
-            elif is_norm and expected and update != overflows:
-                key = Key(update, 0, "norm", "")
-                apart, allowed = abs(mine - expected) / expected, limits.allowed(key)
-                if not apart <= allowed:
-                    yield (
-                        update,
-                        stage,
-                        _figure(
-                            update,
-                            kind,
-                            what,
-                            tuple(values),
-                            f"the gradient norm is {mine / expected:.6g} x the reference's, {expected:.6g}",
-                            apart,
-                            allowed,
-                        ),
-                    )
-            elif not is_norm and expected is not None and mine != expected:
-                yield (
-                    update,
-                    stage,
-                    _figure(
-                        update,
-                        kind,
-                        what,
-                        tuple(values),
-                        f"{what} is {mine}, and the reference's {expected}",
-                        abs(float(mine) - float(expected)),
-                        0.0,
-                    ),
-                )
-        if update != overflows:
-            mine, theirs = _loss(measures, update, reduction), _loss([store], update, reduction)
-            apart = abs(mine - theirs) / max(abs(theirs), 1e-12)
-            allowed = limits.allowed(Key(update, 0, "loss", ""))
+    store: Store, measures: Sequence[Measures], limits: Limits, reduction: str, update: int, overflows: bool
+) -> Iterator[Finding]:
+    """Norm, verdict and loss of an update."""
+    ranks = tuple(rank.rank for rank in measures)
+    for name in ("grad_norm", "skipped", "loss_scale", "lr"):
+        what = "norm" if name == "grad_norm" else "verdict"
+        key = Key(update, 0, what, name)
+        values = [rank.figures.get((update, 0, name)) for rank in measures]
+        mine, theirs = values[0], store.figures.get((update, 0, name))
+        unlike = tuple(rank for rank, value in zip(ranks, values, strict=True) if repr(value) != repr(mine))
+        if unlike:
+            text = f"{name} is {mine} on rank {ranks[0]}, but {values[ranks.index(unlike[0])]}"
+            yield Finding(update, _stage(what), 0, key, math.inf, 0.0, unlike, text)
+        elif theirs is not None and not (overflows and what == "norm"):
+            apart = abs(float(mine) - float(theirs)) / (abs(float(theirs)) or 1.0)
+            allowed = limits.allowed(Key(update, 0, "norm", "")) if what == "norm" else 0.0
             if not apart <= allowed:
-                text = f"the loss is {mine:.8g}, and the reference's {theirs:.8g}"
-                yield update, stages["loss"], _figure(update, "loss", "loss", (), text, apart, allowed)
+                text = f"{name} is {mine}, and in the reference {theirs}"
+                yield Finding(update, _stage(what), 0, key, apart, allowed, ranks, text)
+    mine, theirs = (loss_of(runs, update, reduction) for runs in (measures, [store]))
+    apart, allowed = abs(mine - theirs) / max(abs(theirs), 1e-12), limits.allowed(Key(update, 0, "loss", ""))
+    if not overflows and not apart <= allowed:
+        text = f"the loss is {mine:.8g}, and in the reference {theirs:.8g}"
+        yield Finding(update, _stage("loss"), 0, Key(update, 0, "loss", ""), apart, allowed, ranks, text)
 
 
-def _loss(runs: Sequence[Any], update: int, reduction: str) -> float:
+def loss_of(runs: Iterable[Any], update: int, reduction: str) -> float:
     """Of an update, over all its chunks."""
-    chunks = {
-        call: value for run in runs for (u, call, what), value in run.figures.items() if (u, what) == (update, "loss")
-    }
-    total, weight = sum(value for value, _ in chunks.values()), sum(weight for _, weight in chunks.values())
+    chunks = {at[1]: value for run in runs for at, value in run.figures.items() if at[::2] == (update, "loss")}
+    total, weight = (sum(column) for column in zip(*chunks.values(), strict=True)) if chunks else (0.0, 0.0)
     return total if reduction == "sum" or not weight else total / weight
 
 
-def _copies(measures: Sequence[Measures], stages: Mapping[str, int]) -> Iterator[tuple[int, int, Difference]]:
+def _copies(measures: Sequence[Measures], order: Mapping[Key, int]) -> Iterator[Finding]:
     """Parts of parameters that several ranks hold, and that are not the same."""
     held: dict[tuple[Key, Any], dict[int, str]] = defaultdict(dict)
     for rank in measures:
@@ -249,25 +214,15 @@ def _copies(measures: Sequence[Measures], stages: Mapping[str, int]) -> Iterator
         mine = next(iter(digests.values()))
         if unlike := tuple(rank for rank, digest in digests.items() if digest != mine):
             kind = "gradient" if key.what == "gradient" else "values"
-            text = f"ranks {_join(digests)} hold the same part of {key.name}, but its {kind} differ on {_join(unlike)}"
-            place = Place(key._replace(what="copies"))
-            yield key.update, stages[key.what], explain(place, math.inf, 0.0, unlike, text)
-
-
-def _join(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _figure(
-    update: int, what: str, name: str, ranks: tuple[int, ...], text: str, apart: float, allowed: float
-) -> Difference:
-    return explain(Place(Key(update, 0, what, name)), apart, allowed, ranks, text)
+            all_ranks = ", ".join(map(str, digests))
+            text = f"ranks {all_ranks} hold the same part of {key.name}, but its {kind} differ"
+            yield Finding(key.update, _stage(key.what), order.get(key, 0), key, math.inf, 0.0, unlike, text)
 
 
 def _relative(store: Store, key: Key, measure: Measure, largest: Mapping[tuple[int, str], float]) -> float:
     if key.what in ("update", "begin"):
         return math.sqrt(measure.error) / max(_way(store, key), 1e-300)
-    return _ratio(measure, FLOOR**2 * largest[key.update, key.what])
+    return ratio(measure, FLOOR**2 * largest[key.update, key.what])
 
 
 def _way(store: Store, key: Key) -> float:
@@ -279,8 +234,3 @@ def _way(store: Store, key: Key) -> float:
     now, start = now.double(), start.double()
     ways = [float((now - start).norm()), STILL * float(now.norm())]
     return max([*ways, float((now - last.double()).norm())] if last is not None else ways)
-
-
-def _ratio(measure: Measure, floor: float) -> float:
-    norm = max(measure.norm, floor)
-    return math.sqrt(measure.error / norm) if norm else (math.inf if measure.error else 0.0)

@@ -23,7 +23,7 @@ from ..mesh_picture import in_words
 from ..tensors import dtype_name
 from . import layout
 from .compare import Measures
-from .judge import Limits, Verdict, differences, judge
+from .judge import Limits, Verdict, differences, drawn_in, judge
 from .ranks import RankError, Ranks
 from .record import Key, Store
 from .report import Difference, Phase, VerifyReport
@@ -43,13 +43,12 @@ class Survey:
     Attributes:
         rows: of one batch.
         joins: the batches of several ranks can be put together.
-        mixes: BatchNorm, whose statistics are those of a call.
-        scales: parameters.
+        mixes: names of BatchNorms, whose statistics are those of a call.
     """
 
     rows: int
     joins: bool
-    mixes: bool
+    mixes: tuple[str, ...]
 
 
 def survey(case: Case) -> Survey:
@@ -64,7 +63,8 @@ def survey(case: Case) -> Survey:
         joins = True
     except (RuntimeError, ValueError):
         joins = False
-    mixes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in subject.model.modules())
+    kinds = subject.model.named_modules()
+    mixes = tuple(name for name, module in kinds if isinstance(module, nn.modules.batchnorm._BatchNorm))
     return Survey(count_rows(subject.batches[0]), joins, mixes)
 
 
@@ -147,11 +147,19 @@ class Work:
         [known] = self._run(1, survey, (case,))
         case = replace(case, config=layout.settle(case.config, known.rows, self.world_size))
         case = replace(case, chunks=self._chunks(case.config))
-        calls = 1 if known.joins and not known.mixes else case.chunks
-        phase = self.structure(folder, replace(case, config=layout.structure(case.config)), calls)
-        yield phase
+        pipeline = case.config.parallel.pipeline
+        parts = case.chunks * (pipeline.microbatches or 1) if pipeline.size > 1 and known.mixes else case.chunks
+        calls = 1 if known.joins and not known.mixes else parts
+        notes: tuple[str, ...] = ()
+        if calls > 1:
+            why = f"{known.mixes[0]} normalises each batch by itself" if known.mixes else "the batches differ in shape"
+            notes = (f"{why}: compared with one process that accumulates, without running statistics",)
+        phase = self.structure(folder, replace(case, config=layout.structure(case.config), mixes=known.mixes), calls)
+        yield replace(phase, notes=(*notes, *phase.notes))
         if phase.equal:
-            yield self.format(folder, replace(case, config=layout.gentle(case.config), dtype=None), calls)
+            yield self.format(
+                folder, replace(case, config=layout.gentle(case.config), dtype=None, mixes=known.mixes), calls
+            )
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
         """In float64: beside a plain loop, whose batch is whole; and beside one that accumulates."""
@@ -204,9 +212,12 @@ class Work:
             )
             return Verdict(failed, 0, 0, {}), []
         store = Store(path)
+        for rank in measures if calls > 1 else ():
+            for key in [k for k in rank.parameters if k.what == "buffer" and k.name.rpartition(".")[0] in case.mixes]:
+                del rank.parameters[key]
         verdict = judge(store, measures, limits, case.config.loss_reduction, case.overflows)
-        drawn = {name for (_, _, what), names in store.figures.items() if what == "drawn" for name in names}
-        return verdict, [f"the model draws random numbers: {', '.join(sorted(drawn))}"] if drawn else []
+        drawn = drawn_in(store)
+        return verdict, [f"the model draws random numbers: {', '.join(drawn)}"] if drawn else []
 
     def _references(self, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
         """Side by side, in a process each. Raises InputError if one fails."""

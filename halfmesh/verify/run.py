@@ -35,6 +35,7 @@ class Case:
         overflows: the update in which the loss is inf on the last rank; None: none.
         multiple: rows of a batch are a multiple of it.
         lifts: casts of the model to float32 go to float64.
+        mixes: names of modules whose buffers are those of a call.
     """
 
     given: Given
@@ -46,6 +47,7 @@ class Case:
     overflows: int | None = None
     multiple: int = 1
     lifts: bool = False
+    mixes: tuple[str, ...] = ()
 
     def subject(self, seed: int = 0) -> Subject:
         """Built here."""
@@ -227,8 +229,12 @@ class _Overflowing(nn.Module):
 
 
 def _batch(case: Case, subject: Subject, update: int, call: int, calls: int) -> Any:
-    """The chunks of a call of the reference, in one batch."""
-    own = case.chunks // calls
+    """The chunks of a call of the reference, in one batch; of a call for each microbatch, its rows."""
+    own, parts = case.chunks // calls, calls // case.chunks
+    if parts > 1:
+        chunk = subject.batch(update, call // parts, case.chunks)
+        rows = count_rows(chunk)
+        return map_tensors(lambda t: t.chunk(parts)[call % parts] if t.dim() and len(t) == rows else t, chunk)
     return join([subject.batch(update, call * own + chunk, case.chunks) for chunk in range(own)])
 
 

@@ -61,8 +61,9 @@ class Subject:
             return self.batches[number % len(self.batches)]
         whole = count_rows(self.batches[0])
         rows = -(-whole // self.multiple) * self.multiple
-        drawn = torch.randint(whole, (rows,), generator=torch.Generator().manual_seed(number))
-        return map_tensors(lambda t: t[drawn.to(t.device)] if t.dim() and len(t) == whole else t, self.batches[0])
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(number)) % whole
+        order[order == number % whole] = (number + 1) % whole  # no two chunks have the same rows
+        return map_tensors(lambda t: t[order.to(t.device)] if t.dim() and len(t) == whole else t, self.batches[0])
 
     def loss(self, output: Any, targets: Any) -> Any:
         """The criterion's value."""
