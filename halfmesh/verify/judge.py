@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from .causes import Place, explain
 from .compare import Measure, Measures, ratio
 from .record import Key, Store
@@ -15,8 +17,8 @@ from .report import Difference
 
 FLOOR = 1e-6
 """A tensor below this share of the largest of its kind is compared with that share: it may be all rounding."""
-STILL = 1e-8
-"""An update moves weights by this share of them at least: less is their rounding."""
+ROUNDINGS = 4
+"""So many roundings of the weights themselves are allowed, however little an update moves them."""
 MODULES = ("input", "output", "grad_output")
 STAGES = ("begin", "module", "gradient", "norm", "verdict", "update", "buffer", "loss")
 """What is looked at first within an update."""
@@ -64,9 +66,9 @@ class Finding(NamedTuple):
     text: str = ""
 
 
-def differences(store: Store, measures: Sequence[Measures]) -> dict[Key, dict[int, float]]:
+def differences(store: Store, measures: Sequence[Measures], updates: float) -> dict[Key, dict[int, float]]:
     """By key and rank, how far a tensor is from the reference's, relative. Of several ways to cut that, the one which
-    fits all ranks best."""
+    fits all ranks best. `updates`: what is allowed of them."""
     found: dict[Key, dict[int, Measure]] = {}
     for key in dict.fromkeys(key for rank in measures for key in rank.tensors):
         ranks = {rank.rank: ways for rank in measures if (ways := rank.tensors.get(key)) is not None}
@@ -82,7 +84,8 @@ def differences(store: Store, measures: Sequence[Measures]) -> dict[Key, dict[in
         at = key.update, key.what
         largest[at] = max([largest[at], *(m.norm for m in by_rank.values() if math.isfinite(m.norm))])
     return {
-        key: {rank: _relative(store, key, m, largest) for rank, m in by_rank.items()} for key, by_rank in found.items()
+        key: {rank: _relative(store, key, m, largest, updates) for rank, m in by_rank.items()}
+        for key, by_rank in found.items()
     }
 
 
@@ -95,7 +98,7 @@ def judge(
         reduction: how the losses of ranks are joined.
         overflows: the update whose gradients are inf.
     """
-    apart = differences(store, measures)
+    apart = differences(store, measures, limits.updates)
     order = {key: number for number, key in enumerate(store.index)}
     largest: dict[str, float] = {}
     found: list[Finding] = [*_copies(measures, order)]
@@ -219,18 +222,21 @@ def _copies(measures: Sequence[Measures], order: Mapping[Key, int]) -> Iterator[
             yield Finding(key.update, _stage(key.what), order.get(key, 0), key, math.inf, 0.0, unlike, text)
 
 
-def _relative(store: Store, key: Key, measure: Measure, largest: Mapping[tuple[int, str], float]) -> float:
+def _relative(
+    store: Store, key: Key, measure: Measure, largest: Mapping[tuple[int, str], float], updates: float
+) -> float:
     if key.what in ("update", "begin"):
-        return math.sqrt(measure.error) / max(_way(store, key), 1e-300)
+        return math.sqrt(measure.error) / max(_way(store, key, updates), 1e-300)
     return ratio(measure, FLOOR**2 * largest[key.update, key.what])
 
 
-def _way(store: Store, key: Key) -> float:
+def _way(store: Store, key: Key, updates: float) -> float:
     """How far an update, and all until then, moved a parameter."""
     update = key.update - (key.what == "begin")
     now, last, start = (store.get(Key(u, 0, "update", key.name)) for u in (update, update - 1, -1))
     if now is None or start is None:
         return 0.0
+    eps = torch.finfo(now.dtype).eps / 2 if now.dtype.itemsize > 2 else 0.0
     now, start = now.double(), start.double()
-    ways = [float((now - start).norm()), STILL * float(now.norm())]
+    ways = [float((now - start).norm()), ROUNDINGS * eps / updates * float(now.norm())]
     return max([*ways, float((now - last.double()).norm())] if last is not None else ways)

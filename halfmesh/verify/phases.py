@@ -177,7 +177,7 @@ class Work:
             lifted = replace(case, lifts=True)
             self._references([(function, (replace(args[0], lifts=True), *args[1:])) for function, args in jobs])
             [moved] = self._run(1, estimate, (lifted, whole, calls, 2.0**-53, True))
-            limits = replace(limits, estimates=estimates(Store(whole), moved))
+            limits = replace(limits, estimates=estimates(Store(whole), moved, UPDATE))
             verdict, notes = self._layout(lifted, whole, calls, other, limits)
             notes.append("the model computes in float32 in places; for the proof these were lifted to float64")
         return _phase("structure", "float64", verdict, began, notes)
@@ -194,7 +194,7 @@ class Work:
         self._references([(record_engine, (case, path, calls))])
         [moved] = self._run(1, estimate, (case, path, calls, eps))
         self.progress(f"{name}: {self.world_size} ranks")
-        limits = Limits(10 * eps, 10 * eps, estimates(Store(path), moved))
+        limits = Limits(10 * eps, 10 * eps, estimates(Store(path), moved, 10 * eps))
         verdict, notes = self._layout(case, path, calls, None, limits)
         return _phase("format", name, verdict, began, notes)
 
@@ -263,9 +263,9 @@ def rounding(config: Config) -> float:
     return 2.0**-4 if recipe.linear is not None else max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
 
 
-def estimates(store: Store, moved: Measures) -> Mapping[Key, float]:
+def estimates(store: Store, moved: Measures, updates: float) -> Mapping[Key, float]:
     """How far the perturbed reference is from the reference, by key."""
-    found = {key: max(by_rank.values()) for key, by_rank in differences(store, [moved]).items()}
+    found = {key: max(by_rank.values()) for key, by_rank in differences(store, [moved], updates).items()}
     for (update, call, what), value in moved.figures.items():
         expected = store.figures.get((update, call, what))
         if what in ("grad_norm", "loss") and expected:
