@@ -147,6 +147,11 @@ class Recorder(Probes):
         names = position_names(sink.names.get(visit.name, []), len(args))
         map_named(partial(self._given, visit), {**dict(zip(names, args, strict=True)), **kwargs}, "")
 
+    def detach(self) -> None:
+        """See `Probes`."""
+        super().detach()
+        self._made.clear()  # a graph that knows who knows it is never freed, nor are the model and its groups
+
     def _given(self, visit: Visit, slot: str, tensor: torch.Tensor) -> torch.Tensor:
         self._hand("input", visit, slot.removeprefix("."), tensor)
         if isinstance(self.sink, Store) and tensor.grad_fn in self._made:
@@ -157,7 +162,7 @@ class Recorder(Probes):
         """See `Probes`."""
         for slot, tensor in enumerate(outputs):
             self._hand("output", visit, str(slot), tensor)
-            if tensor.grad_fn is not None:
+            if isinstance(self.sink, Store) and tensor.grad_fn is not None:
                 self._made.setdefault(tensor.grad_fn, (visit.name, visit.nth or 0, str(slot)))
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
