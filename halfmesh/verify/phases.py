@@ -28,7 +28,7 @@ from .ranks import RankError, Ranks
 from .record import Key, Store
 from .report import Difference, Phase, VerifyReport
 from .run import Case, estimate, record_engine, record_plain, run_rank
-from .subject import Given, count_rows, join
+from .subject import Given, count_rows, join, named_tensors
 
 STRUCTURE, UPDATE = 1e-9, 1e-7
 """What is allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
@@ -51,13 +51,15 @@ class Survey:
     mixes: tuple[str, ...]
 
 
-def survey(case: Case) -> Survey:
-    """Build the model, and look at it. Raises InputError if there is nothing to verify."""
-    subject = case.subject()
+def survey(case: Case, start: Path) -> Survey:
+    """Build the model, look at it, and write weights and batches for all runs. Raises InputError if there is nothing to
+    verify."""
+    subject = replace(case, dtype=None).subject()
     if not any(param.requires_grad for param in subject.model.parameters()):
         raise InputError("the model has no parameters that require gradients, so there is nothing to train")
     if any(tensor.is_meta for tensor in [*subject.model.parameters(), *subject.model.buffers()]):
         raise InputError("the model was built on the meta device, without values; let the builder give it some")
+    torch.save((dict(named_tensors(subject.model)), subject.batches), start)
     try:
         join([subject.batch(0, chunk, case.chunks) for chunk in range(case.chunks)])
         joins = True
@@ -144,9 +146,9 @@ class Work:
         """Each phase as it ends; a phase that differs is the last."""
         case = self._case(self.config, torch.float64)
         self.progress("building the model")
-        [known] = self._run(1, survey, (case,))
+        [known] = self._run(1, survey, (case, folder / "start"))
         case = replace(case, config=layout.settle(case.config, known.rows, self.world_size))
-        case = replace(case, chunks=self._chunks(case.config))
+        case = replace(case, chunks=self._chunks(case.config), start=folder / "start")
         pipeline = case.config.parallel.pipeline
         parts = case.chunks * (pipeline.microbatches or 1) if pipeline.size > 1 and known.mixes else case.chunks
         calls = 1 if known.joins and not known.mixes else parts

@@ -21,7 +21,7 @@ from ..tensors import map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights
-from .subject import Given, Subject, Undropped, call_of, count_rows, decay, join, make_subject
+from .subject import Given, Subject, Undropped, call_of, cast, count_rows, decay, join, make_subject, named_tensors
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Case:
         multiple: rows of a batch are a multiple of it.
         lifts: casts of the model to float32 go to float64.
         mixes: names of modules whose buffers are those of a call.
+        start: a file of weights and batches, in place of those that the builder makes, which may be random.
     """
 
     given: Given
@@ -48,10 +49,19 @@ class Case:
     multiple: int = 1
     lifts: bool = False
     mixes: tuple[str, ...] = ()
+    start: Path | None = None
 
-    def subject(self, seed: int = 0) -> Subject:
-        """Built here."""
-        return make_subject(self.given, self.dtype, seed, self.multiple)
+    @torch.no_grad()
+    def subject(self, rank: int = 0) -> Subject:
+        """Built here. Ranks but the first keep the weights that they build: rank 0's count."""
+        subject = make_subject(self.given, self.dtype, rank, self.multiple)
+        if self.start is not None:
+            weights, subject.batches = torch.load(self.start, self.device, weights_only=False)
+            if self.dtype is not None:
+                subject.batches = cast(subject.batches, self.dtype)
+            for name, tensor in named_tensors(subject.model) if rank == 0 else ():
+                tensor.copy_(weights[name])
+        return subject
 
 
 def record_plain(case: Case, path: Path, calls: int) -> None:
@@ -151,9 +161,7 @@ def run_rank(case: Case, path: Path, calls: int, accumulated: Path | None = None
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    store, subject = Store(path), case.subject(seed=rank)
-    if rank == 0:  # the others keep what they have: rank 0's weights count
-        _load(subject.model, store)
+    store, subject = Store(path), case.subject(rank)
     other = None if accumulated is None else Store(accumulated)
     return _train(case, subject, partial(comparison, case, store, calls, other))
 
@@ -240,13 +248,3 @@ def _batch(case: Case, subject: Subject, update: int, call: int, calls: int) -> 
 
 def _to(device: str, tree: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), tree)
-
-
-@torch.no_grad()
-def _load(model: nn.Module, store: Store) -> None:
-    """Give it the weights with which the reference began."""
-    for kind, named in (("update", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            value = store.get(Key(-1, 0, kind, name))
-            if value is not None:
-                tensor.copy_(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def make_subject(given: Given, dtype: torch.dtype | None, seed: int = 0, multipl
     prepare(model)
     if dtype is not None:
         model.to(dtype)
-        batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
+        batches = cast(batches, dtype)
         if isinstance(criterion, nn.Module):
             criterion.to(dtype)
     optimizer = given.optimizer
@@ -104,6 +104,17 @@ def own_loss(output: Any) -> torch.Tensor:
     if floats[0].dim() == 0:
         return floats[0]
     return F.mse_loss(floats[0], torch.zeros_like(floats[0]))
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with its floating-point tensors in `dtype`."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its parameters and buffers, with their names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def join(batches: Sequence[Batch]) -> Batch:
