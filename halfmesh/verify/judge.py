@@ -236,7 +236,7 @@ def _way(store: Store, key: Key, updates: float) -> float:
     now, last, start = (store.get(Key(u, 0, "update", key.name)) for u in (update, update - 1, -1))
     if now is None or start is None:
         return 0.0
-    eps = torch.finfo(now.dtype).eps / 2 if now.dtype.itemsize > 2 else 0.0
+    eps = torch.finfo(store.index[key][0]).eps / 2  # masters that differ a little may be rounded to other weights
     now, start = now.double(), start.double()
     ways = [float((now - start).norm()), ROUNDINGS * eps / updates * float(now.norm())]
     return max([*ways, float((now - last.double()).norm())] if last is not None else ways)
