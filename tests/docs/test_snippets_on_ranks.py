@@ -310,17 +310,6 @@ def test_the_plan_of_nano_gpt_is_the_one_that_trains():
     assert run(snippet("tensor-parallel.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
 
 
-def compare_with_one_process(rank, world_size, folder):
-    (folder / str(rank)).mkdir()
-    import_snippet("tensor-parallel.md", "my_block.py", folder / str(rank))
-    run(snippet("tensor-parallel.md", "parity.py"))
-
-
-@pytest.mark.on_cpu("the snippet names the CPU")
-def test_the_parity_script_of_the_plan(tmp_path):
-    run_ranks(compare_with_one_process, 2, tmp_path, fresh=True)  # the plan is registered twice else
-
-
 # --- docs/models.md, nodes.md ---------------------------------------------------------------------------------------
 
 
