@@ -71,7 +71,7 @@ def _where(place: Place) -> tuple[str, str, str]:
             return "grad_output", users[0], text
         case "gradient":
             text = f"gradients of {some} parameters differ, the first {name},"
-            if place.factor is not None and abs(place.factor - 1) > 1e-9:
+            if place.factor is not None and abs(place.factor - 1) > 1e-5:
                 text = f"gradients of {some} parameters, first {name}, are {place.factor:.4g} x the reference's,"
             return "gradient", key.name, text
         case "begin":

@@ -32,6 +32,8 @@ from .subject import Given, count_rows, join, named_tensors
 
 STRUCTURE, UPDATE = 1e-9, 1e-7
 """What is allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
+LEAST = 1e-5
+"""What is allowed in any other format: sums of many numbers in float32 may cancel."""
 ROUNDED = 1e-6
 """A smaller difference may come from casts to float32 in the model."""
 
@@ -196,7 +198,8 @@ class Work:
         self._references([(record_engine, (case, path, calls))])
         [moved] = self._run(1, estimate, (case, path, calls, eps))
         self.progress(f"{name}: {self.world_size} ranks")
-        limits = Limits(10 * eps, 10 * eps, estimates(Store(path), moved, 10 * eps))
+        least = max(10 * eps, LEAST)
+        limits = Limits(least, least, estimates(Store(path), moved, least))
         verdict, notes = self._layout(case, path, calls, None, limits)
         return _phase("format", name, verdict, began, notes)
 
