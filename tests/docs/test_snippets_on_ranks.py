@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from tests.support import nano_gpt
-from tests.support.pages import find_rows, import_snippet, read_page, snippet, stand_ins
+from tests.support.pages import find_rows, read_page, snippet, stand_ins
 from tests.support.ranks import free_port, here, rank_device, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
