@@ -101,7 +101,8 @@ def judge(
     apart = differences(store, measures, limits.updates)
     order = {key: number for number, key in enumerate(store.index)}
     largest: dict[str, float] = {}
-    found: list[Finding] = [*_copies(measures, order)]
+    copies = _copies(measures, order)
+    found = [one for one in copies if (one.update, one.key.what) != (overflows, "gradient")]  # nan has many forms
     for update in sorted({update for rank in measures for update, *_ in rank.figures}):
         found += _figures(store, measures, limits, reduction, update, update == overflows)
     for key, by_rank in apart.items():
