@@ -55,6 +55,7 @@ class Measures:
         parameters, accumulated: of parts of parameters; the second against the reference that accumulates.
         digests: of each box of a parameter, for the comparison of copies.
         skipped: tensors that no part of the reference fits.
+        factors: by update, call and microbatch the first gradient of an output, and its ratio to the reference's.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class Measures:
     digests: dict[Key, list[tuple[Any, str]]] = field(default_factory=dict)
     figures: dict[tuple[int, int, str], Any] = field(default_factory=dict)
     skipped: set[Key] = field(default_factory=set)
+    factors: dict[tuple[int, int, int], tuple[Key, float]] = field(default_factory=dict)
 
 
 class _Cut(NamedTuple):
@@ -88,7 +90,6 @@ class Comparison:
         self.measures = Measures(place.rank, place.axes)
         self._reference, self._accumulated, self._place = reference, accumulated, place
         self._per_call = place.chunks * place.microbatches // calls  # parts of the batch of a call
-        self._factors: dict[tuple[int, int, int], float] = {}
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """See `Sink`."""
@@ -105,10 +106,10 @@ class Comparison:
             self.measures.skipped.add(at)
             return
         own, backward = tensor.double().cpu(), (key.update, key.call, microbatch)
-        factor = self._factors.get(backward) if is_grad else 1.0
+        factor = self.measures.factors.get(backward, (at, None))[1] if is_grad else 1.0
         new = {cut.way: _measure(own, cut.part.double(), factor) for cut in cuts}
         if factor is None and (best := min(new.values(), key=ratio)).norm:
-            self._factors[backward] = best.factor
+            self.measures.factors[backward] = at, best.factor
         known = self.measures.tensors.get(at, new)
         self.measures.tensors[at] = {way: max(known[way], new[way], key=ratio) for way in new if way in known}
 

@@ -90,20 +90,29 @@ def differences(store: Store, measures: Sequence[Measures], updates: float) -> d
 
 
 def judge(
-    store: Store, measures: Sequence[Measures], limits: Limits, reduction: str, overflows: int | None = None
+    store: Store,
+    measures: Sequence[Measures],
+    limits: Limits,
+    reduction: str,
+    overflows: int | None = None,
+    is_complete: bool = True,
 ) -> Verdict:
     """Compare in time order.
 
     Args:
         reduction: how the losses of ranks are joined.
         overflows: the update whose gradients are inf.
+        is_complete: these are all ranks, and their runs have ended.
     """
     apart = differences(store, measures, limits.updates)
+    apart |= _factors(store, measures, apart)
+    if is_complete:
+        apart |= {key: {rank.rank: 1.0 for rank in measures} for key in _missing(store, apart)}
     order = {key: number for number, key in enumerate(store.index)}
     largest: dict[str, float] = {}
     copies = _copies(measures, order)
     found = [one for one in copies if (one.update, one.key.what) != (overflows, "gradient")]  # nan has many forms
-    for update in sorted({update for rank in measures for update, *_ in rank.figures}):
+    for update in sorted({update for rank in measures for update, _, what in rank.figures if what == "lr"}):
         found += _figures(store, measures, limits, reduction, update, update == overflows)
     for key, by_rank in apart.items():
         if key.update == overflows and key.what in (*MODULES, "gradient"):
@@ -121,6 +130,27 @@ def judge(
         first = explain(place, at.apart, at.allowed, at.ranks, at.text)
     skipped = len({key for rank in measures for key in rank.skipped})
     return Verdict(first, len(apart), skipped, largest)
+
+
+def _factors(store: Store, measures: Sequence[Measures], apart: Mapping[Key, Any]) -> dict[Key, dict[int, float]]:
+    """Gradients of outputs which are another multiple of the reference's on this rank than on the rank that comes first
+    in the backward of their call, as where a gradient is scaled on its way from stage to stage."""
+    order, found = {key: number for number, key in enumerate(store.index)}, dict[Key, dict[int, float]]()
+    for call in dict.fromkeys(call for rank in measures for call in rank.factors):
+        ranks = {rank.rank: rank.factors[call] for rank in measures if call in rank.factors}
+        _, first = min(ranks.values(), key=lambda item: order[item[0]])
+        for rank, (key, factor) in ranks.items():
+            by_rank = found.setdefault(key, dict(apart.get(key, {})))
+            by_rank[rank] = max(by_rank.get(rank, 0.0), abs(factor / first - 1) if first else 0.0)
+    return found
+
+
+def _missing(store: Store, apart: Mapping[Key, Any]) -> Iterator[Key]:
+    """Gradients that the reference has, and no rank."""
+    tensors = {key: store.get(key) for key in store.index if key.what == "gradient"}
+    norms = {key: float(tensor.double().norm()) for key, tensor in tensors.items() if tensor is not None}
+    most = max(norms.values(), default=0.0)
+    return (key for key, norm in norms.items() if key not in apart and norm > FLOOR * most)
 
 
 def _stage(what: str) -> int:
@@ -141,7 +171,7 @@ def _place(store: Store, measures: Sequence[Measures], key: Key, same: Sequence[
         caller=store.callers.get((key.name, key.nth)),
         before=next(before, None),
         consumers=tuple(dict.fromkeys(store.consumers.get((key.name, key.nth, key.slot), ()))),
-        after=_next_module(store, key, events),
+        after=_next_module(key, events),
         names=tuple(dict.fromkeys(k.name for k in same)),
         total=sum((k.update, k.what) == (key.update, key.what) for k in events),
         equals_accumulated=_equals_accumulated(measures, limits),
@@ -163,14 +193,12 @@ def _equals_accumulated(measures: Sequence[Measures], limits: Limits) -> bool:
     return bool(found) and all(ratio(m, floor) <= limits.allowed(key) for key, m in found)
 
 
-def _next_module(store: Store, key: Key, events: Sequence[Key]) -> str | None:
-    """The module that is called next after the one of `key` has returned, by the same caller."""
+def _next_module(key: Key, events: Sequence[Key]) -> str | None:
+    """The module that is called next after the one of `key` has returned; None: none in this call of the model."""
     returned = key._replace(what="output")
-    if returned not in store.index:
-        return None
-    caller = store.callers.get((key.name, key.nth))
-    later = events[events.index(returned) + 1 :]
-    return next((k.name for k in later if k.what == "input" and store.callers.get((k.name, k.nth)) == caller), None)
+    later = events[events.index(returned) + 1 :] if returned in events else []
+    following = (k for k in later if (k.update, k.call, k.what) == (key.update, key.call, "input"))
+    return next((k.name for k in following), None)
 
 
 def _figures(

@@ -209,6 +209,12 @@ class Work:
         try:
             measures = self._run(self.world_size, run_rank, (case, path, calls, parts))
         except RankError as error:
+            if error.measures is not None:
+                args = Store(path), [error.measures], limits, case.config.loss_reduction, case.overflows, False
+                if (verdict := judge(*args)).first is not None:
+                    after = f"halfmesh refuses it: {error.refusal}" if error.refusal else f"then {error.reason}"
+                    verdict.first = replace(verdict.first, cause=after)
+                    return verdict, []
             if error.refusal:
                 raise RefusedError(error.refusal) from error
             what = "hangs" if error.hung else "failed"

@@ -53,6 +53,7 @@ class RankError(Exception):
     hung: bool = False
     refusal: str = ""
     is_echo: bool = False
+    measures: Any = None
     at: float = field(default_factory=time.monotonic)  # all processes of a machine share this clock
 
     def __str__(self) -> str:
@@ -251,7 +252,8 @@ def _live(
         echo = any(is_echo(one) or is_timeout(one) for one in (error, error.__cause__ or error))
         refusal = str(error) if isinstance(error, HalfmeshError) else ""
         reason = f"{type(error).__name__}: {error}"
-        end = RankError(rank, reason, traceback.format_exc(), False, refusal, echo, time.monotonic())
+        measures, trace = getattr(error, "measures", None), traceback.format_exc()
+        end = RankError(rank, reason, trace, False, refusal, echo, measures, time.monotonic())
     sys.stdout.flush()
     pipe.send_bytes(pickle.dumps(end))
     threading.Event().wait()

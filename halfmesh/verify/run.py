@@ -193,30 +193,38 @@ def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) ->
     )
     made: Sink = sink(engine) if isinstance(sink, partial) else sink
     recorder = EngineRecorder(engine._parts, made)
-    place, cycle = engine.context, case.config.gradient_accumulation
     engine.train()
     with engine._with_hook(recorder):
         recorder.attach()
-        for update in range(case.updates):
-            torch.manual_seed(update)
-            is_last = (place.dp_rank, place.tp_rank) == (place.dp_size - 1, place.tp_size - 1) and place.is_last_stage
-            criterion.overflows = update == case.overflows and is_last
-            for step in range(cycle):
-                if calls is None:
-                    batch = subject.batch(update, step * place.dp_size + place.dp_rank, case.chunks)
-                else:
-                    batch = _batch(case, subject, update, step, calls)
-                inputs, targets = _to(case.device, batch)
-                args, kwargs = call_of(inputs)
-                engine.zero_grad()
-                with Undropped(case.lifts):
-                    output = engine(*args, **kwargs)
-                    loss = engine.criterion(output, targets) if subject.has_targets else engine.criterion(output)
-                    engine.backward(loss)
-                engine.step()
+        try:
+            for update in range(case.updates):
+                _update(case, subject, engine, criterion, update, calls)
+        except Exception as error:
+            vars(error)["measures"] = getattr(made, "measures", None)  # what differed before may be the reason
+            raise
         recorder.detach()
     engine.close()
     return getattr(made, "measures", None)
+
+
+def _update(case: Case, subject: Subject, engine: Engine, criterion: Any, update: int, calls: int | None) -> None:
+    torch.manual_seed(update)
+    place = engine.context
+    is_last = (place.dp_rank, place.tp_rank) == (place.dp_size - 1, place.tp_size - 1) and place.is_last_stage
+    criterion.overflows = update == case.overflows and is_last
+    for step in range(case.config.gradient_accumulation):
+        if calls is None:
+            batch = subject.batch(update, step * place.dp_size + place.dp_rank, case.chunks)
+        else:
+            batch = _batch(case, subject, update, step, calls)
+        inputs, targets = _to(case.device, batch)
+        args, kwargs = call_of(inputs)
+        engine.zero_grad()
+        with Undropped(case.lifts):
+            output = engine(*args, **kwargs)
+            loss = engine.criterion(output, targets) if subject.has_targets else engine.criterion(output)
+            engine.backward(loss)
+        engine.step()
 
 
 class _Overflowing(nn.Module):
