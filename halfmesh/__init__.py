@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .trainer.hook import HOOKS, Hook
     from .trainer.loaders import shard_dataloader
     from .trainer.trainer import Trainer
+    from .verify import VerifyReport, verify
 
 _NAMES = {
     "amp.o1": "float_function half_function promote_function",
@@ -98,6 +99,7 @@ _NAMES = {
     "trainer.loaders": "shard_dataloader",
     "trainer.batch": "Outcome compute_batch",
     "trainer.trainer": "Trainer",
+    "verify": "VerifyReport verify",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -105,7 +107,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("compat", "hooks"):  # modules that are used by their names, without an import of their own
+    if name in ("compat", "hooks", "verify"):  # modules that are used by their names, without an import of their own
         return importlib.import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         from .errors import did_you_mean

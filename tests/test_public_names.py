@@ -17,10 +17,10 @@ AMPPlugin AMP_PLUGINS AMP_TYPE AXES BlockPartition Call CheckpointError Composes
 CosineAnnealingWarmupLR DATA_STRATEGIES Diagnosis EXIT_PREEMPTED Engine HOOKS HalfmeshError Hook
 IncompatibleConfigError InputError Launch LaunchError LayerPlan LinearWarmupLR LossScale MultiStepWarmupLR
 NonFiniteError Options Outcome PARTITIONERS ParallelContext Piece PolynomialWarmupLR PrecisionReport Preempted Recipe
-Registry RegistryError RunFolder SCHEDULES StepResult SyncError TENSOR_PLANS TENSOR_STYLES Trainer __version__
-compute_batch convert_to_amp deferred_init float_function get_dataloader get_default_parser get_logger half_function
-initialize launch launch_from_openmpi launch_from_slurm launch_from_torch load_config model_creation promote_function
-shard_dataloader write_report
+Registry RegistryError RunFolder SCHEDULES StepResult SyncError TENSOR_PLANS TENSOR_STYLES Trainer VerifyReport
+__version__ compute_batch convert_to_amp deferred_init float_function get_dataloader get_default_parser get_logger
+half_function initialize launch launch_from_openmpi launch_from_slurm launch_from_torch load_config model_creation
+promote_function shard_dataloader verify write_report
 """
 
 
@@ -34,6 +34,23 @@ def test_the_surface_is_frozen():
 def test_modules_that_are_used_by_their_names(used):
     code = f"import halfmesh; assert callable({used})"
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import halfmesh; verify = halfmesh.verify",
+        "import halfmesh; from halfmesh.verify.report import VerifyReport; verify = halfmesh.verify",
+        "import halfmesh.verify.report, halfmesh; verify = halfmesh.verify",
+        "from halfmesh import verify; import halfmesh.verify.ranks",
+        "import halfmesh; first = halfmesh.verify; import halfmesh.verify.ranks as ranks; verify = halfmesh.verify; "
+        "assert first is verify and verify.ranks is ranks",
+    ],
+)
+def test_verify_is_called_by_the_name_of_its_package(code):
+    call = "; print(verify({'fp16': {'mode': 'apex'}, 'parallel': {'tensor': 3}}, 'x:y', world_size=2).problems[0])"
+    done = subprocess.run([sys.executable, "-c", code + call], capture_output=True, text=True, timeout=120, check=True)
+    assert "3 does not divide" in done.stdout
 
 
 def test_unknown_names():

@@ -11,6 +11,7 @@ from .env import env
 from .plan import plan
 from .report import report
 from .run import run
+from .verify import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -24,6 +25,9 @@ app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cu
 app.command(
     epilog="Example: halfmesh plan config.py --model my_package.my_model:build --world-size 64 --gpu-memory 80GB"
 )(plan)
+app.command(
+    epilog="Example: halfmesh verify config.py --model my_package.my_model:build --world-size 8",
+)(verify)
 app.command(
     epilog="Example: halfmesh run --nproc 4 train.py --config config.py",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},

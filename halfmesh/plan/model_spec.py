@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,14 +39,12 @@ class ModelSpec:
     @property
     def call(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Positional and named arguments of the model."""
-        if isinstance(self.inputs, Mapping):
-            return (), self.inputs
-        return (self.inputs if isinstance(self.inputs, (tuple, list)) else (self.inputs,)), {}
+        return call_of(self.inputs)
 
     @property
     def rows(self) -> int:
-        """The batch size: the first dim of the first tensor that has dims."""
-        return next((tensor.shape[0] for tensor in tensors_of(self.inputs) if tensor.dim()), 0)
+        """See `count_rows`."""
+        return count_rows(self.inputs)
 
     def with_rows(self, rows: int) -> ModelSpec:
         """The same model with a batch of `rows` rows."""
@@ -59,46 +58,94 @@ class ModelSpec:
         return replace(self, inputs=map_tensors(resize, self.inputs), targets=map_tensors(resize, self.targets))
 
 
+@dataclass(frozen=True)
+class Built:
+    """What a builder returned.
+
+    Attributes:
+        batches: inputs and targets of each; empty if it returned the model only. Without a criterion targets are None.
+    """
+
+    model: nn.Module
+    batches: Sequence[tuple[Any, Any]]
+    criterion: Callable[..., Any] | None
+
+
+def call_of(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Positional and named arguments of the model, whose `inputs` are a tensor, a tuple, or a dict of named ones."""
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (inputs if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def count_rows(tree: Any) -> int:
+    """The batch size: the first dim of the first tensor that has dims."""
+    return next((tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()), 0)
+
+
 def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
     """Call the function that `reference` ("package.module:build") names, on the meta device, inside a dry run.
 
     `build()` returns the model; or (model, inputs); or (model, (inputs, targets), criterion), as in
-    `criterion(model(inputs), targets)`. The shapes in `batch` replace its inputs.
+    `criterion(model(inputs), targets)`; of a list of batches as the second element the first is taken. The shapes in
+    `batch` replace its inputs.
 
     Raises:
         InputError: the function does not exist, fails, or returns something else.
     """
-    build = _find(reference)
+    build = find_function(reference)
+    with outside_of_dry_run(), torch.device("meta"):
+        how = "on the meta device, where tensors have no values: let it build the model without loading weights"
+        built = call_builder(build, f"--model {reference}", how)
+    (inputs, targets), criterion = built.batches[0] if built.batches else (None, None), built.criterion
+    if batch:
+        inputs = tuple(map(read_tensor, batch))
+    if criterion is not None and batch:
+        criterion = targets = None  # their shapes belong to the other inputs
+    _without_memory(built.model)
+    if isinstance(criterion, nn.Module):
+        _without_memory(criterion)
+    return ModelSpec(built.model, _faked(inputs), _faked(targets), criterion)
+
+
+def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
+    """What `build()` returns, if it can be trained.
+
+    Args:
+        name: of `build` in messages, such as "--model package.module:build".
+        how: in a message, how it is called.
+
+    Raises:
+        InputError: it fails, or returns something else.
+    """
     try:
-        with outside_of_dry_run(), torch.device("meta"):
-            made = build()
+        made = build()
     except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(
-            f"--model {reference}: it raised {type(error).__name__}: {error}. It is called without arguments, on the "
-            "meta device, where tensors have no values: let it build the model without loading weights"
+            f"{name}: it raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}). It is called without "
+            f"arguments, {how}"
         ) from error
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise InputError(
-            f"--model {reference}: it returned {f'({kinds})' if isinstance(made, tuple) else kinds}; let it return the "
-            "model (a torch.nn.Module), or (model, inputs), or (model, (inputs, targets), criterion)"
+            f"{name}: it returned {f'({kinds})' if isinstance(made, tuple) else kinds}; let it return the model (a "
+            "torch.nn.Module), or (model, inputs), or (model, (inputs, targets), criterion); a list in place of the "
+            "second element is of batches"
         )
-    model, inputs, targets, criterion = parts[0], None, None, None
-    if len(parts) == 2:
-        inputs = parts[1]
-    elif len(parts) == 3:
-        if not isinstance(parts[1], (tuple, list)) or len(parts[1]) != 2 or not callable(parts[2]):
-            raise InputError(f"--model {reference}: expected (model, (inputs, targets), criterion)")
-        (inputs, targets), criterion = parts[1], parts[2]
-    if batch:
-        inputs = tuple(map(read_tensor, batch))
-    if criterion is not None and batch:
-        criterion = targets = None  # their shapes belong to the other inputs
-    _without_memory(model)
-    if isinstance(criterion, nn.Module):
-        _without_memory(criterion)
-    return ModelSpec(model, _faked(inputs), _faked(targets), criterion)
+    model, given, criterion = (*parts, None, None)[:3]
+    batches = given if isinstance(given, list) else [given]
+    if len(parts) == 1:
+        return Built(model, [], None)
+    if len(parts) == 2 and batches:
+        return Built(model, [(batch, None) for batch in batches], None)
+    if not batches or not callable(criterion) or any(not isinstance(one, tuple) or len(one) != 2 for one in batches):
+        raise InputError(
+            f"{name}: expected (model, (inputs, targets), criterion), where a list in place of (inputs, targets) is of "
+            f"such pairs; it returned {', '.join(type(part).__name__ for part in parts[1:])} beside the model"
+        )
+    return Built(model, batches, criterion)
 
 
 def _without_memory(model: nn.Module) -> None:
@@ -144,10 +191,15 @@ def read_tensor(text: str) -> torch.Tensor:
     return torch.zeros(sizes, dtype=getattr(torch, dtype or "float32"))
 
 
-def _find(reference: str) -> Callable[[], Any]:
+def find_function(reference: str, option: str = "--model") -> Callable[..., Any]:
+    """The function that `reference` ("package.module:name") names, which `option` of a command was given.
+
+    Raises:
+        InputError: there is none.
+    """
     module_name, _, name = reference.partition(":")
     if not module_name or not name:
-        raise InputError(f"--model {reference}: name a function as package.module:build")
+        raise InputError(f"{option} {reference}: name a function as package.module:function")
     here = os.getcwd()
     if here not in sys.path:  # as with python -m
         sys.path.insert(0, here)
@@ -156,11 +208,11 @@ def _find(reference: str) -> Callable[[], Any]:
     except Exception as error:
         where = f" (looked for in {here} and in the installed packages)" if isinstance(error, ImportError) else ""
         raise InputError(
-            f"--model {reference}: importing {module_name} raised {type(error).__name__}: {error}{where}"
+            f"{option} {reference}: importing {module_name} raised {type(error).__name__}: {error}{where}"
         ) from error
     found = getattr(module, name, None)
     if not callable(found) or isinstance(found, nn.Module):
         functions = [key for key, value in vars(module).items() if callable(value)]
         what = "is not a function" if hasattr(module, name) else f"does not exist{did_you_mean(name, functions)}"
-        raise InputError(f"--model {reference}: {module_name}.{name} {what}; name a function that builds the model")
+        raise InputError(f"{option} {reference}: {module_name}.{name} {what}; name a function of a module's top level")
     return found

@@ -20,6 +20,7 @@ from ..config.load import load_config
 from ..errors import InputError
 from ..key_checks import recipe_of
 from ..mesh_picture import in_words
+from ..plan.model_spec import count_rows
 from ..tensors import dtype_name
 from . import layout
 from .compare import Measures
@@ -28,7 +29,7 @@ from .ranks import RankError, Ranks
 from .record import Key, Store
 from .report import Difference, Phase, VerifyReport
 from .run import Case, estimate, record_engine, record_plain, run_rank
-from .subject import Given, count_rows, join, named_tensors
+from .subject import Given, join, named_tensors
 
 STRUCTURE, UPDATE = 1e-9, 1e-7
 """What is allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""

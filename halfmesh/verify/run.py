@@ -17,11 +17,12 @@ from ..assembly import initialize
 from ..config import Config
 from ..engine import Engine
 from ..parallel.shard_spec import whole
+from ..plan.model_spec import call_of, count_rows
 from ..tensors import map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights
-from .subject import Given, Subject, Undropped, call_of, cast, count_rows, decay, join, make_subject, named_tensors
+from .subject import Given, Subject, Undropped, cast, decay, join, make_subject, named_tensors
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
+from ..plan.model_spec import Built, call_builder, count_rows, find_function
 from ..tensors import map_tensors, tensors_of
 
 Batch = tuple[Any, Any]
@@ -73,7 +73,8 @@ class Subject:
 def make_subject(given: Given, dtype: torch.dtype | None, seed: int = 0, multiple: int = 1) -> Subject:
     """Build it. Raises InputError if `given` is not what it should be."""
     torch.manual_seed(seed)
-    model, batches, criterion = _build(given.build)
+    built = _build(given.build)
+    model, batches, criterion = built.model, built.batches, built.criterion
     prepare(model)
     if dtype is not None:
         model.to(dtype)
@@ -82,7 +83,7 @@ def make_subject(given: Given, dtype: torch.dtype | None, seed: int = 0, multipl
             criterion.to(dtype)
     optimizer = given.optimizer
     if isinstance(optimizer, str):
-        optimizer = find(optimizer, "--optimizer")
+        optimizer = find_function(optimizer, "--optimizer")
     has_targets = criterion is not None
     return Subject(model, batches, criterion or own_loss, has_targets, optimizer or _sgd, multiple)
 
@@ -130,35 +131,12 @@ def join(batches: Sequence[Batch]) -> Batch:
     return map_tensors(put, batches[0]) if len(batches) > 1 else batches[0]
 
 
-def count_rows(batch: Batch) -> int:
-    """The size of the first dim of the first tensor that has one."""
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
-
-
-def call_of(inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Positional and named arguments of the model."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def find(reference: str, option: str) -> Callable[..., Any]:
-    """The function that "package.module:name" names."""
-    module, _, name = reference.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{option} {reference}: {error}; name a function as package.module:function") from error
-
-
-def _build(build: str | Callable[[], Any]) -> tuple[nn.Module, list[Batch], Any]:
-    made = (find(build, "--model") if isinstance(build, str) else build)()
-    parts = made if isinstance(made, tuple) else (made,)
-    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
-        raise InputError("the builder has to return (model, inputs), or (model, (inputs, targets), criterion)")
-    model, given, criterion = parts[0], parts[1], parts[2] if len(parts) == 3 else None
-    batches = given if isinstance(given, list) else [given]
-    return model, [batch if criterion is not None else (batch, None) for batch in batches], criterion
+def _build(build: str | Callable[[], Any]) -> Built:
+    name = f"--model {build}" if isinstance(build, str) else getattr(build, "__qualname__", "build")
+    built = call_builder(find_function(build) if isinstance(build, str) else build, name, "for real")
+    if not built.batches:
+        raise InputError(f"{name}: it returned no batch to train with; let it return (model, inputs), too, or more")
+    return built
 
 
 def prepare(model: nn.Module) -> None:

@@ -99,7 +99,26 @@ def bare(): return llama.small()[0]
 def fails(): return nn.Linear(2, 2).weight.sum().item()
 def returns_text(): return "a model"
 def no_pair(): return nn.Linear(2, 2), 1, nn.MSELoss()
+def no_batch(): return nn.Linear(2, 2), [], nn.MSELoss()
+def one():
+    model, (ids, _), _ = llama.small()
+    return model, ids
+def several():
+    model, ids = one()
+    return model, [ids, ids[:1]]
+def several_pairs():
+    model, pair, criterion = llama.small()
+    return model, [pair, pair], criterion
 """
+
+
+@pytest.mark.parametrize(
+    ("several", "one"), [("my_models:several", "my_models:one"), ("my_models:several_pairs", SMALL)]
+)
+def test_of_several_batches_the_first_is_taken(models, several, one):
+    (figures,), (expected,) = (dry_run(load_config({}), 1, model).ranks.values() for model in (several, one))
+    assert figures.rows == expected.rows == 8
+    assert figures.parts["activations"] == expected.parts["activations"] > 0
 
 
 @pytest.fixture
@@ -123,13 +142,14 @@ def test_a_model_without_inputs(models):
 @pytest.mark.parametrize(
     ("model", "batch", "words"),
     [
-        ("my_models", (), "name a function as package.module:build"),
+        ("my_models", (), "name a function as package.module:function"),
         ("my_model:build", (), "ModuleNotFoundError: No module named 'my_model' (looked for in "),
         ("my_models:bar", (), "my_models.bar does not exist; did you mean 'bare'?"),
         ("my_models:MODEL", (), "my_models.MODEL is not a function"),
         ("my_models:fails", (), "without loading weights"),
         ("my_models:returns_text", (), "it returned str; let it return the model"),
         ("my_models:no_pair", (), "expected (model, (inputs, targets), criterion)"),
+        ("my_models:no_batch", (), "such pairs; it returned list, MSELoss beside the model"),
         ("broken_models:build", (), "importing broken_models raised ZeroDivisionError: division by zero"),
         (SMALL, ("8,2:int46",), "'int46' is not a dtype; did you mean 'int64'"),
         (SMALL, ("8x2",), "'8x2' is not a shape; write --batch 8,2048:int64"),
