@@ -96,6 +96,7 @@ class Comparison:
         call, part = divmod(key.call * self._place.microbatches + microbatch, self._per_call)
         at = key._replace(call=call)
         expected = self._reference.get(at)
+        self._rows = int(self._reference.figures.get((key.update, call, "rows"), 0))  # of the call's batch
         if expected is None or key.name.startswith(self._place.apart):
             return
         cuts = list(self._cuts(expected, tensor, part))
@@ -132,11 +133,6 @@ class Comparison:
             shape = torch.Size([own, tensor.shape[0] // own, *tensor.shape[1:]])
             for cut in self._cut_dims(expected.unflatten(0, (rows, -1)), shape, row):
                 yield _Cut(f"unfolded {cut.way}", cut.part.reshape(tensor.shape), cut.has_rows)
-
-    @property
-    def _rows(self) -> int:
-        """Of the batch of a call of the reference."""
-        return int(self._reference.figures.get((0, 0, "rows"), 0))
 
     def _cut_dims(self, expected: torch.Tensor, shape: torch.Size, row: int) -> Iterator[_Cut]:
         ways = [list(self._ways(int(n), int(m), row)) for n, m in zip(expected.shape, shape, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -105,7 +105,20 @@ def verify(
         ConfigError: the config cannot be loaded.
         InputError: the model cannot be built, or not be trained in one process.
     """
-    config = load_config(config, overrides)
+    given = Given(build, optimizer)
+    return prove(
+        load_config(config, overrides),
+        world_size,
+        shrink,
+        device,
+        lambda settings, ranks: Work(given, settings, ranks, updates, device, timeout, progress),
+    )
+
+
+def prove(
+    config: Config, world_size: int, shrink: bool | None, device: str, work: Callable[[Config, int], Work]
+) -> VerifyReport:
+    """The report of the phases of the work on a layout, which is shrunk before."""
     asked = world_size
     findings = check(config, world_size, device)
     if not findings and (device == "cpu" if shrink is None else shrink):
@@ -114,10 +127,9 @@ def verify(
     shrunk = None if asked == world_size else asked
     if findings:
         return _refused(config, world_size, shrunk, [str(finding) for finding in findings])
-    work = Work(Given(build, optimizer), config, world_size, updates, device, timeout, progress)
     with tempfile.TemporaryDirectory(prefix="halfmesh_verify_") as folder:
         try:
-            phases = tuple(work.phases(Path(folder)))
+            phases = tuple(work(config, world_size).phases(Path(folder)))
         except RefusedError as refused:
             return _refused(config, world_size, shrunk, [str(refused)])
     first = next((phase.first for phase in phases if phase.first is not None), None)
@@ -137,13 +149,20 @@ def _refused(config: Config, world_size: int, shrunk: int | None, problems: Sequ
 class Work:
     """A layout and a model."""
 
-    given: Given
+    given: Any
     config: Config
     world_size: int
     updates: int
     device: str
     timeout: float
     progress: Callable[[str], None]
+
+    # What runs in the processes, and whether the loss of an update can be made inf.
+    _plain: ClassVar[Any] = staticmethod(record_plain)
+    _engine: ClassVar[Any] = staticmethod(record_engine)
+    _estimate: ClassVar[Any] = staticmethod(estimate)
+    _rank: ClassVar[Any] = staticmethod(run_rank)
+    _overflows: ClassVar[bool] = True
 
     def phases(self, folder: Path) -> Any:
         """Each phase as it ends; a phase that differs is the last."""
@@ -170,9 +189,9 @@ class Work:
         """In float64: beside a plain loop, whose batch is whole; and beside one that accumulates."""
         began, whole, parts = time.monotonic(), folder / "whole", folder / "parts"
         self.progress("float64: one process")
-        jobs = [(record_plain, (case, whole, calls))]
+        jobs = [(self._plain, (case, whole, calls))]
         if case.chunks > calls:
-            jobs.append((record_plain, (replace(case, updates=1), parts, case.chunks)))
+            jobs.append((self._plain, (replace(case, updates=1), parts, case.chunks)))
         self._references(jobs)
         self.progress(f"float64: {self.world_size} ranks")
         other, limits = parts if len(jobs) > 1 else None, Limits(STRUCTURE, UPDATE, {})
@@ -181,7 +200,7 @@ class Work:
             self.progress("float64: once more, since the difference may be rounding")
             lifted = replace(case, lifts=True)
             self._references([(function, (replace(args[0], lifts=True), *args[1:])) for function, args in jobs])
-            [moved] = self._run(1, estimate, (lifted, whole, calls, 2.0**-53, True))
+            [moved] = self._run(1, self._estimate, (lifted, whole, calls, 2.0**-53, True))
             limits = replace(limits, estimates=estimates(Store(whole), moved, UPDATE))
             verdict, notes = self._layout(lifted, whole, calls, other, limits)
             notes.append("the model computes in float32 in places; for the proof these were lifted to float64")
@@ -192,12 +211,12 @@ class Work:
         began, path, recipe = time.monotonic(), folder / "format", recipe_of(case.config)
         label = case.config.precision.label if case.config.precision else ""
         eps = rounding(case.config)
-        if recipe.loss_scale is not None and recipe.loss_scale.dynamic:
+        if recipe.loss_scale is not None and recipe.loss_scale.dynamic and self._overflows:
             case = replace(case, overflows=1, updates=max(3, case.updates + 1))
         name = f"{label} {dtype_name(recipe.compute_dtype)}".strip()
         self.progress(f"{name}: one process")
-        self._references([(record_engine, (case, path, calls))])
-        [moved] = self._run(1, estimate, (case, path, calls, eps))
+        self._references([(self._engine, (case, path, calls))])
+        [moved] = self._run(1, self._estimate, (case, path, calls, eps))
         self.progress(f"{name}: {self.world_size} ranks")
         least = max(10 * eps, LEAST)
         limits = Limits(least, least, estimates(Store(path), moved, least))
@@ -208,7 +227,7 @@ class Work:
         self, case: Case, path: Path, calls: int, parts: Path | None, limits: Limits
     ) -> tuple[Verdict, list[str]]:
         try:
-            measures = self._run(self.world_size, run_rank, (case, path, calls, parts))
+            measures = self._run(self.world_size, self._rank, (case, path, calls, parts))
         except RankError as error:
             if error.measures is not None:
                 args = Store(path), [error.measures], limits, case.config.loss_reduction, case.overflows, False
@@ -247,7 +266,7 @@ class Work:
 
     def _ranks(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Ranks[Any]:
         build = self.given.build
-        preload = [build] if isinstance(build, str) else [f"{build.__module__}:{build.__qualname__}"]
+        preload = [build.partition(":")[0]] if isinstance(build, str) else []
         return Ranks(function, world_size, args, timeout=self.timeout, device=self.device, preload=preload)
 
     def _case(self, config: Config, dtype: torch.dtype | None) -> Case:

@@ -22,7 +22,7 @@ from ..tensors import map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights
-from .subject import Given, Subject, Undropped, cast, decay, join, make_subject, named_tensors
+from .subject import Subject, Undropped, cast, decay, join, make_subject, named_tensors
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
         start: a file of weights and batches, in place of those that the builder makes, which may be random.
     """
 
-    given: Given
+    given: Any
     config: Config
     chunks: int
     updates: int

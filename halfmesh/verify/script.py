@@ -1,0 +1,170 @@
+"""`halfmesh verify --script`: the user's own script, unchanged, as layout and as reference.
+
+It runs on the ranks of the layout, where what each data rank uses is kept; in one process, which gets that of all data
+ranks together in place of its own; and on the ranks again, with what was kept. So neither seeds nor batches that depend
+on the number of ranks make a difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..config.load import load_config
+from ..engine import Engine
+from ..errors import InputError
+from . import layout
+from .compare import Comparison, Coordinates, Measures
+from .phases import RefusedError, Work, prove
+from .ranks import RankError, Ranks
+from .record import Store
+from .report import Phase, VerifyReport
+from .run import Case, comparison, perturb
+from .script_run import Script, ScriptRun, Use
+
+
+def verify_script(
+    config: Any,
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    world_size: int,
+    updates: int = 2,
+    overrides: Sequence[str] = (),
+    shrink: bool | None = None,
+    device: str = "cpu",
+    timeout: float = 600.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> VerifyReport:
+    """Prove on this machine that a layout trains what a script trains as one process does.
+
+    Args:
+        config: a path, a dict or a Config. It decides precision and layout; its other keys go before the script's.
+        script, args: run as they are, in processes of their own, several times. The engine saves nothing in them.
+        updates: after which the script is ended.
+        overrides, shrink, device, timeout, progress: as of `verify`.
+
+    Raises:
+        ConfigError: the config cannot be loaded.
+        InputError: the script fails in the layout, or in one process.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such script")
+
+    def work(settings: Config, ranks: int) -> Work:
+        given = Script(path, tuple(args), config, tuple(overrides), settings.to_dict().get("parallel", {}))
+        return ScriptWork(given, settings, ranks, updates, device, timeout, progress)
+
+    return prove(load_config(config, overrides), world_size, shrink, device, work)
+
+
+# -- in the processes ------------------------------------------------------------------------------------------
+
+
+def keep(case: Case) -> tuple[Config, list[str]]:
+    """The first run. Returns the script's config, without constants, and the names of modules that are BatchNorms."""
+    run = ScriptRun(case, "keep")
+    run.run()
+    kinds = run.engine.model.named_modules()
+    (run.config.model_extra or {}).clear()  # which may be anything, and cannot be sent
+    return run.config, [name for name, module in kinds if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def record(case: Case, path: Path, calls: int) -> None:
+    """Write what the script computes in one process; `calls` of the model for each update."""
+    store = Store(path, write=True)
+    ScriptRun(case, _use(case, calls), lambda _: store).run()
+    store.close()
+
+
+def estimate(case: Case, path: Path, calls: int, eps: float, plain: bool = False) -> Measures:
+    """How far the reference in `path` is from one whose first layer's outputs move by up to `eps` of themselves."""
+
+    def sink(engine: Engine) -> Comparison:
+        perturb(engine.model, eps)
+        return Comparison(Store(path), Coordinates(0, calls, 1, {}), calls)
+
+    measures: Measures = ScriptRun(case, _use(case, calls), sink).run().measures
+    return measures
+
+
+def compare(case: Case, path: Path, calls: int, accumulated: Path | None = None) -> Measures:
+    """Run the script on this rank of the layout, and compare."""
+    other = None if accumulated is None else Store(accumulated)
+    measures: Measures = ScriptRun(case, "own", partial(comparison, case, Store(path), calls, other)).run().measures
+    return measures
+
+
+def _use(case: Case, calls: int) -> Use:
+    return "each" if calls == case.chunks else "whole"
+
+
+# -- the phases ------------------------------------------------------------------------------------------------
+
+
+class ScriptWork(Work):
+    """A layout and a script."""
+
+    _plain = _engine = staticmethod(record)
+    _estimate, _rank, _overflows = staticmethod(estimate), staticmethod(compare), False
+
+    def phases(self, folder: Path) -> Iterator[Phase]:
+        """See `Work`."""
+        script: Script = replace(self.given, folder=folder)
+        case = Case(script, self.config, 0, self.updates, self.device, torch.float64)
+        self.progress(f"{script.path.name}: its batches on {self.world_size} ranks")
+        notes: list[str] = []
+        try:
+            known = self._run(self.world_size, keep, (case,))
+        except RankError as error:
+            if not re.search("double|float64", error.reason, re.IGNORECASE):
+                raise self._failed(error) from error
+            notes.append(f"{script.path.name} has dtypes of its own, so float32 in place of float64: {error.reason}")
+            case = replace(case, dtype=None)
+            known = self._run(self.world_size, keep, (case,))
+        config = known[0][0]
+        mixes = tuple(dict.fromkeys(name for _, names in known for name in names))
+        case = replace(case, config=config, chunks=self._chunks(config), mixes=mixes)
+        calls = case.chunks if mixes else config.gradient_accumulation
+        if calls > config.gradient_accumulation:
+            notes.append(f"{mixes[0]} normalises each batch by itself: compared with one process that accumulates")
+        try:
+            phase = self._first_phase(folder, case, calls)
+        except InputError as error:
+            if calls == case.chunks:
+                raise
+            why = getattr(error.__cause__, "reason", error)
+            notes.append(f"compared with one process that accumulates, since it cannot take the whole batch: {why}")
+            calls = case.chunks
+            phase = self._first_phase(folder, case, calls)
+        notes += [file.read_text() for file in sorted(folder.glob("*.note"))]
+        yield replace(phase, notes=(*notes, *phase.notes))
+        if phase.equal and (case.dtype or config.precision):
+            yield self.format(folder, replace(case, config=layout.gentle(config), dtype=None), calls)
+
+    def _first_phase(self, folder: Path, case: Case, calls: int) -> Phase:
+        case = replace(case, config=layout.structure(case.config))
+        if case.dtype is not None:
+            return self.structure(folder, case, calls)
+        return replace(self.format(folder, case, calls), name="structure")
+
+    def _failed(self, error: RankError) -> Exception:
+        if error.refusal:
+            return RefusedError(error.refusal)
+        return InputError(f"{self.given.path}, rank {error.rank} of the layout: {error.text}")
+
+    def _ranks(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Ranks[Any]:
+        environment = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        if world_size == 1:
+            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        options: dict[str, Any] = {"timeout": self.timeout, "device": self.device, "environment": environment}
+        return Ranks(function, world_size, args, groups=False, **options)

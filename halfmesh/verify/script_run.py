@@ -1,0 +1,322 @@
+"""One run of the user's own script in this process, with config, engine and batches in the places of its own."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn, optim
+
+from .. import assembly
+from ..config import Config, load
+from ..config import config as building
+from ..config.overrides import override
+from ..engine import Engine
+from ..errors import InputError
+from ..launchers import Launch
+from ..log import rank_and_world_size
+from ..parallel.initial_state import plain_settings
+from ..report.folder import RunFolder
+from ..tensors import map_tensors, tensors_of
+from . import layout
+from .record import EngineRecorder, Sink
+from .run import Case
+from .subject import Undropped, cast, join, named_tensors, prepare
+
+Use = Literal["keep", "own", "whole", "each"]
+"""Keep what the script uses; or use what was kept: of this data rank, of all of them together, or one after another."""
+_OTHERS = (
+    "in one process the model gets the batches of all data ranks. Verify exchanges what engine.dataloader gives, and "
+    "what engine(...) and engine.criterion(...) are given, but no other tensors: let engine.criterion(output, target) "
+    "compute the loss, or give the loader to initialize"
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What runs, in place of `Given`.
+
+    Attributes:
+        config: path or keys of the config that is verified; `overrides` change them, and the script's own.
+        parallel: its layout.
+        folder: where the first run keeps what the others use.
+    """
+
+    path: Path
+    args: Sequence[str]
+    config: Any
+    overrides: Sequence[str]
+    parallel: dict[str, Any]
+    folder: Path = Path()
+
+
+@dataclass
+class Kept:
+    """What a data rank used in the first run.
+
+    Attributes:
+        weights: of rank 0, as the script made them.
+        batches: what `engine.dataloader` gave, and whether it was the last of its epoch; numbered.
+        calls: what each call of engine and criterion was given, without outputs; numbered by microbatch.
+        groups: the settings of the optimizer's groups at each update.
+    """
+
+    weights: dict[str, torch.Tensor]
+    batches: list[tuple[int, Any]] = field(default_factory=list)
+    calls: list[tuple[int, Any]] = field(default_factory=list)
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+
+
+class _Done(BaseException):
+    """The updates that were asked for are done."""
+
+
+class ScriptRun:
+    """Replaces halfmesh's own functions in this process, which ends after it.
+
+    Args:
+        sink: makes what takes the engine's tensors.
+
+    Attributes:
+        engine: the script's, once it has made one.
+        config: which it gives its engine, with the cycle that follows from its batches.
+    """
+
+    config: Config
+
+    def __init__(self, case: Case, use: Use, sink: Callable[[Engine], Sink] | None = None) -> None:
+        self.case, self.use, self.sink = case, use, sink
+        self.script: Script = case.given
+        self.engine: Any = None
+        self._initialize, self._build = assembly._initialize, building.build
+        self._recorder: EngineRecorder | None = None
+        self._updates = self._microbatches = 0
+        self._outputs: list[torch.Tensor] = []  # of this microbatch, as are these
+        self._has_loss = self._exchanged = False
+
+    def run(self) -> Any:
+        """Run it until the last update. Returns the sink. Raises InputError if the script ends before."""
+        path, end = self.script.path, "it has no more to do"
+        sys.argv, sys.path[:0] = [str(path), *self.script.args], [str(path.resolve().parent)]
+        multiprocessing.set_start_method(None, force=True)  # else loaders' workers would come from the fork server
+        vars(assembly)["_initialize"] = self.initialize
+        vars(building)["build"] = vars(load)["build"] = self.build
+        RunFolder._begin = lambda *_: None  # type: ignore[method-assign]
+        with tempfile.TemporaryFile("w+") as written, redirect_stderr(written):
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except _Done:
+                pass
+            except SystemExit as error:
+                written.seek(0)
+                end = f"it calls sys.exit({error.code!r})\n{written.read()[-1000:]}".rstrip()
+            except Exception as error:
+                vars(error)["measures"] = getattr(self._recorder and self._recorder.sink, "measures", None)
+                if self._exchanged:
+                    error.add_note(_OTHERS)
+                raise
+            gc.collect()  # ends the workers of its loaders
+            atexit._run_exitfuncs()  # which processes of multiprocessing do not call
+        if self._updates < self.case.updates:
+            when = f"after {self._updates} of {self.case.updates} updates" if self.engine else "and has made no engine"
+            raise InputError(f"{path} ends {when}: {end}\nAsk for fewer with --updates; what it is given follows --")
+        if self._recorder is None:
+            return None
+        self._recorder.detach()
+        return self._recorder.sink
+
+    # -- in place of halfmesh's own ----------------------------------------------------------------------------
+
+    def build(self, raw: Any, source: str = "the config", hint: str = building.OWN_NAMES) -> Config:
+        """The script's config, below the one that is verified, which alone decides precision and layout."""
+        if source == "config.replace()":
+            return self._build(raw, source, hint)
+        others = {key: value for key, value in raw.items() if key not in ("fp16", "bf16", "fp8", "parallel")}
+        merged = override({**others, **load.read_raw(self.script.config)[0]}, self.script.overrides)
+        config = self._build({**merged, "parallel": self.script.parallel}, source, hint)
+        config = config.model_copy(update=layout.QUIET)
+        return config if self.use in ("keep", "own") else layout.reference(config, config.gradient_accumulation)
+
+    def initialize(self, given: Any, config: Any, device: Any) -> Engine:
+        """An engine that begins with the kept weights, and is given the kept batches."""
+        if self.engine is not None:
+            raise InputError(f"{self.script.path} makes a second engine; verify can follow one only")
+        launch = config if isinstance(config, Launch) else None
+        self.config = assembly._load(config) if launch is None else launch.config
+        settings = layout.structure(self.config)
+        if self.use != "keep":
+            settings = self.case.config.model_copy(update=self.config.user)
+        if self.use in ("whole", "each"):
+            calls = self.case.chunks if self.use == "each" else settings.gradient_accumulation
+            settings = layout.reference(settings, calls)
+        files = sorted(self.script.folder.glob("*.kept"), key=lambda file: int(file.stem))
+        kept: list[Kept] = [torch.load(file, "cpu", weights_only=False) for file in files if self.use != "keep"]
+        weights = self._prepare(given, kept)
+        config = settings if launch is None else replace(launch, config=settings)
+        engine: Any = self._initialize(given, config, device)
+        self.engine, engine.__class__, engine.run = engine, _Engine, self
+        cycle = {"gradient_accumulation": engine.config.gradient_accumulation, "global_batch_size": None}
+        self.config = self.config.model_copy(update=cycle)
+        place, parts = engine.context.dp_rank, engine._parts
+        kept = kept[place : place + 1] if self.use == "own" else kept
+        for one in kept[:-1] if self.use == "each" else ():
+            one.batches = [(number, (batch, False)) for number, (batch, _) in one.batches]
+        self._kept = kept[0] if kept else Kept(weights)
+        self._tapes = {kind: _merge([getattr(one, kind) for one in kept], self.use) for kind in ("batches", "calls")}
+        parts.update.step = partial(self._update, parts.update.step)
+        if parts.dataloader is not None:
+            parts.dataloader._on_device = partial(self._feed, parts.dataloader._on_device)
+        if self.sink is not None:
+            self._recorder = EngineRecorder(parts, self.sink(engine))
+            engine._set_hooks([*engine._hooks, self._recorder])
+            self._recorder.attach()
+        return engine
+
+    @torch.no_grad()
+    def _prepare(self, given: Any, kept: Sequence[Kept]) -> dict[str, torch.Tensor]:
+        """Bring the model to the kept weights, and to the dtype. Returns the weights."""
+        model = given.model = given.model if isinstance(given.model, nn.Module) else given.model()
+        named, dtype = dict(named_tensors(model)), self.case.dtype
+        if any(value.is_meta for value in named.values()):
+            raise InputError(f"{self.script.path}: its model has no weights yet; build it without deferred_init here")
+        prepare(model)
+        for name, value in kept[0].weights.items() if kept and rank_and_world_size()[0] == 0 else ():
+            named[name].copy_(value)
+        weights = {name: value.clone() for name, value in named.items()}
+        if dtype is not None:
+            for module in (one for one in (model, given.criterion) if isinstance(one, nn.Module)):
+                module.to(dtype)
+            for state in given.optimizer.state.values() if isinstance(given.optimizer, optim.Optimizer) else ():
+                state.update(cast(dict(state), dtype))
+        return weights
+
+    # -- what the engine asks for ------------------------------------------------------------------------------
+
+    def call(self, function: Callable[..., Any], is_loss: bool, args: Any, kwargs: Any) -> Any:
+        """What `function` returns for the arguments that were kept in place of these."""
+        args, kwargs = self._give((args, kwargs))
+        with Undropped(self.case.lifts):
+            made = function(*args, **kwargs)
+        self._outputs += tensors_of(made)
+        self._has_loss |= is_loss or any(tensor.dim() == 0 for tensor in tensors_of(made))
+        return made
+
+    def check(self) -> None:
+        """Before backward. Raises InputError if the loss may be of tensors that could not be exchanged."""
+        if self._exchanged and not self._has_loss:
+            raise InputError(f"{self.script.path} computes its loss itself, but {_OTHERS}")
+
+    def stepped(self, result: Any) -> Any:
+        """`result` of a step, which ends a microbatch, and may end the run."""
+        self._microbatches += 1
+        self._updates += result is not None
+        self._outputs, self._has_loss, self._exchanged = [], False, False
+        if self._updates < self.case.updates:
+            return result
+        context = self.engine.context
+        if self.use == "keep" and not any(context.place(axis) for axis in context.sizes if axis != "dp"):
+            torch.save(self._kept, self.script.folder / f"{context.dp_rank}.kept")
+        self.engine._parts.executor.close()  # waits for what is being sent
+        raise _Done
+
+    def _give(self, own: Any) -> Any:
+        if self.engine.training and torch.is_grad_enabled():
+            mine = [tensor for tensor in tensors_of(own) if self._is_input(tensor)]
+            kept = self._exchange("calls", mine, self._microbatches)
+            if len(kept) != len(mine):
+                raise InputError(f"{self.script.path} gives engine or criterion other arguments than in its first run")
+            if any(a.dtype != b.dtype or not torch.equal(a, b.to(a.device)) for a, b in zip(mine, kept, strict=True)):
+                self._exchanged, values = True, iter(kept)
+                own = map_tensors(lambda t: next(values).to(t.device) if self._is_input(t) else t, own)
+                if self.use == "own":
+                    self._note("batches", "its batches differ from run to run: all runs used those of the first")
+        return own if self.case.dtype is None else cast(own, self.case.dtype)
+
+    def _is_input(self, tensor: torch.Tensor) -> bool:
+        return not tensor.requires_grad and not any(tensor is output for output in self._outputs)
+
+    def _exchange(self, kind: str, own: Any, number: int) -> Any:
+        """`own`, which is kept; or what was kept in its place."""
+        if self._updates == self.case.updates:
+            raise _Done  # the script caught the first
+        if self.use == "keep":
+            getattr(self._kept, kind).append((number, map_tensors(torch.clone, own)))
+            return own
+        for kept in self._tapes[kind]:
+            return kept
+        raise InputError(
+            f"{self.script.path} reads more batches, or calls its engine more often, than in its first run"
+        )
+
+    def _feed(self, original: Callable[..., Any], state: Any, batches: Any) -> Iterator[tuple[Any, bool]]:
+        """What `engine.dataloader` gives, and whether it is the last batch of an epoch."""
+        if self.use == "keep":
+            for number, pair in enumerate(original(state, batches), len(self._kept.batches)):
+                yield self._exchange("batches", pair, number)
+            return
+        last = False
+        while not last:
+            batch, last = self._exchange("batches", None, 0)
+            yield map_tensors(lambda tensor: tensor.to(self.engine.device), batch), last
+
+    def _update(self, original: Callable[..., Any], divisor: Any = 1.0) -> Any:
+        """An update, with the settings of the first run: a schedule may count the updates of an epoch."""
+        groups = self.engine.optimizer.param_groups
+        own = [dict(plain_settings(group)) for group in groups]
+        if self.use == "keep":
+            self._kept.groups.append(own)
+        elif own != self._kept.groups[self._updates]:
+            self._note("settings", "its optimizer's settings depend on the number of ranks: all runs used the layout's")
+            for group, settings in zip(groups, self._kept.groups[self._updates], strict=True):
+                for name, value in settings.items():
+                    is_tensor = isinstance(group[name], torch.Tensor)
+                    group[name] = group[name].fill_(value) if is_tensor else value
+        return original(divisor)
+
+    def _note(self, about: str, text: str) -> None:
+        (self.script.folder / f"{about}.note").write_text(f"{self.script.path.name}: {text}")
+
+
+class _Engine(Engine):
+    """An engine whose calls go through a `ScriptRun`, and which overwrites no checkpoints."""
+
+    run: ScriptRun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.call(super().__call__, False, args, kwargs)
+
+    def criterion(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.call(super().criterion, True, args, kwargs)
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        self.run.check()
+        with Undropped(self.run.case.lifts):
+            super().backward(loss, *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run.stepped(super().step(*args, **kwargs))
+
+    def save(self, directory: str | Path, **_: Any) -> Path:
+        return Path(directory)
+
+    def save_weights(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _merge(tapes: Sequence[list[tuple[int, Any]]], use: Use) -> Iterator[Any]:
+    """What each data rank used: that of all together, or one after another within each microbatch."""
+    if use == "each":
+        return (tree for _, tree in sorted(chain(*tapes), key=lambda entry: entry[0]))
+    return (join([tree for _, tree in column]) for column in zip(*tapes, strict=True))
