@@ -266,7 +266,7 @@ class Work:
 
     def _ranks(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Ranks[Any]:
         build = self.given.build
-        preload = [build.partition(":")[0]] if isinstance(build, str) else []
+        preload = [build] if isinstance(build, str) else [f"{build.__module__}:{build.__qualname__}"]
         return Ranks(function, world_size, args, timeout=self.timeout, device=self.device, preload=preload)
 
     def _case(self, config: Config, dtype: torch.dtype | None) -> Case:

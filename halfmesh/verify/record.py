@@ -231,13 +231,16 @@ class EngineRecorder(Recorder):
 
     @torch.no_grad()
     def weights(self, what: str, update: int) -> None:
-        """Record the weights in full precision, and the buffers."""
-        params = {name for _, name in self._state.names()}
-        for name, held in self._state.weights().items():
-            if held.tensor.is_floating_point():
-                self.sink.parameter(
-                    Key(update, 0, what if name in params else "buffer", name), held.tensor, held.placement
-                )
+        """Record what the optimizer holds, and the buffers. (A state dict would let fsdp free what it gathered.)"""
+        division, masters = self._engine.division, self._engine.update.master_weights
+        for shard, name in self._state.names():
+            held = masters.target(shard).detach()
+            if held.is_floating_point():
+                self.sink.parameter(Key(update, 0, what, name), held, division.placement(shard))
+        first = division.first_names(self._engine.model)
+        for name, buffer in self._engine.model.named_buffers():
+            if buffer.is_floating_point():
+                self.sink.parameter(Key(update, 0, "buffer", first.get(name, name)), buffer, whole(buffer.shape))
 
     @torch.no_grad()
     def _begins(self) -> None:
