@@ -1,0 +1,213 @@
+"""A user's script, unchanged: in the layout it computes what it computes in one process, or that is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfmesh.config.load import load_config
+from halfmesh.errors import InputError
+from halfmesh.verify.run import Case
+from halfmesh.verify.script import verify_script
+from halfmesh.verify.script_run import Script, ScriptRun
+from tests.support.example_runs import CONFIGS, ROOT
+
+pytestmark = pytest.mark.distributed
+
+EXAMPLES = ROOT / "examples"
+ZERO1 = {"parallel": {"data": "zero1"}}
+MLP_PLAN = {"size": 2, "plan": {"fc1": "colwise", "fc2": "rowwise"}}
+
+SCRIPT = """
+import argparse, atexit, pathlib, sys, time
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import halfmesh
+
+parser = argparse.ArgumentParser()
+parser.add_argument("kind")
+kind = parser.parse_args().kind
+here = pathlib.Path(__file__).parent
+if kind == "exit": sys.exit("no data")
+if kind == "raise": raise KeyError("data")
+if kind == "stdin": input("which data? ")
+if kind == "hang": time.sleep(1000)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(16, 4)
+    def forward(self, x):
+        x = self.drop(self.norm(self.first(x)))
+        return self.head(x - x.mean(0) if kind == "mixes" else x)
+
+generator = None if kind in ("unseeded", "unseeded loss") else torch.Generator().manual_seed(0)
+count = 8 if kind == "short" else 64
+data = torch.randn(count, 8, generator=generator), torch.randint(4, (count,), generator=generator)
+loader = DataLoader(TensorDataset(*data), batch_size=4, shuffle=True, num_workers=2 * (kind == "workers"))
+has_own_loader = kind in ("own loader", "unseeded loss")
+
+def criterion(output, target):
+    return F.cross_entropy(output, target, reduction="sum" if kind == "sum" else "mean")
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = halfmesh.initialize(model, optimizer, criterion, None if has_own_loader else loader, {"clip_grad_norm": 1.0})
+if kind == "two": halfmesh.initialize(model, optimizer, criterion, None, {})
+atexit.register(lambda: (here / f"ended {engine.context.rank}").touch())
+rank, size = engine.context.dp_rank, engine.context.dp_size
+own = [(data[0][i::size][:4], data[1][i::size][:4]) for i in range(rank, 64, 8)]
+for x, y in own if has_own_loader else engine.dataloader:
+    engine.zero_grad()
+    output = engine(x)
+    if kind == "dtypes": output = output @ torch.eye(4)
+    loss = F.cross_entropy(output, y) if kind == "unseeded loss" else engine.criterion(output, y)
+    engine.backward(loss)
+    engine.step()
+    engine.save(here / "checkpoints")
+(here / "reached the end").touch()
+"""
+
+
+@pytest.fixture
+def verify(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return lambda kind, config=ZERO1, **options: verify_script(config, path, [kind], world_size=2, **options)
+
+
+def test_a_script_in_the_layout_is_equal_and_ends_well(verify, tmp_path):
+    report = verify("plain")
+    assert report.equal, str(report)
+    assert [(phase.name, phase.dtype, phase.compared) for phase in report.phases] == [
+        ("structure", "float64", report.phases[0].compared),
+        ("format", "float32", report.phases[0].compared),
+    ]
+    assert report.phases[0].compared > 40
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["ended 0", "ended 1", "train.py"], "atexit ran on each rank; no checkpoint, and no update too many"
+
+
+def test_neither_workers_nor_a_loader_of_its_own_matter(verify):
+    for kind in ("workers", "own loader"):
+        report = verify(kind)
+        assert report.equal, str(report)
+
+
+def test_a_script_without_seeds_is_compared_on_the_batches_of_its_first_run(verify):
+    report = verify("unseeded")
+    assert report.equal, str(report)
+
+
+def test_a_loss_of_tensors_that_cannot_be_exchanged_is_refused(verify):
+    with pytest.raises(InputError, match=r"computes its loss itself.*let engine.criterion\(output, target\) compute"):
+        verify("unseeded loss")
+
+
+def test_a_loop_with_dtypes_of_its_own_is_compared_in_float32(verify):
+    report = verify("dtypes")
+    assert report.equal, str(report)
+    assert [(phase.name, phase.dtype) for phase in report.phases] == [("structure", "float32")]
+    assert "has dtypes of its own, so float32" in report.phases[0].notes[0]
+    assert "double != float" in report.phases[0].notes[0]
+
+
+def test_a_sum_is_found_with_its_factor(verify):
+    report = verify("sum")
+    assert not report.equal
+    assert report.first is not None
+    assert "sum" in report.first.cause
+
+
+def test_rows_that_are_mixed_are_found_in_their_module(verify):
+    report = verify("mixes")
+    assert report.first is not None
+    assert (report.first.what, report.first.step) == ("output", 0)
+    assert "'norm'" in report.first.where or "drop" in report.first.where
+    assert "head" in report.first.where
+
+
+@pytest.mark.parametrize(
+    ("kind", "updates", "message"),
+    [
+        ("exit", 1, r"train.py ends and has made no engine: it calls sys.exit\('no data'\)"),
+        ("short", 3, "train.py ends after 1 of 3 updates: it has no more to do\nAsk for fewer with --updates"),
+        ("two", 1, "train.py makes a second engine"),
+    ],
+)
+def test_a_script_that_cannot_be_verified_says_why(verify, kind, updates, message):
+    report = verify(kind, updates=updates)
+    assert not report.equal
+    assert re.search(message, "\n".join(report.problems)), report.problems
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("raise", "KeyError: 'data'"), ("stdin", "EOFError"), ("hang", r"had not ended after 8 s.*train.py")],
+)
+def test_a_script_that_fails_or_hangs_ends_with_its_error(verify, kind, message):
+    with pytest.raises(InputError, match=rf"(?s)train.py, rank [01] of the layout: .*{message}"):
+        verify(kind, timeout=8 if kind == "hang" else 100)
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match=r"missing.py: there is no such script"):
+        verify_script(ZERO1, tmp_path / "missing.py", world_size=2)
+
+
+# -- what the script's config becomes --------------------------------------------------------------------------------
+
+
+def built(raw, use="keep", overrides=(), config=None):
+    config = {"parallel": {"data": "zero1"}, "LR": 1.0} if config is None else config
+    loaded = load_config(config)
+    given = Script(Path("train.py"), (), config, tuple(overrides), loaded.to_dict().get("parallel", {}))
+    return ScriptRun(Case(given, loaded, 2, 2, "cpu", torch.float64), use).build(raw)
+
+
+def test_the_verified_config_decides_precision_and_layout_and_goes_before_the_scripts():
+    script = {"fp16": {"mode": "naive"}, "parallel": {"tensor": 4}, "clip_grad_norm": 2.0, "LR": 3.0, "EPOCHS": 7}
+    config = built(script, overrides=["clip_grad_norm.norm_type=1", "EPOCHS=8"])
+    assert (config.precision, config.parallel.tensor.size, config.parallel.data.strategy) == (None, 1, "zero1")
+    assert (config.clip_grad_norm.max_norm, config.clip_grad_norm.norm_type) == (2.0, 1.0)
+    assert (config.LR, config.EPOCHS) == (1.0, 8)
+
+
+def test_nothing_is_written_or_loaded():
+    config = built({"checkpoint": {"directory": "runs"}, "resume": "auto"})
+    assert (config.checkpoint, config.resume) == (None, None)
+
+
+def test_the_reference_has_no_layout():
+    assert built({"gradient_accumulation": 3}, use="whole").parallel.data.strategy == "replicate"
+    assert built({"gradient_accumulation": 3}, use="whole").gradient_accumulation == 3
+
+
+# -- the scripts of the examples -------------------------------------------------------------------------------------
+
+SMALL_GPT = ["--max-bytes", "20000", "--context", "16", "--width", "16", "--validation-windows", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "args", "config", "overrides", "note"),
+    [
+        ("own_loop/mnist_after.py", [], {"parallel": {"tensor": MLP_PLAN}}, [], ""),
+        ("own_loop/nanogpt_after.py", ["--eval-interval", "1"], {"parallel": {"data": "fsdp"}}, [], ""),
+        ("own_loop/imagenet_after.py", ["--batch-size", "16"], ZERO1, [], "0.bn1 normalises each batch by itself"),
+        ("train_vit.py", ["--limit", "64"], CONFIGS / "torch_bf16.py", ["BATCH_SIZE=8"], "settings depend on the"),
+        ("train_gpt.py", SMALL_GPT, CONFIGS / "pipeline.py", ["BATCH_SIZE=4", "bf16=null"], ""),
+    ],
+)
+def test_a_script_of_the_examples(script, args, config, overrides, note):
+    report = verify_script(config, EXAMPLES / script, args, world_size=2, overrides=overrides)
+    assert report.equal, str(report)
+    assert [phase.name for phase in report.phases] == ["structure", "format"]
+    assert min(phase.compared for phase in report.phases) >= 80
+    assert note in "".join(report.phases[0].notes)
