@@ -118,6 +118,8 @@ def judge(
         if key.update == overflows and key.what in (*MODULES, "gradient"):
             continue
         allowed, worst = limits.allowed(key), max(by_rank.values())
+        if key.what in ("update", "begin") and limits.estimates and not worst <= allowed:
+            allowed = max(allowed, _turned(store, limits, key))
         largest[key.what] = max(largest.get(key.what, 0.0), worst / allowed)
         if ranks := tuple(rank for rank, value in by_rank.items() if not value <= allowed):
             found.append(Finding(key.update, _stage(key.what), order[key], key, worst, allowed, ranks))
@@ -257,6 +259,19 @@ def _relative(
     if key.what in ("update", "begin"):
         return math.sqrt(measure.error) / max(_way(store, key, updates), 1e-300)
     return ratio(measure, FLOOR**2 * largest[key.update, key.what])
+
+
+def _turned(store: Store, limits: Limits, key: Key) -> float:
+    """How far elements whose gradients are within their noise may go the other way, relative: Adam steps by the sign of
+    a gradient, and a single one of a small layer is far above what a perturbed reference shows of the others."""
+    way, turned, updates = _way(store, key, limits.updates), 0.0, key.update + (key.what == "update")
+    for update in range(updates):
+        at = Key(update, 0, "gradient", key.name)
+        grad, now, last = store.get(at), *(store.get(Key(u, 0, "update", key.name)) for u in (update, update - 1))
+        if grad is not None and now is not None and last is not None:
+            grad, noise = grad.double().abs(), limits.allowed(at) * grad.double().square().mean().sqrt()
+            turned += 2 * float((now.double() - last.double())[(grad > 0) & (grad <= noise)].norm())
+    return turned / way if way else 0.0
 
 
 def _way(store: Store, key: Key, updates: float) -> float:

@@ -202,7 +202,8 @@ SMALL_GPT = ["--max-bytes", "20000", "--context", "16", "--width", "16", "--vali
         ("own_loop/nanogpt_after.py", ["--eval-interval", "1"], {"parallel": {"data": "fsdp"}}, [], ""),
         ("own_loop/imagenet_after.py", ["--batch-size", "16"], ZERO1, [], "0.bn1 normalises each batch by itself"),
         ("train_vit.py", ["--limit", "64"], CONFIGS / "torch_bf16.py", ["BATCH_SIZE=8"], "settings depend on the"),
-        ("train_gpt.py", SMALL_GPT, CONFIGS / "pipeline.py", ["BATCH_SIZE=4", "bf16=null"], ""),
+        ("train_gpt.py", SMALL_GPT, CONFIGS / "tensor.py", ["BATCH_SIZE=4"], ""),
+        ("train_gpt.py", SMALL_GPT, CONFIGS / "pipeline.py", ["BATCH_SIZE=4"], ""),
     ],
 )
 def test_a_script_of_the_examples(script, args, config, overrides, note):

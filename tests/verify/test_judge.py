@@ -1,0 +1,39 @@
+"""What is allowed of a difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfmesh.verify.compare import Measure, Measures
+from halfmesh.verify.judge import Limits, judge
+from halfmesh.verify.record import Key, Store
+
+GRADIENT, BEFORE, AFTER = Key(0, 0, "gradient", "w"), Key(-1, 0, "update", "w"), Key(0, 0, "update", "w")
+
+
+@pytest.fixture
+def signs(tmp_path):
+    """A step by the signs of gradients, of which the first is all noise."""
+    grad = torch.tensor([1e-4] + [1.0, -1.0] * 50)
+    store = Store(tmp_path / "store", write=True)
+    for key, tensor in ((BEFORE, torch.zeros(101)), (GRADIENT, grad), (AFTER, -grad.sign())):
+        store.tensor(key, tensor)
+    store.close()
+    return Store(tmp_path / "store")
+
+
+@pytest.mark.parametrize(("turned", "is_equal"), [(0, True), (1, True), (2, False)])
+def test_of_a_step_by_signs_only_what_is_noise_may_turn(signs, turned, is_equal):
+    limits = Limits(1e-3, 1e-3, {GRADIENT: 1e-3})
+    measures = Measures(0, {})
+    measures.parameters = {GRADIENT: Measure(0.0, 100.0), AFTER: Measure(4.0 * turned, 101.0)}
+    assert (judge(signs, [measures], limits, "mean").first is None) == is_equal
+
+
+def test_in_float64_nothing_may_turn(signs):
+    measures = Measures(0, {})
+    measures.parameters = {GRADIENT: Measure(0.0, 100.0), AFTER: Measure(4.0, 101.0)}
+    first = judge(signs, [measures], Limits(1e-9, 1e-7, {}), "mean").first
+    assert first is not None
+    assert (first.what, first.module) == ("update", "w")
