@@ -60,8 +60,6 @@ def survey(case: Case, start: Path) -> Survey:
     subject = replace(case, dtype=None).subject()
     if not any(param.requires_grad for param in subject.model.parameters()):
         raise InputError("the model has no parameters that require gradients, so there is nothing to train")
-    if any(tensor.is_meta for tensor in [*subject.model.parameters(), *subject.model.buffers()]):
-        raise InputError("the model was built on the meta device, without values; let the builder give it some")
     torch.save((dict(named_tensors(subject.model)), subject.batches), start)
     try:
         join([subject.batch(0, chunk, case.chunks) for chunk in range(case.chunks)])
@@ -132,6 +130,8 @@ def prove(
             phases = tuple(work(config, world_size).phases(Path(folder)))
         except RefusedError as refused:
             return _refused(config, world_size, shrunk, [str(refused)])
+        except RankError as error:
+            raise InputError(error.refusal or f"the model cannot be trained in one process: {error.text}") from error
     first = next((phase.first for phase in phases if phase.first is not None), None)
     sizes = in_words(mesh_sizes(config, world_size))
     return VerifyReport(first is None, first, phases, sizes, world_size, shrunk)
@@ -251,14 +251,11 @@ class Work:
         return verdict, [f"the model draws random numbers: {', '.join(drawn)}"] if drawn else []
 
     def _references(self, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-        """Side by side, in a process each. Raises InputError if one fails."""
-        try:
-            with ExitStack() as running:
-                started = [running.enter_context(self._ranks(1, function, args)) for function, args in jobs]
-                for ranks in started:
-                    ranks.wait()
-        except RankError as error:
-            raise InputError(f"the model cannot be trained in one process: {error.refusal or error.text}") from error
+        """Side by side, in a process each."""
+        with ExitStack() as running:
+            started = [running.enter_context(self._ranks(1, function, args)) for function, args in jobs]
+            for ranks in started:
+                ranks.wait()
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         with self._ranks(world_size, function, args) as ranks:

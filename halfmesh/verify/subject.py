@@ -136,6 +136,8 @@ def _build(build: str | Callable[[], Any]) -> Built:
     built = call_builder(find_function(build) if isinstance(build, str) else build, name, "for real")
     if not built.batches:
         raise InputError(f"{name}: it returned no batch to train with; let it return (model, inputs), too, or more")
+    if any(tensor.is_meta for tensor in [*built.model.parameters(), *built.model.buffers()]):
+        raise InputError(f"{name}: its model is on the meta device, without values; let it give the model some")
     return built
 
 

@@ -1,0 +1,186 @@
+"""What cannot be verified is told, with its reason; ranks that fail, hang or are killed, too; and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from halfmesh.cli import app
+from tests.verify.test_ranks import ROOT, running, wait_for
+
+MODELS = """
+import os
+import signal
+import time
+import torch
+from torch import nn
+
+LOSS = nn.CrossEntropyLoss()
+def rank(): return os.environ.get("RANK")
+
+def model():
+    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+
+def data(rows=8, targets=None):
+    return torch.randn(rows, 8), torch.randint(4, (targets or rows,))
+
+def right(): return model(), data(), LOSS
+def fails(): raise OSError("no weights.pt")
+def text(): return "a model"
+def alone(): return model()
+def empty(): return nn.Sequential(nn.ReLU(), nn.Flatten()), data(), LOSS
+def frozen(): return model().requires_grad_(False), data(), LOSS
+def deferred():
+    with torch.device("meta"):
+        return model(), data(), LOSS
+def lacks_targets(): return model(), data(8, 5), LOSS
+def one_row(): return model(), [data(1), data(1)], LOSS
+class Leaving(nn.Sequential):
+    def forward(self, x):
+        if rank() == "1":
+            raise LookupError("only here")
+        return super().forward(x)
+def leaves(): return Leaving(model()), data(), LOSS
+def dies():
+    if rank() == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return right()
+def hangs():
+    if rank() is not None:
+        open(os.path.join(os.environ["SEEN"], str(os.getpid())), "w").close()
+    while rank() == "1":
+        time.sleep(0.1)
+    return right()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With the models above, and a folder for temporary files."""
+    (tmp_path / "bad_models.py").write_text(MODELS)
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "seen").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def verify(folder: Path) -> Callable[..., dict[str, Any]]:
+    """The answer of the command, which has to have the exit status 1."""
+
+    def run(build: str, *args: str, config: str = "") -> dict[str, Any]:
+        (folder / "config.py").write_text(config)
+        command = ["verify", str(folder / "config.py"), "--model", f"bad_models:{build}", "--world-size", "2"]
+        result = CliRunner().invoke(app, [*command, "--json", *args])
+        assert result.exit_code == 1, result.output
+        answer = json.loads(result.stdout)
+        assert not answer["equal"]
+        return answer
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        ("fails", "--model bad_models:fails: it raised OSError: no weights.pt (/"),
+        ("text", "it returned str; let it return the model"),
+        ("alone", "it returned no batch"),
+        ("empty", "no parameters"),
+        ("frozen", "no parameters that require gradients"),
+        ("deferred", "meta device"),
+        ("lacks_targets", "Expected input batch_size (16) to match target batch_size (5)"),
+        ("rihgt", "bad_models.rihgt does not exist; did you mean 'right'?"),
+    ],
+)
+def test_a_model_that_cannot_be_trained(verify: Callable[..., Any], folder: Path, build: str, words: str) -> None:
+    answer = verify(build)
+    assert (answer["first"], answer["phases"]) == (None, [])
+    [problem] = answer["problems"]
+    assert words in problem
+    assert not list((folder / "temporary").glob("halfmesh_*"))
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "words"),
+    [
+        ("right", "parallel = dict(tensor=dict(size=2, plan={'9': 'colwise'}))", "9"),
+        ("one_row", "parallel = dict(pipeline=dict(size=2, microbatches=2))", "microbatches"),
+        ("right", "parallel = dict(pipeline=2, tensor=2)", "2 rank"),
+    ],
+)
+def test_a_layout_that_does_not_fit(
+    verify: Callable[..., Any], folder: Path, build: str, config: str, words: str
+) -> None:
+    answer = verify(build, config=config)
+    assert (answer["first"], answer["phases"]) == (None, [])
+    assert words in answer["problems"][0]
+    assert not list((folder / "temporary").glob("halfmesh_*"))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--optimizer=bad_models:adam", "--optimizer bad_models:adam: bad_models.adam does not exist"),
+        ("--device=cuda", "ranks need a GPU each, and there are 0"),
+    ],
+)
+def test_options_that_do_not_fit(verify: Callable[..., Any], monkeypatch: Any, option: str, words: str) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert words in verify("right", option)["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("build", "words", "text"),
+    [
+        ("leaves", "rank 1 failed: LookupError: only here", 'raise LookupError("only here")'),
+        ("dies", "rank 1 failed: killed by SIGKILL (out of memory?)", "killed"),
+    ],
+)
+def test_a_rank_that_fails(verify: Callable[..., Any], folder: Path, build: str, words: str, text: str) -> None:
+    answer = verify(build)
+    assert answer["problems"] == []
+    first = answer["first"]
+    assert (first["what"], first["ranks"], first["where"]) == ("failed", [1], words)
+    assert text in first["cause"]
+    assert not list((folder / "temporary").glob("halfmesh_*"))
+
+
+@pytest.mark.slow
+def test_ranks_that_hang(verify: Callable[..., Any], folder: Path) -> None:
+    answer = verify("hangs", "--timeout", "30")
+    assert (answer["first"]["what"], answer["first"]["ranks"]) == ("hangs", [0])
+    assert "had not ended after 30 s" in answer["first"]["where"]
+    assert "in hangs" in answer["first"]["cause"].partition("rank 1 is at:")[2]
+    assert not running(wait_for(folder / "seen", 2))
+    assert not list((folder / "temporary").glob("halfmesh_*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_ends_all(folder: Path, number: signal.Signals) -> None:
+    (folder / "config.py").write_text("")
+    command = [sys.executable, "-m", "halfmesh", "verify", "config.py", "--model", "bad_models:hangs"]
+    environment = {**os.environ, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": f"{ROOT}:{folder}"}
+    process = subprocess.Popen(
+        [*command, "--world-size", "2"], cwd=folder, env=environment, stdout=-1, stderr=-1, text=True
+    )
+    pids = wait_for(folder / "seen", 2)
+    time.sleep(0.2)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "")
+    assert len(pids) == 2
+    assert not running(pids)
+    assert not list((folder / "temporary").iterdir())
