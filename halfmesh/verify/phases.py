@@ -131,7 +131,7 @@ def prove(
         except RefusedError as refused:
             return _refused(config, world_size, shrunk, [str(refused)])
         except RankError as error:
-            raise InputError(error.refusal or f"the model cannot be trained in one process: {error.text}") from error
+            raise _untrainable(error) from error
     first = next((phase.first for phase in phases if phase.first is not None), None)
     sizes = in_words(mesh_sizes(config, world_size))
     return VerifyReport(first is None, first, phases, sizes, world_size, shrunk)
@@ -139,6 +139,10 @@ def prove(
 
 class RefusedError(Exception):
     """The engine refuses the layout."""
+
+
+def _untrainable(error: RankError) -> InputError:
+    return InputError(error.refusal or f"the model cannot be trained in one process: {error.text}")
 
 
 def _refused(config: Config, world_size: int, shrunk: int | None, problems: Sequence[str]) -> VerifyReport:
@@ -251,11 +255,14 @@ class Work:
         return verdict, [f"the model draws random numbers: {', '.join(drawn)}"] if drawn else []
 
     def _references(self, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-        """Side by side, in a process each."""
-        with ExitStack() as running:
-            started = [running.enter_context(self._ranks(1, function, args)) for function, args in jobs]
-            for ranks in started:
-                ranks.wait()
+        """Side by side, in a process each. Raises InputError if one fails."""
+        try:
+            with ExitStack() as running:
+                started = [running.enter_context(self._ranks(1, function, args)) for function, args in jobs]
+                for ranks in started:
+                    ranks.wait()
+        except RankError as error:
+            raise _untrainable(error) from error
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         with self._ranks(world_size, function, args) as ranks:
