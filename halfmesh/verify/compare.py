@@ -44,6 +44,7 @@ class Coordinates:
     microbatches: int
     axes: Mapping[str, tuple[int, int]]
     apart: tuple[str, ...] = ()
+    shares_rows: bool = False
 
 
 @dataclass
@@ -145,7 +146,8 @@ class Comparison:
                 if count > 1:
                     pieces = part.unflatten(dim, (blocks, -1)).chunk(count, dim + 1)
                     part = pieces[index].flatten(dim, dim + 1)
-            is_whole = self._per_call == 1 and self._rows in expected.shape
+            uncut = [size for (_, _, count, _), size in zip(choice, shape, strict=True) if count == 1]
+            is_whole = self._per_call == 1 and not self._place.shares_rows and self._rows in uncut
             yield _Cut(" ".join(names), part.expand(shape), is_whole or any(name.startswith("rows") for name in names))
 
     def _ways(self, whole: int, own: int, row: int) -> Iterator[tuple[str, int, int, int]]:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..assembly import initialize
 from ..config import Config
 from ..engine import Engine
+from ..parallel.batch_shard.shard import ROWS
 from ..parallel.shard_spec import whole
 from ..plan.model_spec import call_of, count_rows
 from ..tensors import map_tensors
@@ -180,6 +181,7 @@ def comparison(case: Case, store: Store, calls: int, other: Store | None, engine
         pipeline.microbatches or 1 if pipeline.size > 1 else 1,
         axes,
         tuple(apart),
+        any(getattr(axis, "sharded_dim", None) == ROWS for axis in engine._parts.division.axes.values()),
     )
     return Comparison(store, here, calls, other)
 
