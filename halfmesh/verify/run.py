@@ -143,19 +143,21 @@ def estimate(case: Case, path: Path, calls: int, eps: float, plain: bool = False
 
 
 def perturb(model: nn.Module, eps: float) -> None:
-    """Move the outputs of the first embedding or convolution, or else of the first layer."""
+    """Move the outputs of the embedding or convolution that is called first, or else of the first layer."""
     kinds = [(nn.Embedding, nn.modules.conv._ConvNd), nn.Linear, nn.Module]
     leaves = [module for module in model.modules() if not list(module.children())]
-    layer = next(module for kind in kinds for module in leaves if isinstance(module, kind))
-    generator = torch.Generator().manual_seed(5)
+    some = next(found for kind in kinds if (found := [module for module in leaves if isinstance(module, kind)]))
+    generator, first = torch.Generator().manual_seed(5), list[nn.Module]()
 
-    def move(_: nn.Module, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor):
+    def move(layer: nn.Module, inputs: Any, output: Any) -> Any:
+        first[:] = first or [layer]
+        if layer is not first[0] or not isinstance(output, torch.Tensor):
             return output
         noise = torch.rand(output.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return output * (1 + eps * noise).to(output)
+        return (output * (1 + eps * noise.to(output.device))).to(output.dtype)
 
-    layer.register_forward_hook(move)
+    for layer in some:
+        layer.register_forward_hook(move)
 
 
 def run_rank(case: Case, path: Path, calls: int, accumulated: Path | None = None) -> Measures:
