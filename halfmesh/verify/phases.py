@@ -35,6 +35,9 @@ STRUCTURE, UPDATE = 1e-9, 1e-7
 """What is allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
 LEAST = 1e-5
 """What is allowed in any other format: sums of many numbers in float32 may cancel."""
+FLIPS = 16
+"""Elements of a gradient that rounding may switch on or off, where ReLU, max or top-k decide: more than a single
+perturbed run shows, and few of a large tensor."""
 ROUNDED = 1e-6
 """A smaller difference may come from casts to float32 in the model."""
 
@@ -307,6 +310,9 @@ def estimates(store: Store, moved: Measures, updates: float) -> Mapping[Key, flo
             mine, theirs = (v[0] / v[1] if isinstance(v, tuple) else v for v in (value, expected))
             key = Key(update, 0, "norm" if what == "grad_norm" else "loss", "")
             found[key] = max(found.get(key, 0.0), abs(mine - theirs) / max(abs(theirs), 1e-12))
+    for key in found if moved.figures.get((0, 0, "bends")) else ():
+        if key in store.index and key.what not in ("input", "output"):
+            found[key] = max(found[key], math.sqrt(FLIPS / max(1, store.index[key][1].numel())) / 10)
     return found
 
 

@@ -191,7 +191,7 @@ def comparison(case: Case, store: Store, calls: int, other: Store | None, engine
 def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) -> Any:
     """Train with an engine; `sink`: or a function that makes one for it; `calls`: of the model, if this is a reference.
     Returns the measures, if it has any."""
-    criterion = _Overflowing(subject)
+    criterion, mode = _Overflowing(subject), Undropped(case.lifts)
     scheduler: Callable[[Any], Any] = lambda optimizer: LambdaLR(optimizer, decay)  # noqa: E731
     engine = initialize(
         subject.model, subject.optimizer, criterion, None, case.config, lr_scheduler=scheduler, device=case.device
@@ -203,16 +203,19 @@ def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) ->
         recorder.attach()
         try:
             for update in range(case.updates):
-                _update(case, subject, engine, criterion, update, calls)
+                _update(case, subject, engine, criterion, mode, update, calls)
         except Exception as error:
             vars(error)["measures"] = getattr(made, "measures", None)  # what differed before may be the reason
             raise
         recorder.detach()
+    made.figure(0, 0, "bends", list(mode.bends))
     engine.close()
     return getattr(made, "measures", None)
 
 
-def _update(case: Case, subject: Subject, engine: Engine, criterion: Any, update: int, calls: int | None) -> None:
+def _update(
+    case: Case, subject: Subject, engine: Engine, criterion: Any, mode: Undropped, update: int, calls: int | None
+) -> None:
     torch.manual_seed(update)
     place = engine.context
     is_last = (place.dp_rank, place.tp_rank) == (place.dp_size - 1, place.tp_size - 1) and place.is_last_stage
@@ -225,7 +228,7 @@ def _update(case: Case, subject: Subject, engine: Engine, criterion: Any, update
         inputs, targets = _to(case.device, batch)
         args, kwargs = call_of(inputs)
         engine.zero_grad()
-        with Undropped(case.lifts):
+        with mode:
             output = engine(*args, **kwargs)
             loss = engine.criterion(output, targets) if subject.has_targets else engine.criterion(output)
             engine.backward(loss)

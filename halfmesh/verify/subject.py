@@ -22,6 +22,7 @@ NOISE = 0.02
 """Of parameters that are constant, relative to the constant or 1: behind zeros and ones mistakes hide."""
 _DROPS = re.compile(r"drop(?!less)")
 _DRAWS = re.compile(r"^(rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|exponential|uniform|rrelu)")
+_BENDS = re.compile(r"relu|^hard|threshold|max_pool|^(topk|argmax|round)")
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,12 @@ def _add_noise(model: nn.Module) -> None:
 
 class Undropped(TorchFunctionMode):
     """A scope in which functions that drop activations return them; others that draw random numbers are named in
-    `drawn`. With `lifts` casts to float32 go to float64."""
+    `drawn`, and those whose gradients jump in `bends`. With `lifts` casts to float32 go to float64."""
 
     def __init__(self, lifts: bool = False) -> None:
         super().__init__()
         self.drawn: dict[str, None] = {}
+        self.bends: dict[str, None] = {}
         self._lifts = lifts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,6 +189,8 @@ class Undropped(TorchFunctionMode):
             kwargs = kwargs if len(args) > 4 else {**kwargs, "dropout_p": 0.0}
         elif _DRAWS.match(name):
             self.drawn[name] = None
+        elif _BENDS.search(name):
+            self.bends[name] = None
         if self._lifts:
             if func is torch.Tensor.float:
                 return args[0].double()
