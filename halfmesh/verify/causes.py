@@ -1,4 +1,4 @@
-"""The likely cause of a difference and what to try, by the kind of place."""
+"""Where runs differ first, in words; the likely cause, and what to try, by the kind of place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ class Place:
 
     Attributes:
         key: of the reference's tensor.
-        caller: the module that called the one of `key`; None: nobody did.
-        before: the last module of which all outputs agree.
+        caller, before, after: who called the module of `key`; the last of which all outputs agree; which comes next.
         consumers: modules that were given the output of which this is the gradient.
-        after: the module that is called next.
-        names: all parameters that differ at this point.
-        total: how many there are.
+        names, total: the parameters that differ at this point, and how many there are.
+        shares: what ranks share: "tp", "cp", "ep", and "rows" of a batch (data ranks, accumulation, microbatches).
         equals_accumulated: the gradients are those of a process that accumulates the ranks' batches.
         factor: which all gradients are of the reference's.
         drawn: functions that drew random numbers.
@@ -29,25 +27,23 @@ class Place:
     key: Key
     caller: str | None = None
     before: str | None = None
-    consumers: tuple[str, ...] = ()
     after: str | None = None
+    consumers: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     total: int = 0
+    shares: tuple[str, ...] = ()
     equals_accumulated: bool = False
     factor: float | None = None
     drawn: tuple[str, ...] = ()
 
 
 def explain(place: Place, apart: float, allowed: float, ranks: Sequence[int], text: str = "") -> Difference:
-    """The difference in words."""
+    """The difference in words. `text`: where it is, if that is known."""
     what, module, where = _where(place)
-    if text:
-        where = text
-    else:
-        where += f" by {apart:.1e} (allowed {allowed:.0e})"
+    where = text or f"{where} by {apart:.1e} (allowed {allowed:.0e})"
     if ranks:
         where += f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    cause, advice = _cause(place, what)
+    cause, advice = _cause(place, what, is_copy=bool(text))
     return Difference(place.key.update, what, module, apart, allowed, tuple(ranks), where, cause, advice)
 
 
@@ -74,11 +70,10 @@ def _where(place: Place) -> tuple[str, str, str]:
             if place.factor is not None and abs(place.factor - 1) > 1e-5:
                 text = f"gradients of {some} parameters, first {name}, are {place.factor:.4g} x the reference's,"
             return "gradient", key.name, text
-        case "begin":
-            text = f"the model's weights after update {key.update - 1}: {some} parameters differ, the first {name},"
-            return "update", key.name, text
-        case "update":
-            return "update", key.name, f"weights after the update: {some} parameters differ, the first {name},"
+        case "begin" | "update":
+            when = "the model's weights before the update" if key.what == "begin" else "weights after the update"
+            when = "weights before the first update" if key.update < 0 else when
+            return "update", key.name, f"{when}: {some} parameters differ, the first {name},"
     return key.what, key.name, f"{key.what} of {name} differs"
 
 
@@ -86,26 +81,43 @@ def _named(name: str | None) -> str:
     return name if name else "the model"
 
 
-def _cause(place: Place, what: str) -> tuple[str, str]:
-    if (
-        place.equals_accumulated
-        and place.factor is not None
-        and abs(place.factor - 1) > 1e-6
-        and what in ("loss", "gradient")
-    ):
-        return (
-            "the loss is a sum over samples, and ranks average theirs",
-            "set loss_reduction='sum', or let the criterion return a mean",
-        )
-    if place.equals_accumulated and what in ("loss", "gradient"):
-        return (
-            "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each "
-            "other): the result is that of one process which accumulates the ranks' batches",
-            "return (sum, weight) and set loss_reduction='weighted'; or expect the batch of one rank to be what counts",
-        )
+_SUM = "the loss is a sum over samples, and ranks average theirs", "set loss_reduction='sum', or return a mean"
+_NO_MEAN = (
+    "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each other): the "
+    "result is that of one process which accumulates the ranks' batches",
+    "return (sum, weight) and set loss_reduction='weighted'; or expect the batch of one rank to be what counts",
+)
+_KEPT = "something is kept from an earlier call (an attribute, a cache, old weights)", "keep nothing of a batch"
+_PLAN = "leave those layers whole in the plan, or give sizes as -1 or by 'heads(name)' (docs/tensor-parallel.md)"
+_APART = "compute each row by itself; what all ranks need, engine.context.all_reduce sums"
+_WHOLE = "take an optimizer that works element by element (SGD, AdamW), or data='replicate'"
+_BY_KIND = {
+    ("output", "tp"): ("features that tensor ranks share are combined, or a style or a size does not fit", _PLAN),
+    ("output", "cp"): ("tokens are combined outside of attention, or positions count from 0 on each rank", ""),
+    ("output", "ep"): ("tokens reach other experts, or rows of the batch are combined", _APART),
+    ("output", "rows"): ("rows of the batch are combined, or the rank or the number of ranks is used", _APART),
+    ("grad_output", "tp"): ("a gradient is summed over the tensor ranks once too often, or not at all", _PLAN),
+    ("grad_output", "rows"): ("a backward or hook combines rows, or an activation was computed or kept otherwise", ""),
+    ("gradient", "tp"): ("a gradient of a part of the activations is not summed (the style 'partial'), or twice", ""),
+    ("gradient", "rows"): ("gradients are changed, or lost, before the ranks' are averaged (a hook?)", ""),
+    ("norm", ""): ("a part or a copy of a parameter counts too often in the norm, or not at all", ""),
+    ("verdict", ""): ("the ranks do not agree on an overflow, or the scale moves at another time", ""),
+    ("update", ""): ("new weights do not reach all ranks, or the optimizer needs whole tensors and has parts", _WHOLE),
+    ("buffer", ""): ("each data rank changes it by its own batches", "all-reduce it in the model, or expect it"),
+    ("loss", ""): ("the criterion is no mean over samples, or counts other targets", "set loss_reduction"),
+}
+
+
+def _cause(place: Place, what: str, is_copy: bool) -> tuple[str, str]:
+    if is_copy and what in ("gradient", "update"):
+        return "an all-reduce or a broadcast between these ranks is missing, or it is over other ranks", ""
+    is_multiple = place.factor is not None and abs(place.factor - 1) > 1e-5
+    if what in ("loss", "gradient") and place.equals_accumulated:
+        return _SUM if is_multiple else _NO_MEAN
+    if what == "gradient" and is_multiple:
+        return f"a sum or mean over ranks or microbatches is taken twice or not at all (x {place.factor:.4g})", ""
     if what == "output" and place.drawn:
-        return (
-            f"random numbers: {', '.join(place.drawn)} was called",
-            "draw them outside of the model, or switch that off here",
-        )
-    return "", ""
+        return f"random numbers: {', '.join(place.drawn)} was called", "draw them outside of the model, or none here"
+    if what == "output" and place.key.update > 0:
+        return _KEPT
+    return next((_BY_KIND[what, who] for who in (*place.shares, "") if (what, who) in _BY_KIND), ("", ""))

@@ -52,6 +52,7 @@ class Measures:
     """What a rank measured; small enough to be sent.
 
     Attributes:
+        shares: what ranks share: axes, and the "rows" of a batch.
         tensors: by key in the reference, then by the way in which the reference was cut, the worst of each.
         parameters, accumulated: of parts of parameters; the second against the reference that accumulates.
         digests: of each box of a parameter, for the comparison of copies.
@@ -60,7 +61,7 @@ class Measures:
     """
 
     rank: int
-    place: Mapping[str, tuple[int, int]]
+    shares: tuple[str, ...] = ()
     tensors: dict[Key, dict[str, Measure]] = field(default_factory=dict)
     parameters: dict[Key, Measure] = field(default_factory=dict)
     accumulated: dict[Key, Measure] = field(default_factory=dict)
@@ -88,7 +89,8 @@ class Comparison:
 
     def __init__(self, reference: Store, place: Coordinates, calls: int = 1, accumulated: Store | None = None) -> None:
         self.names = reference.names
-        self.measures = Measures(place.rank, place.axes)
+        shared = [axis for axis, (_, size) in place.axes.items() if size > 1]
+        self.measures = Measures(place.rank, (*shared, *["rows"] * (place.chunks * place.microbatches > 1)))
         self._reference, self._accumulated, self._place = reference, accumulated, place
         self._per_call = place.chunks * place.microbatches // calls  # parts of the batch of a call
 

@@ -175,6 +175,7 @@ def _place(store: Store, measures: Sequence[Measures], key: Key, same: Sequence[
         consumers=tuple(dict.fromkeys(store.consumers.get((key.name, key.nth, key.slot), ()))),
         after=_next_module(key, events),
         names=tuple(dict.fromkeys(k.name for k in same)),
+        shares=measures[0].shares,
         total=sum((k.update, k.what) == (key.update, key.what) for k in events),
         equals_accumulated=_equals_accumulated(measures, limits),
         factor=factors[0] if is_common else None,

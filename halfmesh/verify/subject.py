@@ -62,8 +62,9 @@ class Subject:
             return self.batches[number % len(self.batches)]
         whole = count_rows(self.batches[0])
         rows = -(-whole // self.multiple) * self.multiple
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(number)) % whole
-        order[order == number % whole] = (number + 1) % whole  # no two chunks have the same rows
+        # By chance, so that chunks have unequally many of what a loss ignores; but no two have the same rows.
+        order = torch.randint(whole, (rows,), generator=torch.Generator().manual_seed(number))
+        order[order == number % whole] = order[0] = (number + 1) % whole
         return map_tensors(lambda t: t[order.to(t.device)] if t.dim() and len(t) == whole else t, self.batches[0])
 
     def loss(self, output: Any, targets: Any) -> Any:
