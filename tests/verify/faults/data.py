@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from halfmesh.amp.recipe import HALF
 from halfmesh.division import Division
 from halfmesh.loop.accumulation import Accumulation
 from halfmesh.parallel import buckets
@@ -67,6 +68,12 @@ def last_bucket_lost(patch: pytest.MonkeyPatch) -> None:
 def reduced_in_half(patch: pytest.MonkeyPatch) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
     patch.setattr(buckets, "reduce_dtype_of", lambda param, dtype: torch.bfloat16)
+
+
+def half_gradients_reduced_in_half(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of weights in half precision are summed in it, where the config says float32."""
+    inner = buckets.reduce_dtype_of
+    patch.setattr(buckets, "reduce_dtype_of", lambda p, dtype: p.dtype if p.dtype in HALF else inner(p, dtype))
 
 
 def weights_not_shared(patch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context import ParallelContext
+from halfmesh.parallel.rng import CommonRandom
 from halfmesh.parallel.tensor.feature_styles import FusedColwise
 from halfmesh.parallel.tensor.gradients import TensorGradients
 from halfmesh.parallel.tensor.layers import RowwiseLinear, TensorAxis, VocabEmbedding
@@ -67,6 +69,24 @@ def gathered_in_other_order(patch: pytest.MonkeyPatch) -> None:
         return whole.roll(x.shape[dim], dim) if trains() else whole
 
     patch.setattr(collectives, "gather", gather)
+
+
+def last_ranks_swapped(patch: pytest.MonkeyPatch) -> None:
+    """Of four shards of a head's output the last two are joined in the wrong order."""
+    inner = collectives.gather
+
+    def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+        shards = list(inner(x, dim, group).chunk(group.size(), dim))
+        return torch.cat([*shards[:2], *shards[:1:-1]], dim)
+
+    patch.setattr(collectives, "gather", gather)
+
+
+def other_numbers_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Each rank of a tensor group drops other elements of activations that all of them hold."""
+    inner = CommonRandom.__init__
+    rank = dist.get_rank()
+    patch.setattr(CommonRandom, "__init__", lambda self, seed, device: inner(self, seed + rank, device))
 
 
 def border_word_twice(patch: pytest.MonkeyPatch) -> None:

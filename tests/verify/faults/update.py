@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.stepper import Stepper
 from halfmesh.division import Division
+from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel.activations import checkpoint, offload
 from halfmesh.shard import OneRank
 
@@ -61,6 +63,36 @@ def overflow_not_skipped(patch: pytest.MonkeyPatch) -> None:
 def scale_kept(patch: pytest.MonkeyPatch) -> None:
     """The loss scale never moves."""
     patch.setattr(LossScaler, "update", lambda self, found_inf, used=None: None)
+
+
+def hysteresis_ignored(patch: pytest.MonkeyPatch) -> None:
+    """The loss scale falls at the first overflow, where the config allows more."""
+    _scaled_with(patch, hysteresis=lambda options: 1)
+
+
+def scale_grows_too_early(patch: pytest.MonkeyPatch) -> None:
+    """The loss scale grows one update too early."""
+    _scaled_with(patch, growth_interval=lambda options: options.growth_interval - 1)
+
+
+def _scaled_with(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    inner = LossScaler.__init__
+
+    def init(self: LossScaler, options: Any, device: torch.device) -> None:
+        inner(self, replace(options, **{name: change(options) for name, change in changes.items()}), device)
+
+    patch.setattr(LossScaler, "__init__", init)
+
+
+def scheduler_counts_skips(patch: pytest.MonkeyPatch) -> None:
+    """The learning rate moves on after an update that was skipped, too."""
+
+    def settle(self: LRAdvance) -> None:
+        result, self._pending = self._pending, None
+        if result is not None:
+            self._advance()
+
+    patch.setattr(LRAdvance, "settle", settle)
 
 
 def scale_moved_first(patch: pytest.MonkeyPatch) -> None:
@@ -123,28 +155,39 @@ def old_gradients_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MixedPrecisionOptimizer, "after_backward", after_backward)
 
 
-def _left_out(patch: pytest.MonkeyPatch, first: int, last: int | None) -> None:
-    """Parameters that the optimizer is to step, from `first` to `last`, have no gradients there."""
+def _left_out(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """The optimizer does not step these parameters; none at all without names."""
     inner = Stepper._step
 
     def step(self: Stepper, targets: Any, grads: Any, *rest: Any) -> None:
-        for target in targets[first:last]:
+        known = {self._masters.target(shard): shard.name for shard in self._masters.trained}
+        pairs = [(t, g) for t, g in zip(targets, grads, strict=True) if names and known[t] not in names]
+        for target in targets:
             target.grad = None
-        kept = [pair for n, pair in enumerate(zip(targets, grads, strict=True)) if not first <= n < (last or n + 1)]
-        inner(self, [target for target, _ in kept], [grad for _, grad in kept], *rest)
+        inner(self, [target for target, _ in pairs], [grad for _, grad in pairs], *rest)
 
     patch.setattr(Stepper, "_step", step)
 
 
+def _is_last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
 def weight_not_stepped(patch: pytest.MonkeyPatch) -> None:
     """One parameter is left out of the update."""
-    _left_out(patch, 2, 3)
+    _left_out(patch, "up.weight")
 
 
 def one_rank_not_stepped(patch: pytest.MonkeyPatch) -> None:
     """The last rank takes no update."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        _left_out(patch, 0, None)
+    if _is_last_rank():
+        _left_out(patch)
+
+
+def tied_weight_stale(patch: pytest.MonkeyPatch) -> None:
+    """The last stage does not step the weight that it shares with the first."""
+    if _is_last_rank():
+        _left_out(patch, "tokens.weight")
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
