@@ -136,7 +136,7 @@ def _print(
 ) -> None:
     from ..mesh_picture import in_words
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)

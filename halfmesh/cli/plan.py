@@ -71,7 +71,7 @@ def plan(
     if as_json:
         print(json.dumps(show_ladder.as_json(ladder, asked), indent=2))
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)
         for line in show_ladder.lines(ladder, asked):
             console.print(line, markup=False, soft_wrap=True)
         if chosen is not None and out is not None:

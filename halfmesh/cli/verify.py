@@ -93,7 +93,7 @@ def verify(
         print(report)
     else:
         first, *rest = str(report).splitlines()
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)
         console.print(first, style="green" if report.equal else "red", markup=False, soft_wrap=True)
         for line in rest:
             console.print(line, markup=False, soft_wrap=True)

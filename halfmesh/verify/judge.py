@@ -219,7 +219,7 @@ def _figures(
             text = f"{name} is {mine} on rank {ranks[0]}, but {values[ranks.index(unlike[0])]}"
             yield Finding(update, _stage(what), 0, key, math.inf, 0.0, unlike, text)
         elif theirs is not None and not (overflows and what == "norm"):
-            apart = abs(float(mine) - float(theirs)) / (abs(float(theirs)) or 1.0)
+            apart = abs(float(mine or 0) - float(theirs)) / (abs(float(theirs)) or 1.0)
             allowed = limits.allowed(Key(update, 0, "norm", "")) if what == "norm" else 0.0
             if not apart <= allowed:
                 text = f"{name} is {mine}, and in the reference {theirs}"

@@ -67,9 +67,9 @@ def reference(config: Config, calls: int) -> Config:
 
 def gentle(config: Config) -> Config:
     """`config` with a loss scale that the first updates do not overflow with."""
-    key = config.precision_key
-    if key is None or not hasattr(config.precision.options, "init_scale"):
+    key, precision = config.precision_key, config.precision
+    scale = getattr(precision and precision.options, "init_scale", None)
+    if key is None or precision is None or scale is None:
         return config
-    precision = config.precision
-    options = precision.options.model_copy(update={"init_scale": min(precision.options.init_scale, 2.0**10)})
+    options = precision.options.model_copy(update={"init_scale": min(scale, 2.0**10)})
     return config.model_copy(update={key: precision.model_copy(update={"options": options})})

@@ -64,6 +64,11 @@ def survey(case: Case, start: Path) -> Survey:
     if not any(param.requires_grad for param in subject.model.parameters()):
         raise InputError("the model has no parameters that require gradients, so there is nothing to train")
     torch.save((dict(named_tensors(subject.model)), subject.batches), start)
+    if len(subject.batches) == 1 and count_rows(subject.batches[0]) < 2 and case.chunks > 1:
+        raise InputError(
+            f"the batch has one row, so {case.chunks} batches of an update would be the same, and prove nothing; give "
+            "it several rows, from which they are drawn, or return a list of batches"
+        )
     try:
         join([subject.batch(0, chunk, case.chunks) for chunk in range(case.chunks)])
         joins = True
