@@ -1,4 +1,4 @@
-"""The first day with a GPU: nine steps, each alone, within its minutes, without make and without a network.
+"""The first day with a GPU: ten steps, each alone, within its minutes, without make and without a network.
 
 Where there is a network, for the Python and the torch (2.11 or later) of the machine with the GPU:
 
@@ -8,7 +8,7 @@ There, from the root of the repository:
 
     python3 -m pip install --no-index --no-deps --target packages wheels/*.whl
     export PYTHONPATH=$PWD:$PWD/packages
-    python3 tests/gpu/day.py 1                   # and so on to 9; what is worth most comes first
+    python3 tests/gpu/day.py 0                   # and so on to 9; what is worth most comes first
     python3 tests/gpu/day.py 1 --device cpu      # a rehearsal, with the tiniest sizes
 
 Each step writes its table into `--out` after every case, and says there what is a failure. The status is 1 if it found
@@ -113,6 +113,18 @@ def run_pytest(page: Page, name: str, *arguments: str, **environment: str) -> No
     page.add(name, status, lines[-1] if lines else "")
 
 
+def verify_here(page: Page) -> None:
+    """`halfmesh verify`, as a user runs it."""
+    from halfmesh.verify.machine import verify_machine
+
+    page.columns = ["mode", "layout", "ranks", "seconds", "result"]
+    for cell, report, seconds in verify_machine(page.device.type, quick=page.rehearses).results:
+        if not report.equal:
+            page.fail(f"{cell.row}, {cell}: {report.first or report.problems}")
+        result = "equal" if report.equal else "differs, or refused"
+        page.add(cell.row, cell, report.world_size, f"{seconds:.1f}", result)
+
+
 def tests_on_gpu(page: Page) -> None:
     page.columns = ["tests", "status", "result"]
     files = [file for file in sorted((ROOT / "tests/gpu").glob("test_*.py")) if file.name != "test_day.py"]
@@ -208,7 +220,9 @@ def all_steps() -> dict[int, Step]:
     slower = f"halfmesh takes more than {SLOWER} of the time of the loop with fused=True, a wait in its step, or a "
     slower += "case that was not measured for another reason than the time."
     red = "a test that fails, a file of which no test passed, or pytest that does not end in time."
+    unequal = "a mode in a layout that does not compute what one process computes."
     return {
+        0: Step("halfmesh verify", 8, unequal, verify_here),
         1: Step("The tests that need a GPU", 4, red, tests_on_gpu),
         2: Step("Steps and updates beside loops by hand", 8, slower, bench_eager),
         3: Step("How large the parts of an update are to be", 4, cases.SWEEP_FAILURE, cases.sweep_buckets),
