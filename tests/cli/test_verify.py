@@ -117,3 +117,21 @@ def test_a_config_with_mistakes(run):
     first, *problems = result.stdout.splitlines()
     assert first == "refused: config.py (2 ranks) beside one process"
     assert [line.split(":")[0] for line in problems] == ["  - clip", "  - seed"]
+
+
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_without_a_config_this_machine_is_verified(run, monkeypatch, equal, status):
+    from halfmesh.verify import machine
+
+    def verify_machine(device, quick):
+        print("noise")
+        return machine.MachineReport({"device": f"{device}, quick {quick}"}, [(None, Answer(equal), 0.0)])
+
+    class Answer:
+        def __init__(self, equal):
+            self.equal = equal
+
+    monkeypatch.setattr(machine, "verify_machine", verify_machine)
+    monkeypatch.setattr(machine.MachineReport, "__str__", lambda self: f"{self.about['device']}: {self.equal}")
+    result = run("--quick", "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (status, f"cpu, quick True: {equal}\n")
