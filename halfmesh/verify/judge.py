@@ -83,10 +83,21 @@ def differences(store: Store, measures: Sequence[Measures], updates: float) -> d
     for key, by_rank in found.items():
         at = key.update, key.what
         largest[at] = max([largest[at], *(m.norm for m in by_rank.values() if math.isfinite(m.norm))])
+    wholes = _wholes(measures)
     return {
-        key: {rank: _relative(store, key, m, largest, updates) for rank, m in by_rank.items()}
+        key: {rank: _relative(store, key, m, largest, updates, wholes.get(key, 0.0)) for rank, m in by_rank.items()}
         for key, by_rank in found.items()
     }
+
+
+def _wholes(measures: Sequence[Measures]) -> dict[Key, float]:
+    """Squared norms of whole gradients: a part may be small beside what the rounding of the others' sums was."""
+    parts: dict[Key, dict[Any, float]] = defaultdict(dict)
+    for rank in measures:
+        for key, boxes in rank.digests.items():
+            if key.what == "gradient":
+                parts[key][tuple(box for box, _ in boxes)] = rank.parameters[key].norm
+    return {key: sum(norms.values()) for key, norms in parts.items()}
 
 
 def judge(
@@ -255,11 +266,16 @@ def _copies(measures: Sequence[Measures], order: Mapping[Key, int]) -> Iterator[
 
 
 def _relative(
-    store: Store, key: Key, measure: Measure, largest: Mapping[tuple[int, str], float], updates: float
+    store: Store,
+    key: Key,
+    measure: Measure,
+    largest: Mapping[tuple[int, str], float],
+    updates: float,
+    whole: float,
 ) -> float:
     if key.what in ("update", "begin"):
         return math.sqrt(measure.error) / max(_way(store, key, updates), 1e-300)
-    return ratio(measure, FLOOR**2 * largest[key.update, key.what])
+    return ratio(measure, max(FLOOR**2 * largest[key.update, key.what], whole))
 
 
 def _turned(store: Store, limits: Limits, key: Key) -> float:
