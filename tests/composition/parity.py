@@ -13,7 +13,7 @@ import torch
 
 from halfmesh.verify import phases
 from halfmesh.verify.compare import Measures
-from halfmesh.verify.record import Key, Store
+from halfmesh.verify.record import Store
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 from tests.support.proofs import FormatAlone, StructureAlone, TeamWork, prove
 
@@ -33,8 +33,8 @@ WORK = {"structure": StructureAlone, "format": FormatAlone, "both": TeamWork}
 
 @dataclass
 class Differences:
-    """The largest that were seen: of a weight, relative to the largest weight; of a parameter's way, relative to that;
-    of a gradient norm, relative."""
+    """The largest that were seen: in the end, of a weight, relative to the largest weight, and of a parameter's way,
+    relative to that; of a gradient norm, relative."""
 
     weights: float = 0.0
     movement: float = 0.0
@@ -42,17 +42,22 @@ class Differences:
 
     def see(self, store: Store, measures: Sequence[Measures]) -> None:
         """What the ranks have measured."""
+        last = max(key.update for key in store.index if key.what == "update")
         kept = {
-            key: value.double() for key in store.index if key.what == "update" and (value := store.get(key)) is not None
+            key.name: (value.double(), start.double())
+            for key in store.index
+            if (key.update, key.what) == (last, "update")
+            and (value := store.get(key)) is not None
+            and (start := store.get(key._replace(update=-1))) is not None
         }
-        largest = max(value.abs().max().item() for value in kept.values())
+        largest = max(value.abs().max().item() for value, _ in kept.values())
         for rank in measures:
             for key, measure in rank.parameters.items():
-                if key.what == "update":
-                    apart = math.sqrt(measure.error)
+                if (key.update, key.what) == (last, "update"):
+                    (value, start), apart = kept[key.name], math.sqrt(measure.error)
                     self.weights = max(self.weights, apart / largest)
-                    way = (kept[key] - kept[Key(-1, 0, "update", key.name)]).norm().item()
-                    if way > STILL * kept[key].numel() ** 0.5:
+                    way = (value - start).norm().item()
+                    if way > STILL * value.numel() ** 0.5:
                         self.movement = max(self.movement, apart / way)
             for at, value in rank.figures.items():
                 if at[-1] == "grad_norm" and math.isfinite(value) and (expected := store.figures.get(at)):
