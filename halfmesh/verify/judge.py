@@ -83,18 +83,15 @@ def differences(store: Store, measures: Sequence[Measures], updates: float) -> d
     for key, by_rank in found.items():
         at = key.update, key.what
         largest[at] = max([largest[at], *(m.norm for m in by_rank.values() if math.isfinite(m.norm))])
-    # A part may be small beside others, and so beside what their rounding was: gradients are compared beside the whole,
-    # and what modules compute beside the mean of the parts.
-    least = {key: sum(m.norm for m in by_rank.values()) / len(by_rank) for key, by_rank in found.items()}
-    least = {key: norm if math.isfinite(norm) else 0.0 for key, norm in (least | _wholes(measures)).items()}
+    wholes = _wholes(measures)
     return {
-        key: {rank: _relative(store, key, m, largest, updates, least[key]) for rank, m in by_rank.items()}
+        key: {rank: _relative(store, key, m, largest, updates, wholes.get(key, 0.0)) for rank, m in by_rank.items()}
         for key, by_rank in found.items()
     }
 
 
 def _wholes(measures: Sequence[Measures]) -> dict[Key, float]:
-    """Squared norms of whole gradients."""
+    """Squared norms of whole gradients: a part may be small beside what the rounding of the others' sums was."""
     parts: dict[Key, dict[Any, float]] = defaultdict(dict)
     for rank in measures:
         for key, boxes in rank.digests.items():
@@ -274,11 +271,11 @@ def _relative(
     measure: Measure,
     largest: Mapping[tuple[int, str], float],
     updates: float,
-    least: float,
+    whole: float,
 ) -> float:
     if key.what in ("update", "begin"):
         return math.sqrt(measure.error) / max(_way(store, key, updates), 1e-300)
-    return ratio(measure, max(FLOOR**2 * largest[key.update, key.what], least))
+    return ratio(measure, max(FLOOR**2 * largest[key.update, key.what], whole))
 
 
 def _turned(store: Store, limits: Limits, key: Key) -> float:
