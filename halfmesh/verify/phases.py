@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
+from .._torch import BATCH_NORMS
 from ..compat import check, mesh_sizes
 from ..config import Config
 from ..config.load import load_config
@@ -75,7 +75,7 @@ def survey(case: Case, start: Path) -> Survey:
     except (RuntimeError, ValueError):
         joins = False
     kinds = subject.model.named_modules()
-    mixes = tuple(name for name, module in kinds if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    mixes = tuple(name for name, module in kinds if isinstance(module, BATCH_NORMS))
     return Survey(count_rows(subject.batches[0]), joins, mixes)
 
 

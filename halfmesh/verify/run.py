@@ -144,7 +144,7 @@ def estimate(case: Case, path: Path, calls: int, eps: float, plain: bool = False
 
 def perturb(model: nn.Module, eps: float) -> None:
     """Move the outputs of the embedding or convolution that is called first, or else of the first layer."""
-    kinds: list[tuple[type, ...]] = [(nn.Embedding, nn.modules.conv._ConvNd), (nn.Linear,), (nn.Module,)]
+    kinds: list[tuple[type, ...]] = [(nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d), (nn.Linear,), (nn.Module,)]
     leaves = [module for module in model.modules() if not list(module.children())]
     some = next(found for kind in kinds if (found := [module for module in leaves if isinstance(module, kind)]))
     generator, first = torch.Generator().manual_seed(5), list[nn.Module]()

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from .._torch import BATCH_NORMS
 from ..config import Config
 from ..config.load import load_config
 from ..engine import Engine
@@ -76,7 +76,7 @@ def keep(case: Case) -> tuple[Config, list[str]]:
     run.run()
     kinds = run.engine.model.named_modules()
     (run.config.model_extra or {}).clear()  # which may be anything, and cannot be sent
-    return run.config, [name for name, module in kinds if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return run.config, [name for name, module in kinds if isinstance(module, BATCH_NORMS)]
 
 
 def record(case: Case, path: Path, calls: int) -> None:
