@@ -48,7 +48,7 @@ class Overflow:
 def overflow(rank: int, world_size: int, cell: Cell) -> tuple[list[Overflow], str]:
     """Each kind of parameter gets inf on each rank in turn, after the gradients are complete: no other rank can see it
     but through the verdict. An ordinary update follows each. Returns them, and the digest of the whole weights."""
-    engine = make_engine(cell, rank, growth_interval=1)
+    engine = make_engine(cell, rank)
     batch = next(iter(engine.dataloader))
     seen = []
     held = {shard.name: shard.param for shard in engine._parts.update.master_weights.trained if shard.param.numel()}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 
 from halfmesh._torch import is_compiled
 from tests.support import compiling
+from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
 from .cells import Cell, Pipe
-from .parity import find_problems
-from .training import Outcome, digest, make_engine, run_cell, train
+from .training import make_engine, run_cell
 from .workloads import UPDATES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -50,68 +49,53 @@ CELLS = [
 ]
 
 
-class Graphs(nullcontext[None]):
-    """In place of MatmulDtypes, under which nothing is compiled, and before 2.15 nothing any more after it."""
-
-    def __init__(self, compiled: compiling.Compiled) -> None:
-        super().__init__()
-        self._compiled = compiled
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        return self._compiled.dtypes
-
-
-def train_compiled(rank: int, world_size: int, cell: CompiledCell) -> tuple[Outcome, compiling.Compiled, list[str]]:
-    """What the rank saw, what was compiled, and why graphs ended."""
-    with compiling.watched() as compiled:
-        outcome = train(rank, world_size, cell, Graphs(compiled))
-        return outcome, compiled, compiled.breaks
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_trains_to_parity(cell):
-    result = run_cell(cell, train_compiled, cell, timeout=120)
-    assert not find_problems(cell, [outcome for outcome, *_ in result])
-    for _, compiled, breaks in result:
-        microbatches = UPDATES * cell.gradient_accumulation * cell.pipeline.microbatches
-        assert compiled.forwards >= microbatches
-        assert compiled.backwards >= microbatches
-        assert bool(breaks) == (cell.tensor > 1), "graphs end where a tensor group meets, and nowhere else"
-        assert all("torch.compiler.disable" in reason for reason in breaks), "and only where halfmesh says so"
-
-
-def with_dropout(rank: int, world_size: int, cell: Cell) -> tuple[str, dict[str, torch.Tensor]]:
-    """The weights, and a digest of them, after a few updates of a model that drops activations everywhere."""
+def train(
+    rank: int, world_size: int, cell: Cell, dropout: float = 0.0
+) -> tuple[dict[str, torch.Tensor], compiling.Compiled, list[str]]:
+    """The weights after a few updates; what was compiled, and why graphs ended."""
     with compiling.watched() as compiled:
         engine = make_engine(cell, rank)
         for module in engine.model.modules():
             if isinstance(module, torch.nn.Dropout):
-                module.p = 0.3
+                module.p = dropout
             if hasattr(module, "dropout"):
-                module.dropout = 0.3
+                module.dropout = dropout
         for x, y in engine.dataloader:
             engine.zero_grad()
             engine.backward(engine.criterion(engine(x), y))
             engine.step()
-        assert isinstance(cell, CompiledCell) == (compiled.forwards > 0)
         engine.close(restore=True)
-        weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
-        return digest(weights), weights
+        return {name: value.clone() for name, value in engine.model.state_dict().items()}, compiled, compiled.breaks
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"tensor": 2, "sequence_parallel": True}, {"pipeline": PIPE}],
-    ids=lambda layout: "-".join(layout),
-)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_trains_to_parity(cell):
+    """With the same cell without the key, which verify proves."""
+    plain = Cell(**{field.name: getattr(cell, field.name) for field in fields(Cell)})
+    (expected, *_), *_ = run_cell(cell, train, plain)
+    result = run_cell(cell, train, cell, timeout=120)
+    largest = max(value.abs().max().item() for value in expected.values())
+    for weights, compiled, breaks in result:
+        torch.testing.assert_close(weights, result[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCES[cell.mode] * largest)
+        microbatches = UPDATES * cell.gradient_accumulation * cell.pipeline.microbatches
+        assert compiled.forwards >= microbatches
+        assert compiled.backwards >= microbatches
+        assert compiled.dtypes == {COMPUTE_DTYPES[cell.mode]}
+        assert bool(breaks) == (cell.tensor > 1), "graphs end where a tensor group meets, and nowhere else"
+        assert all("torch.compiler.disable" in reason for reason in breaks), "and only where halfmesh says so"
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2, "sequence_parallel": True}, {"pipeline": PIPE}], ids="-".join)
 def test_dropout_drops_the_same(layout):
     """Random numbers are drawn in the same order, from the sequences in common and from each rank's own."""
     cells = Cell("none", "gpt", **layout), CompiledCell("none", "gpt", **layout)
-    plain, compiled = (run_cell(cell, with_dropout, cell, timeout=120) for cell in cells)
-    for result in (plain, compiled):
-        assert len({text for text, _ in result}) == 1, "the ranks end with the same weights"
-    torch.testing.assert_close(compiled[0][1], plain[0][1], rtol=0, atol=1e-5)
+    plain, compiled = (run_cell(cell, train, cell, 0.3, timeout=120) for cell in cells)
+    assert not any(ran.forwards for _, ran, _ in plain)
+    for weights, ran, _ in compiled:
+        assert ran.forwards
+        torch.testing.assert_close(weights, compiled[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(weights, plain[0][0], rtol=0, atol=1e-5)
 
 
 def average(rank: int, world_size: int, cell: CompiledCell) -> bool:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from .parity import find_problems
-from .test_parity import CELLS, run_cell
+from . import test_parity
+from .test_parity import LARGE, LARGE_LAYOUTS
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.world_size == 8], ids=str)
-def test_trains_to_parity(cell):
-    assert not find_problems(cell, run_cell(cell))
+@pytest.mark.parametrize(("cell", "seed"), LARGE)
+def test_trains_to_parity(cell, seed):
+    test_parity.test_trains_to_parity(cell, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "seed"), LARGE_LAYOUTS)
+def test_layouts_train_to_parity_in_float64(cell, seed):
+    test_parity.test_layouts_train_to_parity_in_float64(cell, seed)

@@ -31,9 +31,7 @@ class Subject:
     build: Callable[[], nn.Module]
     data: Callable[[], Batch]  # all samples, by name of the model's argument; `labels` among them
     criterion: Callable[[Any, torch.Tensor], torch.Tensor]  # called as criterion(output, labels)
-    lr: float  # so high that a wrong gradient moves the weights visibly
     own_loss: bool = False  # whether the model takes `labels`, and returns a loss
-    batch_norm: bool = False  # what is normalised depends on the other samples of a rank and a microbatch
     points: tuple[str, ...] = ()  # split points for two stages, if no partitioner knows the model
     refused: Mapping[str, str] = field(default_factory=dict)  # what "tensor" or "pipeline" is refused with
     # Modes in half precision, each with the layout that it is tried in. (With BatchNorm and ReLU over so few samples
@@ -208,25 +206,23 @@ HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "da
 
 LINEAR = "its layers are Conv2d, and only Linear ones can be sharded; build the model with those"
 NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points cannot cut it either"
-RESNET: dict[str, Any] = {"batch_norm": True, "points": ("layer3",), "refused": {"tensor": CONVOLUTIONS}}
+RESNET: dict[str, Any] = {"points": ("layer3",), "refused": {"tensor": CONVOLUTIONS}}
 CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "refused": {"tensor": LINEAR}}
 WORDY: dict[str, Any] = {"own_loss": True, "half": HALF}
 T5_HALF = (("naive_fp16", "tensor"), ("naive_bf16", "fsdp"))
 
 SUBJECTS = {
-    "timm ViT": Subject(timm_vit, images, classify, 0.001, half=HALF[:2]),
-    "timm ConvNeXt": Subject(
-        timm_convnext, images, classify, 0.004, half=(("naive_fp16", "data"), HALF[1]), **CONVNEXT
-    ),
-    "timm ResNet": Subject(timm_resnet, images, classify, 0.002, **RESNET),
-    "torchvision ResNet": Subject(torchvision_resnet, images, classify, 0.0005, **RESNET),
+    "timm ViT": Subject(timm_vit, images, classify, half=HALF[:2]),
+    "timm ConvNeXt": Subject(timm_convnext, images, classify, half=(("naive_fp16", "data"), HALF[1]), **CONVNEXT),
+    "timm ResNet": Subject(timm_resnet, images, classify, **RESNET),
+    "torchvision ResNet": Subject(torchvision_resnet, images, classify, **RESNET),
     "torchvision ViT": Subject(
-        torchvision_vit, images, classify, 0.0005, points=("encoder.layers.encoder_layer_1",), half=HALF
+        torchvision_vit, images, classify, points=("encoder.layers.encoder_layer_1",), half=HALF
     ),
-    "torchvision Swin": Subject(torchvision_swin, images, classify, 0.01, points=("features.3",), half=HALF),
-    "GPT-2": Subject(gpt2, text, next_word, 0.01, **WORDY),
-    "Llama": Subject(llama, text, next_word, 0.01, **WORDY),
-    "BERT, classification": Subject(bert_classifier, padded_text, classify, 0.01, **WORDY),
-    "BERT, masked words": Subject(bert_masked, hidden_words, per_word, 0.01, **WORDY),
-    "T5": Subject(t5, translations, per_word, 0.01, own_loss=True, refused={"pipeline": NO_PARTITION}, half=T5_HALF),
+    "torchvision Swin": Subject(torchvision_swin, images, classify, points=("features.3",), half=HALF),
+    "GPT-2": Subject(gpt2, text, next_word, **WORDY),
+    "Llama": Subject(llama, text, next_word, **WORDY),
+    "BERT, classification": Subject(bert_classifier, padded_text, classify, **WORDY),
+    "BERT, masked words": Subject(bert_masked, hidden_words, per_word, **WORDY),
+    "T5": Subject(t5, translations, per_word, own_loss=True, refused={"pipeline": NO_PARTITION}, half=T5_HALF),
 }

@@ -1,6 +1,6 @@
 """Faults that are put into the source on purpose, each with the tests that have to see it.
 
-Those of the parallel layouts are in `tests/composition/mutants.py`, as faults of ranks that train together.
+Those of the parallel layouts are in `tests/verify/faults/`, as faults of ranks that train together.
 """
 
 from __future__ import annotations

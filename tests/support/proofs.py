@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from halfmesh.verify import phases
 from halfmesh.verify.ranks import RankError
-from halfmesh.verify.report import VerifyReport
+from halfmesh.verify.report import Phase, VerifyReport
 
-from .ranks import RankFailure, run_ranks
+from .ranks import RankFailure, ranks_on, run_ranks
+
+LEFT_OUT = Phase("", "", True, None, 0, 0, {}, 0.0)
+"""In the place of a phase that is not proven."""
 
 
 class TeamWork(phases.Work):
@@ -37,8 +41,27 @@ def call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[A
     return function(*args)
 
 
-def prove(config: Any, build: Callable[[], Any], world_size: int, **options: Any) -> VerifyReport:
-    """What `halfmesh.verify` returns."""
+class StructureAlone(TeamWork):
+    """Without the proof of the format."""
+
+    def format(self, *_: Any) -> Phase:
+        return LEFT_OUT
+
+
+class FormatAlone(TeamWork):
+    """Without the proof of the structure."""
+
+    def structure(self, *_: Any) -> Phase:
+        return LEFT_OUT
+
+
+def prove(
+    config: Any, build: Callable[[], Any], world_size: int, work: type[TeamWork] = TeamWork, **options: Any
+) -> VerifyReport:
+    """What `halfmesh.verify` returns, of the phases that `work` has."""
+    device = "cpu" if ranks_on() == "gloo-cpu" else "cuda"
+    given = {"world_size": world_size, "shrink": False, "timeout": 120.0, "device": device}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phases, "Work", TeamWork)
-        return phases.verify(config, build, world_size=world_size, shrink=False, timeout=120.0, **options)
+        patch.setattr(phases, "Work", work)
+        report = phases.verify(config, build, **given, **options)
+    return replace(report, phases=tuple(phase for phase in report.phases if phase.name))

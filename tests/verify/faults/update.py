@@ -70,9 +70,9 @@ def hysteresis_ignored(patch: pytest.MonkeyPatch) -> None:
     _scaled_with(patch, hysteresis=lambda options: 1)
 
 
-def scale_grows_too_early(patch: pytest.MonkeyPatch) -> None:
-    """The loss scale grows one update too early."""
-    _scaled_with(patch, growth_interval=lambda options: options.growth_interval - 1)
+def scale_grows_too_late(patch: pytest.MonkeyPatch) -> None:
+    """The loss scale grows one update too late."""
+    _scaled_with(patch, growth_interval=lambda options: options.growth_interval + 1)
 
 
 def _scaled_with(patch: pytest.MonkeyPatch, **changes: Any) -> None:
