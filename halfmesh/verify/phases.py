@@ -24,7 +24,7 @@ from ..plan.model_spec import count_rows
 from ..tensors import dtype_name
 from . import layout
 from .compare import Measures
-from .judge import Limits, Verdict, differences, drawn_in, judge
+from .judge import Limits, Verdict, differences, drawn_in, judge, loss_of
 from .ranks import RankError, Ranks
 from .record import Key, Store
 from .report import Difference, Phase, VerifyReport
@@ -212,8 +212,8 @@ class Work:
             self.progress("float64: once more, since the difference may be rounding")
             lifted = replace(case, lifts=True)
             self._references([(function, (replace(args[0], lifts=True), *args[1:])) for function, args in jobs])
-            [moved] = self._run(1, self._estimate, (lifted, whole, calls, 2.0**-53, True))
-            limits = replace(limits, estimates=estimates(Store(whole), moved, UPDATE))
+            [moved] = self._run(1, self._estimate, (lifted, whole, calls, 2.0**-53))
+            limits = replace(limits, estimates=estimates(Store(whole), moved, UPDATE, case.config.loss_reduction))
             verdict, notes = self._layout(lifted, whole, calls, other, limits)
             notes.append("the model computes in float32 in places; for the proof these were lifted to float64")
         return _phase("structure", "float64", verdict, began, notes)
@@ -228,10 +228,12 @@ class Work:
         name = f"{label} {dtype_name(recipe.compute_dtype)}".strip()
         self.progress(f"{name}: one process")
         self._references([(self._engine, (case, path, calls))])
-        [moved] = self._run(1, self._estimate, (case, path, calls, eps))
+        pipeline = case.config.parallel.pipeline
+        parts = case.chunks * (pipeline.microbatches or 1 if pipeline.size > 1 else 1)
+        [moved] = self._run(1, self._estimate, (case, path, calls, eps, parts))
         self.progress(f"{name}: {self.world_size} ranks")
         least = max(10 * eps, LEAST)
-        limits = Limits(least, least, estimates(Store(path), moved, least))
+        limits = Limits(least, least, estimates(Store(path), moved, least, case.config.loss_reduction))
         verdict, notes = self._layout(case, path, calls, None, limits)
         return _phase("format", name, verdict, began, notes)
 
@@ -306,17 +308,16 @@ def rounding(config: Config) -> float:
     return 2.0**-4 if recipe.linear is not None else max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
 
 
-def estimates(store: Store, moved: Measures, updates: float) -> Mapping[Key, float]:
+def estimates(store: Store, moved: Measures, updates: float, reduction: str) -> Mapping[Key, float]:
     """How far the perturbed reference is from the reference, by key."""
     found = {key: max(by_rank.values()) for key, by_rank in differences(store, [moved], updates).items()}
     for key in [key for key in found if key.what == "gradient"]:  # one update may hit it by chance: of all the largest
         found[key] = max(found.get(key._replace(update=update), 0.0) for update, *_ in moved.figures)
-    for (update, call, what), value in moved.figures.items():
-        expected = store.figures.get((update, call, what))
-        if what in ("grad_norm", "loss") and expected:
-            mine, theirs = (v[0] / v[1] if isinstance(v, tuple) else v for v in (value, expected))
-            key = Key(update, 0, "norm" if what == "grad_norm" else "loss", "")
-            found[key] = max(found.get(key, 0.0), abs(mine - theirs) / max(abs(theirs), 1e-12))
+    for update in {update for update, *_ in moved.figures}:
+        norms = [run.figures.get((update, 0, "grad_norm")) or 0.0 for run in (moved, store)]
+        losses = [loss_of([run], update, reduction) for run in (moved, store)]
+        for what, (mine, theirs) in (("norm", norms), ("loss", losses)):
+            found[Key(update, 0, what, "")] = abs(mine - theirs) / max(abs(theirs), 1e-12)
     for key in found if moved.figures.get((0, 0, "bends")) else ():
         if key in store.index and key.what not in ("input", "output"):
             found[key] = max(found[key], math.sqrt(FLIPS / max(1, store.index[key][1].numel())) / 10)

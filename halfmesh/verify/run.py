@@ -130,15 +130,16 @@ def record_engine(case: Case, path: Path, calls: int) -> None:
     store.close()
 
 
-def estimate(case: Case, path: Path, calls: int, eps: float, plain: bool = False) -> Measures:
-    """How far the reference in `path` is from one whose first layer's outputs move by up to `eps` of themselves."""
+def estimate(case: Case, path: Path, calls: int, eps: float, parts: int = 0) -> Measures:
+    """How far the reference in `path` is from one whose first layer's outputs move by up to `eps` of themselves, and
+    whose engine takes an update's batch in `parts` calls, each of which rounds; 0: a plain loop, in `calls` calls."""
     subject = case.subject()
-    sink = Comparison(Store(path), Coordinates(0, calls, 1, {}), calls)
+    sink = Comparison(Store(path), Coordinates(0, parts or calls, 1, {}), calls)
     perturb(subject.model, eps)
-    if plain:
-        _train_plain(case, subject, sink, calls)
+    if parts:
+        _train(replace(case, config=layout.reference(case.config, parts)), subject, sink, parts)
     else:
-        _train(replace(case, config=layout.reference(case.config, calls)), subject, sink, calls)
+        _train_plain(case, subject, sink, calls)
     return sink.measures
 
 

@@ -86,7 +86,7 @@ def record(case: Case, path: Path, calls: int) -> None:
     store.close()
 
 
-def estimate(case: Case, path: Path, calls: int, eps: float, plain: bool = False) -> Measures:
+def estimate(case: Case, path: Path, calls: int, eps: float, _parts: int = 0) -> Measures:
     """How far the reference in `path` is from one whose first layer's outputs move by up to `eps` of themselves."""
 
     def sink(engine: Engine) -> Comparison:
