@@ -15,14 +15,14 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
     from .amp.recipe import LossScale, Recipe
     from .amp.step_result import StepResult
-    from .assembly import initialize
+    from .engine.initialize import initialize
     from .config import Config
     from .config.load import load_config
-    from .conversion import convert_to_amp
+    from .engine.convert_to_amp import convert_to_amp
     from .data.loader import get_dataloader
     from .debug.nonfinite import Diagnosis
     from .debug.precision import PrecisionReport
-    from .engine import Engine
+    from .engine.engine import Engine
     from .errors import (
         EXIT_PREEMPTED,
         CheckpointError,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         RegistryError,
         SyncError,
     )
-    from .launchers import (
+    from .engine.launch import (
         Launch,
         get_default_parser,
         launch,
@@ -44,20 +44,20 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         launch_from_slurm,
         launch_from_torch,
     )
-    from .log import get_logger
-    from .loop.lr import (
+    from .utils.log import get_logger
+    from .engine.lr_scheduler import (
         CosineAnnealingWarmupLR,
         LinearWarmupLR,
         MultiStepWarmupLR,
         PolynomialWarmupLR,
     )
     from .options import Options
-    from .parallel.context import ParallelContext
+    from .parallel.mesh import ParallelContext
     from .parallel.deferred.creation import deferred_init, model_creation
     from .parallel.pipeline.pieces import BlockPartition, Call, Piece
     from .parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor.plans import LayerPlan
-    from .registry import Registry
+    from .utils.registry import Registry
     from .report.folder import RunFolder
     from .report.page import write_report
     from .trainer.batch import Outcome, compute_batch
@@ -71,28 +71,28 @@ _NAMES = {
     "amp.plugin": "AMP_PLUGINS AMP_TYPE AMPPlugin Composes",
     "amp.recipe": "LossScale Recipe",
     "amp.step_result": "StepResult",
-    "assembly": "initialize",
+    "engine.initialize": "initialize",
     "config": "Config",
     "config.load": "load_config",
-    "conversion": "convert_to_amp",
+    "engine.convert_to_amp": "convert_to_amp",
     "parallel.deferred.creation": "deferred_init model_creation",
     "data.loader": "get_dataloader",
-    "engine": "Engine",
+    "engine.engine": "Engine",
     "debug.nonfinite": "Diagnosis",
     "debug.precision": "PrecisionReport",
-    "loop.lr": "CosineAnnealingWarmupLR LinearWarmupLR MultiStepWarmupLR PolynomialWarmupLR",
+    "engine.lr_scheduler": "CosineAnnealingWarmupLR LinearWarmupLR MultiStepWarmupLR PolynomialWarmupLR",
     "errors": (
         "EXIT_PREEMPTED CheckpointError ConfigError HalfmeshError IncompatibleConfigError InputError "
         "LaunchError NonFiniteError Preempted RegistryError SyncError"
     ),
-    "launchers": "Launch get_default_parser launch launch_from_openmpi launch_from_slurm launch_from_torch",
-    "log": "get_logger",
+    "engine.launch": "Launch get_default_parser launch launch_from_openmpi launch_from_slurm launch_from_torch",
+    "utils.log": "get_logger",
     "options": "Options",
-    "parallel.context": "ParallelContext",
+    "parallel.mesh": "ParallelContext",
     "parallel.pipeline.pieces": "BlockPartition Call Piece",
     "parallel.registries": "AXES DATA_STRATEGIES PARTITIONERS SCHEDULES TENSOR_PLANS TENSOR_STYLES",
     "parallel.tensor.plans": "LayerPlan",
-    "registry": "Registry",
+    "utils.registry": "Registry",
     "report.folder": "RunFolder",
     "report.page": "write_report",
     "trainer.hook": "HOOKS Hook",

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
-from halfmesh.log import get_logger
+from halfmesh.utils.log import get_logger
 from tests.support.ranks import PLACES, end_teams, find_obstacle, ranks_on
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
-from halfmesh import inputs
+from halfmesh.engine import inputs
 from halfmesh.amp.recipe import Recipe
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
 from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd

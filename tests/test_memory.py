@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 from halfmesh.errors import InputError
-from halfmesh.memory import parse_bytes, state_bytes
+from halfmesh.engine.memory import parse_bytes, state_bytes
 from tests.support.models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
 
 OPTIMIZERS = {

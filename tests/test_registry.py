@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from halfmesh.errors import RegistryError
-from halfmesh.registry import Registry
+from halfmesh.utils.registry import Registry
 
 
 @pytest.fixture

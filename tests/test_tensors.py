@@ -8,7 +8,7 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 import torch
 from torch import nn
 
-from halfmesh.tensors import in_memory_order, is_dense, map_tensors, replace_data, tensors_of
+from halfmesh.utils.tensors import in_memory_order, is_dense, map_tensors, replace_data, tensors_of
 
 Pair = namedtuple("Pair", "a b")
 

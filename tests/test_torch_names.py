@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import halfmesh
-from halfmesh import _torch
+from halfmesh.utils import torch_private as _torch
 
 ROOT = Path(halfmesh.__file__).parent
 OBJECTS = (
@@ -51,9 +51,9 @@ ALLOWED = {
     "parallel/deferred/meta.py": {"_buffers", "_parameters"},
     "parallel/deferred/recording.py": {"_schema"},
     "data/sharding.py": {"_iterator"},
-    "loop/average.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
+    "engine/ema.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
-    "parallel/context_parallel/attention.py": {"_get_current_dispatch_mode"},
+    "parallel/context/attention.py": {"_get_current_dispatch_mode"},
     "parallel/activations/offload.py": {"_base"},
     "parallel/sharding/slice_bucket.py": {"_foreach_add_"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},

@@ -10,9 +10,9 @@ import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import assigns
+from ..utils.torch_private import assigns
 from ..errors import InputError
-from ..shard import ParamShard, Ranks
+from ..utils.param_shard import ParamShard, Ranks
 from .master_weights import MasterWeights, cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .originals import current_value

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._torch import has_no_memory
+from ..utils.torch_private import has_no_memory
 from ..errors import did_you_mean, shorten
-from ..shard import GatherCast
+from ..utils.param_shard import GatherCast
 
 Scaling = Literal["tensorwise", "rowwise"]
 Emulate = Literal["auto", True, False]
@@ -86,7 +86,7 @@ class Float8Product:
         return {param: self for is_multiplied, param in held if is_multiplied and param not in others}
 
     def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `halfmesh.shard.GatherCast`: the same numbers as the product's own cast of the whole weight."""
+        """See `halfmesh.utils.param_shard.GatherCast`: the same numbers as the product's own cast of the whole weight."""
         from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
         dtype = _torchao(self.scaling, True)[1][1].cast_config_weight.target_dtype
@@ -94,7 +94,7 @@ class Float8Product:
         return to_fp8_saturated(part.float() * scale, dtype).view(torch.uint8), scale
 
     def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `halfmesh.shard.GatherCast`."""
+        """See `halfmesh.utils.param_shard.GatherCast`."""
         from .float8_weight import Float8Weight
 
         options, config = _torchao(self.scaling, self._emulates(data.device))[1]

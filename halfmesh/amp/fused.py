@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from ..tensors import is_dense
+from ..utils.tensors import is_dense
 from .recipe import HALF
 
 # When fused, these read the attributes `grad_scale` and `found_inf` of the optimizer. Every other optimizer of torch

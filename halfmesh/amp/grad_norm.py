@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError
-from ..shard import ParamShard, Ranks
-from ..tensors import in_memory_order
+from ..utils.param_shard import ParamShard, Ranks
+from ..utils.tensors import in_memory_order
 from .master_weights import bucket_bytes, by_bytes
 
 Grads = Mapping[ParamShard, torch.Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import did_you_mean, shorten
-from ..tensors import parameter_names
+from ..utils.tensors import parameter_names
 from .recipe import HALF, Recipe
 
 FREQUENCIES = ("*inv_freq", "*freqs", "inv_timescales", "bands", "periods")

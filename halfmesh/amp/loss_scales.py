@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..log import get_logger
-from ..shard import ParamShard
+from ..utils.log import get_logger
+from ..utils.param_shard import ParamShard
 from .grad_norm import GradStats
 from .loss_scaler import LossScaler
 from .multi_loss import MultiLoss, widen_grads

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 
-from .._torch import BACKWARD, edit_stamp, without_override
+from ..utils.torch_private import BACKWARD, edit_stamp, without_override
 from ..errors import InputError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

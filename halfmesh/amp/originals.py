@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._torch import has_no_memory
+from ..utils.torch_private import has_no_memory
 
 
 class Originals:

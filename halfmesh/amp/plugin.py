@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from ..registry import Registry
+from ..utils.registry import Registry
 from .recipe import Recipe
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import NonFiniteError
-from ..log import get_logger
+from ..utils.log import get_logger
 from .grad_norm import Grads, GradStats, first_nonfinite
 from .loss_scaler import LossScaler
 from .step_result import HostCopy, is_captured

@@ -9,9 +9,9 @@ import torch
 from torch.optim import optimizer as all_optimizers
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import foreach_copy_, foreach_mul_
+from ..utils.torch_private import foreach_copy_, foreach_mul_
 from ..errors import InputError
-from ..shard import ParamShard, clear_grads
+from ..utils.param_shard import ParamShard, clear_grads
 from . import fused
 from .master_weights import MasterWeights, bucket_bytes, by_bytes
 

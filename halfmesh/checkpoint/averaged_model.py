@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from .._torch import foreach_copy_
+from ..utils.torch_private import foreach_copy_
 from ..errors import InputError, show
-from ..loop.parts import EngineParts
+from ..engine.parts import EngineParts
 from .checkpointer import Checkpointer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..log import get_logger
+from ..utils.log import get_logger
 from .state import Boxes
 
 _log = get_logger(__name__)

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 from ..config.text import as_json
 from ..errors import HalfmeshError, InputError, bullet_list, refuse_below
-from ..log import get_logger
-from ..parallel.context import ParallelContext
+from ..utils.log import get_logger
+from ..parallel.mesh import ParallelContext
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
-from . import folder, rank_state, storage, validate
+from . import folder
+from . import rank_state
+from . import storage
+from . import validate
 from .background import BackgroundWriter, wait_for_writers
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .rank_state import AttachedState
@@ -28,7 +31,7 @@ from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_gr
 from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
-    from ..loop.parts import EngineParts
+    from ..engine.parts import EngineParts
     from .whole import WholeModel
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.

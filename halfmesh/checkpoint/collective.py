@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 from ..parallel.objects import gather_objects
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import InputError
-from ..tensors import is_compound
+from ..utils.tensors import is_compound
 from .validate import class_name
 
 

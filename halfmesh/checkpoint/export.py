@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 from ..parallel.shard_spec import Shape
 from . import storage
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from ..config.automatic import AutomaticConfig
 from ..errors import CheckpointError, Interrupted, Preempted
-from ..log import get_logger
-from ..loop.parts import EngineHook, EngineParts
-from ..parallel.context import ParallelContext
+from ..utils.log import get_logger
+from ..engine.parts import EngineHook, EngineParts
+from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_alone
 from . import folder
 from .collective import run_on_rank_zero

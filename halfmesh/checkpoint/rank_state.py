@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import InputError
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 from ..parallel.rng import model_seed, random_state, set_random_state
 
 if TYPE_CHECKING:
-    from ..division import Division
+    from ..engine.parallelize import Division
 
 
 class Stateful(Protocol):

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .._torch import has_no_memory
+from ..utils.torch_private import has_no_memory
 from ..config.text import as_json
 from ..errors import bullet_list, cut, show
-from ..log import get_logger
+from ..utils.log import get_logger
 from .state import IMPLEMENTATION
 
 if TYPE_CHECKING:
-    from ..loop.parts import EngineParts
+    from ..engine.parts import EngineParts
 
 _log = get_logger(__name__)
 

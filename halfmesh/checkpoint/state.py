@@ -12,15 +12,15 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.optimizer_state import saved_state
-from ..division import Division
+from ..engine.parallelize import Division
 from ..errors import InputError, shorten
 from ..parallel.shard_spec import Placement, Shape, whole
-from ..shard import ParamShard
-from ..tensors import is_compound
+from ..utils.param_shard import ParamShard
+from ..utils.tensors import is_compound
 from .compound import put_together, take_apart
 
 if TYPE_CHECKING:
-    from ..loop.average import WeightAverage
+    from ..engine.ema import WeightAverage
 
 MODEL = "model."
 STATE = "optimizer."

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, InputError, bullet_list
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .state import Boxes, WholeTensor
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, find_near, shorten
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 
 
 def class_name(value: object) -> str:

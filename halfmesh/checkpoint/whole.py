@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 from ..parallel.shard_spec import Shape, whole
 from .collective import run_on_all_ranks
 from .compound import put_together

@@ -15,8 +15,8 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..key_checks import Finding
-    from ..plan.dry_run import DryRun
+    from ..config.key_checks import Finding
+    from ..dry_run.dry_run import DryRun
 
 
 def check(
@@ -54,14 +54,14 @@ def check(
     from ..compat import check as find
     from ..compat import mesh_sizes
     from ..errors import InputError
-    from ..key_checks import find_advice
-    from ..memory import parse_bytes
+    from ..config.key_checks import find_advice
+    from ..engine.memory import parse_bytes
 
     if model is None and (batch or gpu_memory or picture):
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
     try:
         if picture is not None:
-            from ..plan.writing import refuse_target
+            from ..dry_run.writing import refuse_target
 
             refuse_target("--picture", picture, ".svg", force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)
@@ -73,7 +73,7 @@ def check(
         findings = find(loaded, world_size, device) if loaded else []
         right = loaded is not None and not findings
         if loaded and right and model is not None:
-            from ..plan.dry_run import dry_run
+            from ..dry_run.dry_run import dry_run
 
             run = dry_run(loaded, world_size, model, tuple(batch or ()), is_fresh=bool(context.obj))
         if loaded and mesh_sizes(loaded, world_size)["dp"] > 1:
@@ -82,14 +82,14 @@ def check(
     answer = {"ok": plan is not None, "problems": problems, "findings": list(map(asdict, findings)), "plan": plan}
     lines: Sequence[str] = ()
     if model is not None:
-        from ..plan import show
+        from ..dry_run import show
 
         answer |= {"model_problems": run.problems if run else [], "dry_run": None}
         if loaded and run and plan:
             answer |= {"ok": limit is None or show.fits(run, limit), "dry_run": show.as_json(run, limit)}
             lines = list(show.lines(run, limit))
             if picture is not None:
-                from ..plan.picture import draw
+                from ..dry_run.picture import draw
 
                 draw(picture, loaded, run, model, tuple(batch or ()))
     if as_json:
@@ -113,10 +113,10 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
     """What the run would be."""
     from ..compat import mesh_sizes
-    from ..division_plans import data_strategy
-    from ..key_checks import recipe_of
+    from ..engine.parallel_plans import data_strategy
+    from ..config.key_checks import recipe_of
     from ..parallel.data_strategy import DataStrategy
-    from ..tensors import dtype_name
+    from ..utils.tensors import dtype_name
 
     recipe, mesh = recipe_of(config), mesh_sizes(config, world_size)
     is_real = data_strategy(config, mesh["dp"]) is not DataStrategy
@@ -134,7 +134,7 @@ def _plan(config: Config, world_size: int) -> dict[str, Any]:
 def _print(
     path: Path, world_size: int, answer: dict[str, Any], findings: Sequence[Finding], dry_run: Sequence[str]
 ) -> None:
-    from ..mesh_picture import in_words
+    from ..report.mesh_picture import in_words
 
     console = Console(highlight=False, emoji=False)
 

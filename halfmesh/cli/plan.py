@@ -42,12 +42,13 @@ def plan(
     """
     from ..config.load import load_config
     from ..errors import ConfigError, InputError
-    from ..memory import parse_bytes
-    from ..plan import picture as pictures
-    from ..plan import show_ladder, writing
-    from ..plan.ladder import climb
-    from ..plan.rungs import Asked
-    from ..plan.workers import Workers, count_cores
+    from ..engine.memory import parse_bytes
+    from ..dry_run import picture as pictures
+    from ..dry_run import show_ladder
+    from ..dry_run import writing
+    from ..dry_run.ladder import climb
+    from ..dry_run.rungs import Asked
+    from ..dry_run.workers import Workers, count_cores
 
     is_fresh = bool(context.obj)
     try:

@@ -17,7 +17,7 @@ from ..amp.plugin import AMP_PLUGINS, AMPPlugin
 from ..errors import RegistryError, did_you_mean, find_near, show
 from ..options import Names, Options, PositiveFloat, PositiveInt
 from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
-from ..registry import Registry
+from ..utils.registry import Registry
 from .activations import CheckpointConfig, expand_checkpoint
 from .automatic import AutomaticConfig, Folder, expand_automatic
 

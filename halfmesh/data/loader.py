@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..errors import NO_BATCH, InputError
-from ..parallel.context import ParallelContext
-from ..tensors import map_tensors
+from ..parallel.mesh import ParallelContext
+from ..utils.tensors import map_tensors
 from .resume import EpochState, epoch_batches, set_generators
 from .sharding import DataOrder, ShardedLoader, copied
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 from ..parallel.rng import CPU, IsolatedRNG, SharedRNG, derived_seed, random_state
 from .sharding import ShardedLoader, is_stateful
 

@@ -22,10 +22,10 @@ from torch.utils.data import (
 )
 
 from ..errors import InputError
-from ..parallel.context import ParallelContext
+from ..parallel.mesh import ParallelContext
 from ..parallel.replica_checks import add_tensor
 from ..parallel.rng import SharedRNG
-from ..tensors import map_tensors, tensors_of
+from ..utils.tensors import map_tensors, tensors_of
 
 _IN_ORDER = (SequentialSampler, range, list, tuple)
 _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

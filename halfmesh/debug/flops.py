@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from .._torch import has_no_memory, is_in_backward, is_on_trial
+from ..utils.torch_private import has_no_memory, is_in_backward, is_on_trial
 from ..errors import InputError
-from ..loop.parts import EngineHook, EngineParts
+from ..engine.parts import EngineHook, EngineParts
 from .probes import eager
 
 _aten = torch.ops.aten

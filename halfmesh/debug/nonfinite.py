@@ -12,9 +12,9 @@ import torch
 
 from ..amp.step_result import StepResult
 from ..errors import NonFiniteError, bullet_list
-from ..loop.parts import EngineParts
-from ..shard import compute_dtype
-from ..tensors import dtype_name, tensors_of
+from ..engine.parts import EngineParts
+from ..utils.param_shard import compute_dtype
+from ..utils.tensors import dtype_name, tensors_of
 from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]

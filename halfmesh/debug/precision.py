@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..errors import InputError, shorten
-from ..loop.parts import EngineParts
-from ..shard import ParamShard, compute_dtype
-from ..tensors import dtype_name
+from ..engine.parts import EngineParts
+from ..utils.param_shard import ParamShard, compute_dtype
+from ..utils.tensors import dtype_name
 from .probes import Probes, TensorStats, Visit, largest_number, measure
 
 MUCH_SUBNORMAL = 0.05

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import is_compiled, is_in_backward
-from ..loop.parts import EngineHook, EngineParts
-from ..tensors import tensors_of
+from ..utils.torch_private import is_compiled, is_in_backward
+from ..engine.parts import EngineHook, EngineParts
+from ..utils.tensors import tensors_of
 
 CRITERION = "the criterion"
 

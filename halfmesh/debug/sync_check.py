@@ -12,7 +12,7 @@ import torch
 from ..amp.step_result import StepResult
 from ..checkpoint.state import IMPLEMENTATION, ShardedState
 from ..errors import SyncError
-from ..loop.parts import EngineHook, EngineParts
+from ..engine.parts import EngineHook, EngineParts
 from ..parallel.initial_state import is_plain, plain_settings
 from ..parallel.reducer import STATISTICS
 from ..parallel.replica_checks import ReplicatedValue, find_difference

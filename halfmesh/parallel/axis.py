@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import torch
 from torch import nn, optim
 
-from .._torch import assigns
+from ..utils.torch_private import assigns
 from ..errors import InputError
-from ..shard import ParamShard
-from .context import ParallelContext
+from ..utils.param_shard import ParamShard
+from .mesh import ParallelContext
 from .optimizer_checks import refuse_other_state
 from .replica_checks import SameCalls
 from .rng import CommonRandom, IsolatedRNG

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import InputError
-from ..log import get_logger
+from ..utils.log import get_logger
 
 _log = get_logger(__name__)
 

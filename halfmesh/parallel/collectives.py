@@ -33,7 +33,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .._torch import all_gather, in_shapes_only, reduce_scatter
+from ..utils.torch_private import all_gather, in_shapes_only, reduce_scatter
 
 
 @torch.compiler.disable

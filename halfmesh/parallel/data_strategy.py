@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn, optim
 
-from .._torch import move_module
-from ..shard import GatherCast, ParamShard, Publisher
-from .context import ParallelContext
+from ..utils.torch_private import move_module
+from ..utils.param_shard import GatherCast, ParamShard, Publisher
+from .mesh import ParallelContext
 from .reducer import ReduceOptions, Reducer
 from .shard_spec import Placement
 

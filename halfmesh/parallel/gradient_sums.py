@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from ..shard import ParamShard
+from ..utils.param_shard import ParamShard
 from .reducer import ReduceOptions, Reducer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..registry import Registry
+from ..utils.registry import Registry
 
 
 def _no_plan(obj: Any) -> str | None:
@@ -22,7 +22,7 @@ SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 
 AXES.register_lazy("tensor", "halfmesh.parallel.tensor.apply:TensorParallelism")
 AXES.register_lazy("pipeline", "halfmesh.parallel.pipeline.axis:PipelineParallelism")
-AXES.register_lazy("context", "halfmesh.parallel.context_parallel.axis:ContextParallelism")
+AXES.register_lazy("context", "halfmesh.parallel.context.axis:ContextParallelism")
 AXES.register_lazy("expert", "halfmesh.parallel.expert.axis:ExpertParallelism")
 for _name, _strategy in {
     "replicate": "data_strategy:DataStrategy",

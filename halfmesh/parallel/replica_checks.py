@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch import foreach_norms
+from ..utils.torch_private import foreach_norms
 from ..errors import InputError, show
-from ..tensors import tensors_of
+from ..utils.tensors import tensors_of
 from .objects import broadcast_object, gather_objects, is_alone
 
 ADVICE = (

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .._torch import in_shapes_only, outside_of_dry_run
-from .context import ParallelContext
+from ..utils.torch_private import in_shapes_only, outside_of_dry_run
+from .mesh import ParallelContext
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
 _WORD = 2**64

@@ -18,8 +18,8 @@ import torch
 from ..amp.plugin import PRECISIONS
 from ..config.text import as_json
 from ..errors import InputError, Preempted, cut, show_name
-from ..log import Listener
-from ..mesh_picture import block_of, compress, describe_shards
+from ..utils.log import Listener
+from .mesh_picture import block_of, compress, describe_shards
 from . import run_files
 from .run_files import CONFIG, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..amp.step_result import StepResult
     from ..config import Config
     from ..debug.precision import PrecisionReport
-    from ..engine import Engine
+    from ..engine.engine import Engine
 
 _MOST_UNREAD = 1000
 """Results that are kept unread. The older ones have been computed long ago, so reading them waits for nothing."""

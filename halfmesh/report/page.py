@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .. import mesh_picture
+from . import mesh_picture
 from ..errors import InputError, cut, readable, show_name
 from ..version import __version__
 from . import tables

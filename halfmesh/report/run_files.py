@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..log import get_logger
+from ..utils.log import get_logger
 
 CONFIG = "config.json"
 PLAN = "plan.json"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ..mesh_picture import compress
+from .mesh_picture import compress
 from .run import Run
 
 Rows = list[tuple[str, list[str]]]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import InputError
-from ..loop.handles import Handle
-from ..tensors import count_rows
+from ..engine.pipeline_handles import Handle
+from ..utils.tensors import count_rows
 
 TARGETS = ("labels", "label", "targets", "target")
 """Keys of a batch that is a dict under which the criterion's target is looked for (Hugging Face's is the first)."""

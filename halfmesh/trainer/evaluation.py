@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import InputError, cut
-from ..loop.handles import Handle
-from ..tensors import count_rows, leaves_of, map_tensors, tensors_of
+from ..engine.pipeline_handles import Handle
+from ..utils.tensors import count_rows, leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
 from .loaders import shard_dataloader
 

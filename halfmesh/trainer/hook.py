@@ -8,7 +8,7 @@ from typing import Any
 
 from ..amp.step_result import StepResult
 from ..errors import InputError
-from ..registry import Registry
+from ..utils.registry import Registry
 from .batch import Outcome
 
 Trainer = Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..log import get_logger
+from ..utils.log import get_logger
 from .hook import Hook, Record
 
 if TYPE_CHECKING:

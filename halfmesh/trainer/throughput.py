@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..errors import InputError
-from ..log import get_logger
+from ..utils.log import get_logger
 from .hook import Hook
 from .peaks import least_seconds
 

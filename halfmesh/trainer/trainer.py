@@ -9,9 +9,9 @@ from typing import Any
 
 from ..amp.step_result import StepResult
 from ..debug.precision import judge_scale
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import InputError, refuse_below
-from ..log import get_logger
+from ..utils.log import get_logger
 from .batch import Compute, compute_batch
 from .evaluation import MeanLoss, evaluating, predict
 from .hook import Hook, HookLike, Record, add_measured, make_hook

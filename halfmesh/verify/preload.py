@@ -9,9 +9,9 @@ import os
 
 MODULES = "HALFMESH_PRELOAD"  # seconds that it may take, then names of modules
 _OURS = (
-    "torch.distributed.fsdp torch.distributed.tensor.parallel torch.distributed.pipelining halfmesh.assembly "
+    "torch.distributed.fsdp torch.distributed.tensor.parallel torch.distributed.pipelining halfmesh.engine.initialize "
     "halfmesh.config.load halfmesh.parallel.tensor.apply halfmesh.parallel.sharding.fsdp halfmesh.checkpoint.state "
-    "halfmesh.loop.pipeline_executor halfmesh.verify.ranks"
+    "halfmesh.engine.pipeline_executor halfmesh.verify.ranks"
 )
 
 

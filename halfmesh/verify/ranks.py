@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HalfmeshError, InputError
-from ..launching.failures import is_echo, is_timeout
+from ..distributed.failures import is_echo, is_timeout
 from . import preload as server
 
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from torch import nn
 from ..amp.step_result import StepResult
 from ..checkpoint.state import ShardedState
 from ..debug.probes import Probes, Visit
-from ..loop.parts import EngineParts
+from ..engine.parts import EngineParts
 from ..parallel.shard_spec import Placement, whole
-from ..tensors import count_rows, map_named, parameter_names, position_names
+from ..utils.tensors import count_rows, map_named, parameter_names, position_names
 
 
 class Key(NamedTuple):

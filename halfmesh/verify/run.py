@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..assembly import initialize
+from ..engine.initialize import initialize
 from ..config import Config
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..parallel.batch_shard.shard import ROWS
 from ..parallel.shard_spec import whole
-from ..plan.model_spec import call_of, count_rows
-from ..tensors import map_tensors
+from ..dry_run.model_spec import call_of, count_rows
+from ..utils.tensors import map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from .._torch import BATCH_NORMS
+from ..utils.torch_private import BATCH_NORMS
 from ..config import Config
 from ..config.load import load_config
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import InputError
 from . import layout
 from .compare import Comparison, Coordinates, Measures

@@ -19,17 +19,18 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
-from .. import assembly
-from ..config import Config, load
+from ..engine import initialize as assembly
+from ..config import Config
+from ..config import load
 from ..config import config as building
 from ..config.overrides import override
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import InputError
-from ..launchers import Launch
-from ..log import rank_and_world_size
+from ..engine.launch import Launch
+from ..utils.log import rank_and_world_size
 from ..parallel.initial_state import plain_settings
 from ..report.folder import RunFolder
-from ..tensors import map_tensors, tensors_of
+from ..utils.tensors import map_tensors, tensors_of
 from . import layout
 from .record import EngineRecorder, Sink
 from .run import Case

@@ -13,8 +13,8 @@ from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
-from ..plan.model_spec import Built, call_builder, count_rows, find_function
-from ..tensors import map_tensors, tensors_of
+from ..dry_run.model_spec import Built, call_builder, count_rows, find_function
+from ..utils.tensors import map_tensors, tensors_of
 
 Batch = tuple[Any, Any]
 """Inputs and targets."""

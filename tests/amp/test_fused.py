@@ -11,7 +11,7 @@ from torch import nn, optim
 
 from halfmesh.amp.convert import convert
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
-from halfmesh.shard import ParamShard
+from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
     OPTIMIZERS,

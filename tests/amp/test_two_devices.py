@@ -14,8 +14,8 @@ from torch import nn
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.parallel.buckets import make_buckets
-from halfmesh.plan.tracker import dry_run_mode
-from halfmesh.shard import ParamShard
+from halfmesh.dry_run.tracker import dry_run_mode
+from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import OPTIMIZERS
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)

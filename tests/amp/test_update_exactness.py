@@ -15,7 +15,7 @@ from halfmesh.amp import stepper
 from halfmesh.amp.convert import convert
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import NonFiniteError
-from halfmesh.shard import ParamShard
+from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
     OPTIMIZERS,

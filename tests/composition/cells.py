@@ -10,7 +10,7 @@ from typing import Any
 
 from halfmesh.compat import Row, check, get_rows
 from halfmesh.config.load import load_config
-from halfmesh.key_checks import Finding
+from halfmesh.config.key_checks import Finding
 from halfmesh.parallel.registries import DATA_STRATEGIES
 from tests.support.versions import SPLIT_SCHEDULES
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 from halfmesh.compat import Row, check, get_columns, get_rows
 from halfmesh.config.load import load_config
-from halfmesh.key_checks import Finding
+from halfmesh.config.key_checks import Finding
 from halfmesh.parallel.axis import PlanInputs
-from halfmesh.parallel.context_parallel.axis import ContextOptions, ContextParallelism
+from halfmesh.parallel.context.axis import ContextOptions, ContextParallelism
 from halfmesh.parallel.expert.axis import ExpertOptions, ExpertParallelism
 from halfmesh.parallel.tensor.checks import resolve
 

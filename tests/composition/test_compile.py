@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmesh._torch import is_compiled
+from halfmesh.utils.torch_private import is_compiled
 from tests.support import compiling
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 

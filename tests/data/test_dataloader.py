@@ -15,8 +15,8 @@ import halfmesh
 from halfmesh.data.loader import EngineDataLoader, ToDevice
 from halfmesh.data.sharding import ShardedLoader
 from halfmesh.errors import InputError
-from halfmesh.parallel.context import ParallelContext
-from halfmesh.tensors import tensors_of
+from halfmesh.parallel.mesh import ParallelContext
+from halfmesh.utils.tensors import tensors_of
 from tests.support.models import MLP, make_engine, make_loader, sgd
 
 Pair = namedtuple("Pair", ["image", "label"])

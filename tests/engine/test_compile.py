@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh._torch import is_compiled
+from halfmesh.utils.torch_private import is_compiled
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.errors import IncompatibleConfigError

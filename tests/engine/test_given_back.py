@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import halfmesh
-from halfmesh import assembly
+from halfmesh.engine import initialize as assembly
 from halfmesh.errors import CheckpointError, HalfmeshError
 from tests.support.checkpoint_runs import FP16, LAYOUTS, Net
 from tests.support.models import MODES, adamw, make_data, make_loader

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfmesh.loop.handles import HandleError, LastStageOutput, PipelineLoss, PipelineOutput
+from halfmesh.engine.pipeline_handles import HandleError, LastStageOutput, PipelineLoss, PipelineOutput
 
 X = torch.ones(())
 LINEAR = nn.Linear(3, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.tensors import tensors_of
+from halfmesh.utils.tensors import tensors_of
 from tests.support.models import CLASSES, FEATURES, difference, make_data, said, sgd
 from tests.support.pipeline_parts import Deep, make, pipe, step, whole
 from tests.support.ranks import here, run_ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh._torch import ALL_GATHER, REDUCE_SCATTER
+from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from halfmesh.errors import IncompatibleConfigError
 from tests.support.models import (
     CLASSES,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.conversion import convert_to_amp
+from halfmesh.engine.convert_to_amp import convert_to_amp
 from tests.support.models import (
     BF16_NAIVE,
     FP16_NAIVE,

@@ -102,7 +102,7 @@ main()
 # What hangs is killed when the others have ended.
 FORKS = """
 import json, os, signal, sys, time
-import torch, torch.distributed, halfmesh.launchers, halfmesh.config.load, halfmesh.assembly
+import torch, torch.distributed, halfmesh.engine.launch, halfmesh.config.load, halfmesh.engine.initialize
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 from torch.distributed import pipelining, fsdp
 folder, port = sys.argv[1], int(sys.argv[2])

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from halfmesh.launching.failures import is_echo, is_timeout
+from halfmesh.distributed.failures import is_echo, is_timeout
 from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_case, started, write_program
 from tests.support.ranks import free_port
 

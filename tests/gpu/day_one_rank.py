@@ -126,7 +126,7 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 def reduced(place: torch.device) -> None:
     """Gradients of one rank stay what they are."""
     from halfmesh.parallel.reducer import Reducer
-    from halfmesh.shard import ParamShard
+    from halfmesh.utils.param_shard import ParamShard
 
     found = []
     for reduces in (False, True):
@@ -146,7 +146,7 @@ def reduced(place: torch.device) -> None:
 def sliced(place: torch.device) -> None:
     """What one rank scatters and gathers is all of it."""
     from halfmesh.parallel.sharding.slice_bucket import SliceBucket
-    from halfmesh.shard import ParamShard
+    from halfmesh.utils.param_shard import ParamShard
 
     model = small_model(place)
     bucket = SliceBucket([ParamShard(n, p) for n, p in model.named_parameters()], torch.float32, 0, 1)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfmesh
-from halfmesh._torch import foreach_mul_
+from halfmesh.utils.torch_private import foreach_mul_
 from tests.support.models import (
     MLP,
     MODES,

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh import launchers as launching
+from halfmesh.engine import launch as launching
 from halfmesh.config.load import load_config
 from halfmesh.errors import InputError, LaunchError
-from halfmesh.launchers import (
+from halfmesh.engine.launch import (
     choose_device,
     get_default_parser,
     launch,
@@ -27,7 +27,7 @@ from halfmesh.launchers import (
     launch_from_slurm,
     launch_from_torch,
 )
-from halfmesh.launching.env import RankNames
+from halfmesh.distributed.env import RankNames
 from tests.support.ranks import free_port, run_ranks
 
 CPU = torch.device("cpu")

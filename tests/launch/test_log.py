@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from halfmesh.log import Listener, get_logger
+from halfmesh.utils.log import Listener, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def own(monkeypatch):
 
 def test_a_message_is_visible_once_without_any_set_up(own, capsys):
     log = get_logger()
-    get_logger("halfmesh.engine").info("the plan: %d stages", 2)
+    get_logger("halfmesh.engine.engine").info("the plan: %d stages", 2)
     log.warning("beware")
     log.debug("detail")
     assert capsys.readouterr().err == "the plan: 2 stages\nWARNING: beware\n"
@@ -47,8 +47,8 @@ def test_who_only_listens_shows_nothing(own, capsys):
     listener = Listener(logging.WARNING)
     listener.emit = heard.append
     own.addHandler(listener)
-    get_logger("halfmesh.engine").info("plan")
-    get_logger("halfmesh.engine").warning("beware")
+    get_logger("halfmesh.engine.engine").info("plan")
+    get_logger("halfmesh.engine.engine").warning("beware")
     assert [record.getMessage() for record in heard] == ["beware"]
     assert capsys.readouterr().err == "plan\nWARNING: beware\n"
 

@@ -92,7 +92,7 @@ SHARDED_BATCHES = (
     ),
     Fault(
         "ranks that share a sequence drop the same activations",
-        "division.py",
+        "engine/parallelize.py",
         "if not AXES.get(name).draws_alike",
         "if False",
         (f"{CONTEXT}::test_ranks_drop_activations_by_themselves",),
@@ -222,21 +222,21 @@ UPDATE = (
     ),
     Fault(
         "a short last cycle is divided by the full length",
-        "loop/accumulation.py",
+        "engine/accumulation.py",
         "divisor = (self.index + self.has_backward) / self.length",
         "pass",
         (CYCLE,),
     ),
     Fault(
         "weights of a weighted loss are not summed over ranks",
-        "loop/accumulation.py",
+        "engine/accumulation.py",
         'self._context.all_reduce(total, "dp")',
         "pass",
         (TENSOR,),
     ),
     Fault(
         "an error in backward leaves half a gradient",
-        "loop/accumulation.py",
+        "engine/accumulation.py",
         "            self.clear()  # a partial gradient is worse than none: the next backward begins a new cycle\n",
         "",
         (CYCLE,),

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from halfmesh import InputError
-from halfmesh.division import refuse_common_splits
+from halfmesh.engine.parallelize import refuse_common_splits
 from halfmesh.parallel.axis import AppliedAxis
-from halfmesh.parallel.context import ParallelContext
+from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.shard_spec import Split
 
 CONTEXT = ParallelContext(1, 1, torch.device("cpu"))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from halfmesh.errors import InputError
-from halfmesh.launching.process_group import OwnedGroup
+from halfmesh.distributed.process_group import OwnedGroup
 from halfmesh.parallel import calls
 from tests.support.models import make_data, make_engine, said, step_on
 from tests.support.ranks import here, run_ranks

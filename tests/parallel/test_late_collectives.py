@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh._torch import ALL_GATHER, REDUCE_SCATTER
+from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from halfmesh.parallel.collectives import copy_to_tp
 from tests.support.models import MODES, adamw
 

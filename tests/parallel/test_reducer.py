@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfmesh.config.load import load_config
-from halfmesh.division import reduce_options
+from halfmesh.engine.parallelize import reduce_options
 from tests.support.models import full_weights, make_engine, said
 from tests.support.ranks import here, run_ranks
 

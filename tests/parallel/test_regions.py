@@ -7,7 +7,7 @@ import random
 import torch
 
 from halfmesh.parallel.shard_spec import Split, whole
-from halfmesh.tensors import in_memory_order
+from halfmesh.utils.tensors import in_memory_order
 
 
 def count(shape, order=None):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halfmesh._torch import ALL_GATHER
+from halfmesh.utils.torch_private import ALL_GATHER
 from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine, make_loader, sgd
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.tensor_parity import refusal

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
-from halfmesh._torch import call_hooks
+from halfmesh.utils.torch_private import call_hooks
 from tests.support.models import MODES
 from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS, CausalSelfAttention
 from tests.support.ranks import here, rank_device, run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfmesh.config.load import load_config
-from halfmesh.plan.simulate_rank import simulate_rank
+from halfmesh.dry_run.simulate_rank import simulate_rank
 from tests.support.llama import SMALL
 from tests.support.ranks import run_ranks
 from tests.support.real_runs import measure

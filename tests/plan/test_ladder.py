@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError, load_config
 from halfmesh.compat import check
-from halfmesh.plan.dry_run import dry_runs, needed
-from halfmesh.plan.ladder import climb
-from halfmesh.plan.rungs import Asked
-from halfmesh.plan.show_ladder import lines
-from halfmesh.plan.workers import Workers
-from halfmesh.plan.writing import config_text, write
+from halfmesh.dry_run.dry_run import dry_runs, needed
+from halfmesh.dry_run.ladder import climb
+from halfmesh.dry_run.rungs import Asked
+from halfmesh.dry_run.show_ladder import lines
+from halfmesh.dry_run.workers import Workers
+from halfmesh.dry_run.writing import config_text, write
 from tests.support import llama
 from tests.support.llama import SMALL
 from tests.support.ranks import rank_device, run_ranks

@@ -9,7 +9,7 @@ from halfmesh.options import Options
 from halfmesh.parallel.axis import Axis
 from halfmesh.parallel.data_strategy import DataStrategy
 from halfmesh.parallel.registries import AXES, DATA_STRATEGIES
-from halfmesh.plan.rungs import (
+from halfmesh.dry_run.rungs import (
     Asked,
     Update,
     describe_update,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError
 from halfmesh.hooks import RunHook
-from halfmesh.log import Listener
+from halfmesh.utils.log import Listener
 from tests.support.models import FEATURES, make_data
 from tests.support.ranks import rank_device, run_ranks
 from tests.support.report_runs import data_of, page_of

@@ -138,9 +138,9 @@ def fake_gpu() -> Iterator[FakeGpu]:
     device = torch.device("cuda", 0)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch("halfmesh.launchers.choose_device", return_value=device),
-        mock.patch("halfmesh.inputs.find_device_problem", return_value=None),
-        mock.patch("halfmesh.division.CommonRandom", lambda seed, _: CommonRandom(seed, torch.device("cpu"))),
+        mock.patch("halfmesh.engine.launch.choose_device", return_value=device),
+        mock.patch("halfmesh.engine.inputs.find_device_problem", return_value=None),
+        mock.patch("halfmesh.engine.parallelize.CommonRandom", lambda seed, _: CommonRandom(seed, torch.device("cpu"))),
         mock.patch("torch.cuda.device", return_value=mock.MagicMock()),
         mock.patch("torch.cuda.is_current_stream_capturing", side_effect=lambda: gpu.capturing),
         mock.patch("torch.cuda.current_stream", return_value=None),

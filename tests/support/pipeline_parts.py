@@ -12,7 +12,7 @@ from torch import nn
 import halfmesh
 from halfmesh import Call, Piece
 from halfmesh.parallel.pipeline.partition import find_pieces, resolve
-from halfmesh.tensors import tensors_of
+from halfmesh.utils.tensors import tensors_of
 
 from .models import CLASSES, FEATURES, make_engine
 from .ranks import here

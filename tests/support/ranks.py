@@ -45,14 +45,14 @@ from typing import Any
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 PRELOAD += ["torch.distributed.pipelining", "torch.distributed.checkpoint", "numpy", "pydantic", "yaml", "pytest"]
 PRELOAD += [
-    "halfmesh.assembly",
+    "halfmesh.engine.initialize",
     "halfmesh.config.load",
     "halfmesh.parallel.tensor.apply",
     "halfmesh.parallel.sharding.fsdp",
 ]
 PRELOAD += [
     "halfmesh.parallel.sharding.zero1",
-    "halfmesh.loop.pipeline_executor",
+    "halfmesh.engine.pipeline_executor",
     "halfmesh.checkpoint.dcp",
 ]
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.counts import StorageTracker
-from halfmesh._torch import in_shapes_only
+from halfmesh.utils.torch_private import in_shapes_only
 
 
 class RealTracker(StorageTracker):

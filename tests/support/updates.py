@@ -9,7 +9,7 @@ from halfmesh.amp.convert import convert
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, UpdateOptions
 from halfmesh.amp.step_result import StepResult
-from halfmesh.shard import ParamShard
+from halfmesh.utils.param_shard import ParamShard
 
 OPTIMIZERS = {
     "sgd": lambda params: optim.SGD(params, lr=0.1),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from halfmesh.errors import InputError
-from halfmesh.launching.env import LaunchError
+from halfmesh.distributed.env import LaunchError
 from halfmesh.verify.ranks import RankError, Ranks, run
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..._torch import RUNNING_STATISTICS
+from ...utils.torch_private import RUNNING_STATISTICS
 from ...errors import InputError
 
 _aten = torch.ops.aten

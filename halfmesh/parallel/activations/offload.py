@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..._torch import edit_stamp, versions
+from ...utils.torch_private import edit_stamp, versions
 
 SMALLEST = 1024
 """Tensors of fewer bytes stay: they are not worth a copy."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..._torch import in_shapes_only
+from ...utils.torch_private import in_shapes_only
 from ...errors import InputError
 from .. import collectives
 from .shard import TOKENS, BatchShard

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...tensors import map_tensors, tensors_of
+from ...utils.tensors import map_tensors, tensors_of
 from .shard import ROWS, BatchShard
 
 _HALF = (torch.float16, torch.bfloat16)

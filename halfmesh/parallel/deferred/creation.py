@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import outside_of_dry_run
+from ...utils.torch_private import outside_of_dry_run
 from ...errors import InputError
-from ...launching.env import find_place
+from ...distributed.env import find_place
 from .recording import Recording
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import has_grad_hooks
+from ...utils.torch_private import has_grad_hooks
 from ...errors import InputError, readable, shorten
-from ...tensors import replace_data
-from ..context import ParallelContext
+from ...utils.tensors import replace_data
+from ..mesh import ParallelContext
 from .meta import forget, named_tensors, recorded
 
 Cut = Callable[[torch.Tensor], torch.Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import InputError
-from ...tensors import map_tensors, tensors_of
+from ...utils.tensors import map_tensors, tensors_of
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..._torch import DATA_NEEDED, FakeTensorMode
+from ...utils.torch_private import DATA_NEEDED, FakeTensorMode
 from ...errors import InputError
-from ...tensors import leaves_of, map_tensors, tensors_of
+from ...utils.tensors import leaves_of, map_tensors, tensors_of
 from .operations import Constant, Op, View
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._torch import call_hooks
+from ...utils.torch_private import call_hooks
 from ..modules import comes_from
 from ..pipeline.pieces import Call, Piece, children_of
 from ..tensor.plans import LayerPlan

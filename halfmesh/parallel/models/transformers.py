@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...errors import InputError
-from ...shard import compute_dtype
+from ...utils.param_shard import compute_dtype
 from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
 from .torch_nn import check_activation

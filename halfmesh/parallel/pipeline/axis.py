@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from ..._torch import is_compiled
+from ...utils.torch_private import is_compiled
 from ...errors import did_you_mean, shorten
-from ...log import get_logger
-from ...tensors import parameter_names
+from ...utils.log import get_logger
+from ...utils.tensors import parameter_names
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..registries import DATA_STRATEGIES, SCHEDULES
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError
-from ..context import ParallelContext
+from ..mesh import ParallelContext
 from .fx_trace import plain_values
 from .pieces import Call, signature_of
 from .schedules import Schedule

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...errors import InputError
-from ...tensors import map_tensors, parameter_names, position_names, tensors_of
+from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
 from .pieces import Call
 
 

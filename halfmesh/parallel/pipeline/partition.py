@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ..._torch import call_hooks
+from ...utils.torch_private import call_hooks
 from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS, SCHEDULES
 from .fx_split import split_at, takes_any_arguments

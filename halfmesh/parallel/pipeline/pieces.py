@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ...errors import InputError
-from ...tensors import map_tensors
+from ...utils.tensors import map_tensors
 from ..modules import comes_from
 
 

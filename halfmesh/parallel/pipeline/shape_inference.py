@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import DATA_NEEDED
+from ...utils.torch_private import DATA_NEEDED
 from ...errors import InputError, shorten
-from ...tensors import map_tensors, tensors_of
+from ...utils.tensors import map_tensors, tensors_of
 from ..modules import meta_copy
 from .fx_trace import run_without_data
 from .partition import Partition

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn, optim
 
-from ..._torch import assigns
+from ...utils.torch_private import assigns
 from ...errors import InputError, shorten
-from ...shard import ParamShard
-from ...tensors import replace_data
+from ...utils.param_shard import ParamShard
+from ...utils.tensors import replace_data
 from ..axis import AppliedAxis
-from ..context import ParallelContext
+from ..mesh import ParallelContext
 from ..gradient_sums import CompleteGradients, SharedGradients
 from ..registries import SCHEDULES
 from .partition import Partition, all_tensors, first_names

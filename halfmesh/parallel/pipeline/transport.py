@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Function
 
 from ...errors import InputError
-from ...tensors import map_tensors, tensors_of
+from ...utils.tensors import map_tensors, tensors_of
 
 
 def on_wire(tree: Any) -> tuple[torch.Tensor, ...]:

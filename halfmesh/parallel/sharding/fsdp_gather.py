@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...shard import GatherCast
+from ...utils.param_shard import GatherCast
 
 
 class CastGather:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..._torch import write_stamps
+from ...utils.torch_private import write_stamps
 from ..replica_checks import norms
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._torch import foreach_copy_
+from ...utils.torch_private import foreach_copy_
 from ...errors import InputError, shorten
-from ...shard import ParamShard
-from ...tensors import is_dense
+from ...utils.param_shard import ParamShard
+from ...utils.tensors import is_dense
 from ..buckets import group_shards, reduce_dtype_of
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..objects import gather_objects
@@ -133,7 +133,7 @@ class Zero1(DataStrategy):
         return sorted({name for theirs in gather_objects(names, self._group) for name in theirs})
 
     def begin(self) -> None:
-        """Only an update reads the parts. (`halfmesh.shard.Publisher`.)"""
+        """Only an update reads the parts. (`halfmesh.utils.param_shard.Publisher`.)"""
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """The parts `shards` have new weights: gather each bucket that is complete."""

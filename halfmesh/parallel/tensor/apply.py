@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...shard import ParamShard
+from ...utils.param_shard import ParamShard
 from ..axis import Axis, AxisInputs, PlanInputs
 from .checks import resolve
 from .gradients import TensorGradients

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..._torch import is_compiled
+from ...utils.torch_private import is_compiled
 from ..shard_spec import Split
 from .attention import Attention
 from .feature_styles import Colwise, ColwiseGather, Heads, Rowwise, RowwiseSplit, Vocab

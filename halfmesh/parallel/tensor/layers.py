@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..._torch import edit_stamp, in_shapes_only
+from ...utils.torch_private import edit_stamp, in_shapes_only
 from ...errors import InputError
 from .. import collectives
 from ..axis import AppliedAxis
-from ..context import ParallelContext
+from ..mesh import ParallelContext
 from ..rng import RandomFork
 
 SEQUENCE_DIM = 1

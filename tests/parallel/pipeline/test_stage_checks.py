@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh._torch import shapes_only
+from halfmesh.utils.torch_private import shapes_only
 from halfmesh.errors import IncompatibleConfigError, InputError
 from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule

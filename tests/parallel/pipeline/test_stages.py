@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halfmesh
-from halfmesh.tensors import tensors_of
+from halfmesh.utils.tensors import tensors_of
 from tests.support.pipeline_parts import pipe, step, whole
 from tests.support.ranks import here, rank_device, run_ranks
 

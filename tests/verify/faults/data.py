@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from halfmesh.amp.recipe import HALF
-from halfmesh.division import Division
-from halfmesh.loop.accumulation import Accumulation
+from halfmesh.engine.parallelize import Division
+from halfmesh.engine.accumulation import Accumulation
 from halfmesh.parallel import buckets
-from halfmesh.parallel.context import ParallelContext
+from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.sharding.fsdp import FSDP
 from halfmesh.parallel.sharding.fsdp_reducer import FSDPReducer
 from halfmesh.parallel.sharding.slice_bucket import SliceBucket
 from halfmesh.parallel.sharding.zero1 import Zero1, Zero1Reducer
-from halfmesh.shard import ParamShard, clear_grads
+from halfmesh.utils.param_shard import ParamShard, clear_grads
 
 # -- gradients over the data ranks -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from halfmesh.parallel import collectives
-from halfmesh.parallel.context import ParallelContext
+from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.rng import CommonRandom
 from halfmesh.parallel.tensor.feature_styles import FusedColwise
 from halfmesh.parallel.tensor.gradients import TensorGradients

@@ -15,7 +15,7 @@ from torch import nn
 from halfmesh.parallel.data_strategy import DataStrategy, StrategyInputs
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.shard_spec import Placement
-from halfmesh.shard import ParamShard, set_grad
+from halfmesh.utils.param_shard import ParamShard, set_grad
 
 
 class Owned(DataStrategy):

@@ -1,0 +1,147 @@
+"""Checks between a config's keys, beyond the composition table: pipeline, data, losses, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..amp.plugin import AMP_PLUGINS, PRECISIONS
+from ..amp.recipe import FP32, Recipe
+from .config import Config
+from ..parallel.registries import AXES, DATA_STRATEGIES
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One reason why a config cannot run, or should run otherwise. `where` is a key, or a cell of the composition
+    table."""
+
+    where: str
+    message: str
+    kind: Literal["refused", "advice"] = "refused"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+def find_key_problems(config: Config) -> Iterator[Finding]:
+    """Everything that is wrong with the keys, whatever the number of ranks."""
+    for check in (_check_axes, _check_data, _check_losses, _check_compile, _check_activations, _check_resume):
+        yield from (Finding(key, message) for key, message in check(config))
+
+
+def find_advice(config: Config) -> Iterator[Finding]:
+    """What runs, and could run better."""
+    strategy = DATA_STRATEGIES.get(config.parallel.data.strategy)
+    for key, message in strategy.find_advice(config, recipe_of(config).param_dtype):
+        yield Finding(key, message, "advice")
+
+
+def recipe_of(config: Config) -> Recipe:
+    """The recipe of the config's mode."""
+    if config.precision is None or config.precision_key is None:
+        return FP32
+    plugin = AMP_PLUGINS.get(config.precision.mode)
+    recipe = plugin.recipe(config.precision.options, getattr(torch, PRECISIONS[config.precision_key]))
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{plugin.__name__}.recipe returned {recipe!r}, but it has to return a halfmesh.Recipe")
+    return recipe
+
+
+def _check_axes(config: Config) -> Iterator[tuple[str, str]]:
+    """What the axes that are used say; keys of an axis of size 1 have no effect."""
+    for name, size in config.parallel.sizes.items():
+        if size > 1:
+            yield from AXES.get(name).find_key_problems(config)
+
+
+def _check_data(config: Config) -> Iterator[tuple[str, str]]:
+    data, recipe = config.parallel.data, recipe_of(config)
+    strategy = DATA_STRATEGIES.get(data.strategy)
+    if data.reduce_dtype == "float16" and not recipe.keeps_scale:
+        message = "without a loss scale, gradients leave float16's range while they are summed; use 'float32'"
+        yield "parallel.data.reduce_dtype", message
+    changed = [key for key, field in type(data).model_fields.items() if getattr(data, key) != field.default]
+    for key in changed:
+        if key not in strategy.keys:
+            names = [name for name, other in DATA_STRATEGIES.each() if key in other.keys]
+            message = f"only strategy={names[0]!r} has it, and the strategy is {data.strategy!r}; remove it"
+            yield f"parallel.data.{key}", message
+    yield from strategy.find_key_problems(config, recipe.param_dtype)
+
+
+def _check_losses(config: Config) -> Iterator[tuple[str, str]]:
+    losses = recipe_of(config).num_losses
+    if config.loss_reduction == "weighted" and losses > 1:
+        message = f"'weighted' joins the batches of one loss, but num_losses is {losses}; use 'mean' or 'sum'"
+        yield "loss_reduction", message
+
+
+def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
+    """What compiled code cannot do."""
+    options, parallel = config.compile, config.parallel
+    if not options.enabled:
+        return
+    if options.mode is not None and options.backend != "inductor":
+        message = f"only backend='inductor' has modes, and the backend is {options.backend!r}; remove one of the two"
+        yield "compile.mode", message
+    graphs = {"mode": options.mode, "backend": options.backend}
+    several = {
+        "gradient_accumulation": config.gradient_accumulation,
+        "num_losses": recipe_of(config).num_losses,
+        "parallel.pipeline.size": parallel.pipeline.size,
+    }
+    why = " and ".join(key for key, number in several.items() if number > 1)
+    for key, value in graphs.items():
+        if why and value in ("reduce-overhead", "max-autotune", "cudagraphs"):
+            message = (
+                f"{value!r} makes CUDA graphs, and with {why} > 1 the next call of a graph may overwrite "
+                "gradients that are still needed; use mode='max-autotune-no-cudagraphs' or 'default'"
+            )
+            yield f"compile.{key}", message
+    whole_model = {
+        "under a pipeline, whose stages call blocks and never the model as a whole": parallel.pipeline.size > 1,
+        f"with data={parallel.data.strategy!r}, which gathers the weights of each block between graphs": (
+            DATA_STRATEGIES.get(parallel.data.strategy).shards_model
+        ),
+        "with activation_checkpoint, which calls modules by themselves again": config.activation_checkpoint.enabled,
+    }
+    for why, holds in whole_model.items():
+        if options.scope == "model" and holds:
+            yield "compile.scope", f"'model' is not possible {why}; use 'blocks', or leave scope out"
+    if recipe_of(config).cast_lists == "apex":
+        message = (
+            "O1's casts do not reach into compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "
+            "compile out"
+        )
+        yield "compile", message
+    elif config.precision is not None and getattr(config.precision.options, "backend", None) == "apex":
+        message = "an installed apex changes torch's functions, which compiled code does not call; use backend='native'"
+        yield "compile", message
+
+
+def _check_activations(config: Config) -> Iterator[tuple[str, str]]:
+    if config.activation_checkpoint.selective and config.activation_offload:
+        message = (
+            "torch keeps what activation_checkpoint='selective' saves where it cannot be moved; use 'full' or "
+            "dict(every=...) with it, or leave one of the two out"
+        )
+        yield "activation_offload", message
+    if config.activation_checkpoint.selective and config.compile.enabled:
+        message = (
+            "'selective' chooses among torch's operations, which compiled code does not call one by one; use 'full', "
+            "dict(every=...) or dict(patterns=...), or leave compile out"
+        )
+        yield "activation_checkpoint", message
+
+
+def _check_resume(config: Config) -> Iterator[tuple[str, str]]:
+    if config.resume == "auto" and config.checkpoint is None:
+        message = (
+            "'auto' resumes from the newest checkpoint of checkpoint.directory, which is not set; set "
+            "checkpoint='checkpoints', or give resume a folder"
+        )
+        yield "resume", message

@@ -1,0 +1,275 @@
+"""One update of one rank, on tensors without memory and without the other ranks, by `initialize` and the engine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.overrides import TorchFunctionMode
+
+from ..utils.torch_private import has_no_memory
+from ..engine.initialize import initialize
+from ..compat import mesh_sizes
+from ..config.global_batch import accumulate
+from ..errors import InputError
+from ..parallel.buckets import give_grads
+from ..parallel.pipeline.axis import find_batch_problem
+from ..parallel.registries import AXES
+from ..utils.tensors import map_tensors, tensors_of
+from .model_spec import build_model
+from .tracker import OTHER, Tracker, Traffic, dry_run_mode
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..engine.engine import Engine
+    from .model_spec import ModelSpec
+
+PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
+"""Of a rank's memory. activations: with the batch. communication: what travels over dp and pp. temporary: what an
+update needs while it is made, some of it kept for the next."""
+
+
+@dataclass
+class Figures:
+    """What one rank holds and sends.
+
+    Attributes:
+        parts: bytes by part, each at its largest within an update; not all of them are at the same time.
+        kept: bytes between two updates.
+        peak: the most bytes at once; None if no update was simulated.
+        numel: of the parameters.
+        traffic: in one update, by axis ("all": over all ranks).
+        rows: of the batch.
+    """
+
+    parts: dict[str, int]
+    kept: int
+    peak: int | None
+    numel: int
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    rows: int = 0
+
+    @property
+    def state(self) -> int:
+        """Bytes that smaller batches and recomputation do not change: what is kept, and the gradients if known."""
+        return self.kept + self.parts.get("gradients", 0)
+
+
+def simulate_rank(
+    config: Config,
+    model: str,
+    batch: tuple[str, ...],
+    rank: int,
+    world_size: int,
+    microbatches: int | None = None,
+    rows: int | None = None,
+    limit: int | None = None,
+) -> Figures:
+    """The figures of one rank. This process has no process group.
+
+    Args:
+        model: "package.module:build", see `build_model`.
+        microbatches: as if the pipeline had so many, of the same size.
+        rows: of the batch, in place of those that the model comes with.
+        limit: if what is kept between two updates takes more bytes already, the update itself is not simulated.
+
+    Raises:
+        InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
+    """
+    tracker = Tracker()
+    with _quiet(rank > 0), _world(rank, world_size), dry_run_mode(), tracker:
+        given, pipeline = build_model(model, batch), config.parallel.pipeline
+        if given.inputs is not None:
+            given = given if rows is None else given.with_rows(rows)
+            for problem in find_batch_problem(given.rows, pipeline.microbatches or 1) if pipeline.size > 1 else ():
+                raise InputError(f"--batch: {problem}")
+            config = accumulate(config, given.rows, mesh_sizes(config, world_size)["dp"])
+        if microbatches is not None and pipeline.microbatches is not None:
+            given = given.with_rows(given.rows // pipeline.microbatches * microbatches)
+            pipeline = pipeline.model_copy(update={"microbatches": microbatches})
+        length, parallel = config.gradient_accumulation, config.parallel.model_copy(update={"pipeline": pipeline})
+        changed = {"gradient_accumulation": min(length, 2), "parallel": parallel}
+        left_out = {"global_batch_size": None, "checkpoint": None, "resume": None}
+        config = config.model_copy(update=changed | left_out)
+        with FewChunks():
+            engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
+        return _Simulation(engine, given, tracker, length).run(limit)
+
+
+class _Simulation:
+    """Some steps of `engine`, seen by `tracker`; of an update's batches the first and the last."""
+
+    def __init__(self, engine: Engine, given: ModelSpec, tracker: Tracker, length: int) -> None:
+        self._engine = engine
+        self._update = engine._parts.update  # whose masters and state are counted
+        self._length = length
+        self._given = given
+        self._tracker = tracker
+        self._axes = engine.context.groups
+        # Over other axes activations travel: they count as such.
+        between = {"dp", *(axis.dim for _, axis in AXES.each() if axis.takes_modules)}
+        tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in between})
+        self._numel = sum(param.numel() for param in engine.model.parameters())
+        self._params = [_here(param) for param in engine.model.parameters()]
+
+    def run(self, limit: int | None) -> Figures:
+        """The figures of an update that is not the first."""
+        tracker = self._tracker
+        self._make_state()
+        held = self._label_held()
+        batch = _bytes(self._given.inputs) + _bytes(self._given.targets)
+        numel = self._numel
+        tracker.begin()
+        tracker.traffic.clear()
+        left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
+        if limit is not None and tracker.total - batch > limit:
+            return Figures(held, tracker.total - batch, None, numel, rows=self._given.rows)
+        if self._given.inputs is None:
+            gradients = sum(p.numel() * p.element_size() for p in self._params if p.requires_grad)
+            return Figures({**held, "gradients": gradients}, tracker.total, None, numel)
+        self._compute()
+        computing, peak = tracker.largest, tracker.peak
+        tracker.begin()
+        began = tracker.alive[OTHER]
+        self._engine.step(last=True)
+        peak = max(peak, tracker.peak)
+        self._engine.zero_grad()
+        gc.collect()
+        tracker.look_again()
+        parts = {
+            **held,
+            **{part: max(computing[part], tracker.largest[part]) for part in ("gradients", "communication")},
+            "activations": computing[OTHER] - left,
+            "temporary": left + tracker.largest[OTHER] - began,
+        }
+        return Figures(parts, tracker.total - batch, peak, numel, self._traffic(), self._given.rows)
+
+    def _label_held(self) -> dict[str, int]:
+        """Tell the tracker what is kept from one update to the next. Returns the bytes of it."""
+        tracker, engine = self._tracker, self._engine
+        tracker.label(self._update.master_weights.masters.values(), "masters")
+        tracker.label([*self._params, *engine.model.buffers()], "parameters")
+        state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
+        tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
+        return {part: tracker.alive[part] for part in ("parameters", "masters", "optimizer")}
+
+    def _compute(self) -> None:
+        """Forward and backward of all batches of an update; of more than two, those between are like the first."""
+        tracker, engine = self._tracker, self._engine
+        hooks = [
+            param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
+            for param in self._engine.model.parameters()
+            if param.requires_grad and _here(param) is param
+        ]
+        if self._length > 1:
+            self._forward_and_backward()
+            engine.step()
+            for sent in tracker.traffic.values():
+                sent.add(sent, self._length - 2)
+        self._forward_and_backward()
+        for hook in hooks:
+            hook.remove()
+        trained = self._update.master_weights.trained
+        tracker.label([shard.param.grad for shard in trained], "gradients")
+
+    def _traffic(self) -> dict[str, Traffic]:
+        """What was sent, by axis."""
+        found: dict[str, Traffic] = {}
+        for group, sent in self._tracker.traffic.items():
+            found.setdefault(self._axes.get(group, "all"), Traffic()).add(sent)
+        return found
+
+    def _make_state(self) -> None:
+        """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
+        engine = self._engine
+        reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if engine.context.dp_size > 1 else None
+        for shard in self._update.master_weights.trained:
+            if shard.param.requires_grad:
+                give_grads([(shard.param, torch.zeros_like(shard.param, dtype=reduced))])
+        self._update.step()
+        engine.zero_grad()
+
+    def _forward_and_backward(self) -> None:
+        engine, given = self._engine, self._given
+        args, kwargs = given.call
+        targets = () if given.criterion is None else (given.targets,)
+        try:
+            output = engine(*args, **kwargs)
+            engine.backward(engine.criterion(output, *targets))
+        except InputError:
+            raise
+        except Exception as error:
+            shown = map_tensors(lambda t: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", given.call)
+            words = ", ".join([*map(str, shown[0]), *(f"{name}={value}" for name, value in shown[1].items())])
+            raise InputError(
+                f"--model: calling the model with {words} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+class FewChunks(TorchFunctionMode):
+    """Chunks of equal size are one tensor. To be used where no values and no graph tell them apart.
+
+    FSDP2 splits each parameter into the shards of all ranks and keeps one: on 512 ranks that was most of a dry run.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.chunk and args and has_no_memory(args[0]) and args[0].is_leaf and args[0].numel():
+            return _chunk(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
+    whole = tensor.shape[dim]
+    size = -(-whole // chunks)
+    count, rest = divmod(whole, size)
+    alike = [tensor.narrow(dim, 0, size)] * count
+    return [*alike, tensor.narrow(dim, whole - rest, rest)] if rest else alike
+
+
+def _here(param: nn.Parameter) -> torch.Tensor:
+    """What this rank has of it: under fsdp a part."""
+    to_local = getattr(param.detach(), "to_local", None)
+    return param if to_local is None else to_local().requires_grad_(param.requires_grad)
+
+
+def _stand_in(output: Any) -> torch.Tensor:
+    """The model's own loss where it returns one, else the sum of its first output: what follows it has its size."""
+    floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]
+    if not floats:
+        raise InputError("--model: the model returned no tensor with a graph, so there is no loss to go backward from")
+    return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
+
+
+def _bytes(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(tree))
+
+
+@contextmanager
+def _world(rank: int, world_size: int) -> Iterator[None]:
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world_size)  # sends to nobody
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet(warnings_too: bool) -> Iterator[None]:
+    """Silence `initialize`: the plan shows the layout itself, and only one rank's warnings are shown."""
+    logger = logging.getLogger("halfmesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR if warnings_too else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

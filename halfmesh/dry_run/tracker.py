@@ -1,0 +1,209 @@
+"""What a step allocates and sends, seen at the operators."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..utils.torch_private import FakeTensorMode, has_no_memory, in_shapes_only
+
+OTHER = "other"
+"""Activations while the model computes; what an update needs for a moment while it is made."""
+
+_UNSENT = ("recv", "barrier")  # the sender counts
+
+_DEVICE = torch.ops.prim.device.default
+"""Three of four calls in a dry run; answering here takes a third off its time."""
+
+_COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+"""Of values, which are not there: what is compared is taken to be as it should be."""
+
+
+@dataclass
+class Traffic:
+    """What a rank sends: messages, and bytes handed to them (of a gather or scatter: those of all ranks)."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def add(self, other: Traffic, times: int = 1) -> None:
+        """Count `other` too, so many times."""
+        self.messages += other.messages * times
+        self.bytes += other.bytes * times
+
+
+@contextmanager
+def dry_run_mode() -> Iterator[None]:
+    """Tensors made within have no memory. What is sent between ranks goes to a process group of the backend "fake"."""
+    with warnings.catch_warnings():
+        # Whether memory is the same is asked in many places. Here all is at address 0, which is said with a warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a real run says them
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of all storages that operators made and that are alive, each with a label; and messages by process group.
+
+    A storage counts from the operator that returns it until nobody holds it. What a kernel allocates and frees within
+    itself is not seen. It also answers what the host asks of tensors without memory. To be entered after
+    `dry_run_mode`; works on tensors with memory, too.
+
+    Attributes:
+        alive: bytes by label, now.
+        largest: the most bytes of each label since `begin`.
+        peak: the most bytes at once since `begin`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: Counter[str] = Counter()
+        self.largest: Counter[str] = Counter()
+        self.total = self.peak = 0
+        self.traffic: dict[str, Traffic] = {}
+        self._buffers: Mapping[str, str] = {}
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._labels: dict[int, str] = {}
+
+    def begin(self) -> None:
+        """Peaks are those from now on."""
+        self.look_again()
+        self.largest, self.peak = Counter(self.alive), self.total
+
+    def label_sent(self, labels: Mapping[str, str]) -> None:
+        """What is sent to or received from a group has this label from then on, by the group's name."""
+        self._buffers = labels
+
+    def label(self, tensors: Iterable[torch.Tensor | None], label: str, only: str | None = None) -> None:
+        """The storages of `tensors` have this label from now on; with `only`, those that have that one."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            key, size = id(storage), self._note(storage)
+            old = self._labels[key]
+            if old != label and (only is None or old == only):
+                self._labels[key] = label
+                self.alive[old] -= size
+                self._add(label, size)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and has_no_memory(args[0]):
+            return args[0].fake_device
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor has no memory itself; what it holds comes here again
+        if in_shapes_only():
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default and has_no_memory(args[0]):
+            return _value(args[0])
+        if func in _COMPARISONS and any(map(has_no_memory, args[:2])):
+            return True
+        made = _grouped_product(*args) if _is_wide_grouped_product(func, args) else func(*args, **(kwargs or {}))
+        for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout == torch.strided:
+                self._note(leaf.untyped_storage())
+        if func.namespace == "c10d":
+            self.look_again()
+            self._count(func, args)
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> int:
+        key = id(storage)  # it is kept as long as its memory
+        known = self._known.get(key)
+        size = storage.nbytes()
+        if known is not None:
+            if size != known[1]:
+                self._resize(key, size)
+            return size
+
+        def forget(_: Any) -> None:
+            _, size = self._known.pop(key)
+            self.alive[self._labels.pop(key)] -= size
+            self.total -= size
+
+        self._known[key] = weakref.ref(storage, forget), size
+        self._labels[key] = OTHER
+        self.total += size
+        self.peak = max(self.peak, self.total)
+        self._add(OTHER, size)
+        return size
+
+    def look_again(self) -> None:
+        """FSDP2 gives memory up, and takes it again, by changing the size of a storage."""
+        for key, (ref, size) in list(self._known.items()):
+            storage = ref()
+            if storage is not None and storage.nbytes() != size:
+                self._resize(key, storage.nbytes())
+
+    def _resize(self, key: int, size: int) -> None:
+        ref, before = self._known[key]
+        self._known[key] = ref, size
+        self.total += size - before
+        self.peak = max(self.peak, self.total)
+        self._add(self._labels[key], size - before)
+
+    def _add(self, label: str, size: int) -> None:
+        self.alive[label] += size
+        if self.alive[label] > self.largest[label]:
+            self.largest[label] = self.alive[label]
+
+    def _count(self, func: Any, args: Any) -> None:
+        group = _group(args)
+        if group is None:
+            return
+        given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
+        if group in self._buffers:
+            for tensors in given:
+                self.label(tensors, self._buffers[group], only=OTHER)
+        name = func.name().partition("::")[2]
+        if not name.startswith(_UNSENT):
+            size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
+            self.traffic.setdefault(group, Traffic()).add(Traffic(1, size))
+
+
+def _is_wide_grouped_product(func: Any, args: Any) -> bool:
+    """Whether torch has kernels of this product, but knows its shape for half precision only."""
+    return func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32 and has_no_memory(args[0])
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
+    """The product of rows of `a` (or of all) with the matrices of `b`, where rows of each end at `ends`."""
+    groups = ends.shape if a.dim() == b.dim() == 2 and ends is not None else a.shape[:1] if a.dim() == b.dim() else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+
+
+def _value(tensor: torch.Tensor) -> float | int:
+    """What the host reads from `tensor` of one element in a dry run: its value where it is a constant, else a guess.
+
+    The guess is 0 (no gradient is inf or nan; nothing is wrong), but for two kinds of integers that torch's pipelines
+    read: an int32 is torch 2.13's vote on whether all stages know their shapes, which is 1; an int64 is the number of a
+    microbatch, cut out of arange(n), which is where it lies in memory.
+    """
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return constant.item()
+    if tensor.dtype == torch.int32:
+        return 1
+    return int(tensor.storage_offset()) if tensor.dtype == torch.int64 else 0
+
+
+def _group(args: Sequence[Any]) -> str | None:
+    """The name of the process group among the arguments of an operator of torch.distributed; None if there is none."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return str(dist.ProcessGroup.unbox(arg).group_name)
+            except RuntimeError:  # a ReduceOp
+                continue
+    return None

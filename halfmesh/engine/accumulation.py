@@ -1,0 +1,274 @@
+"""Gradient accumulation: from the losses of a cycle's microbatches to the complete gradients of one update."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
+from ..errors import InputError
+from ..parallel.mesh import ParallelContext
+from ..parallel.gradient_sums import Reduction
+from .same_trained import SameTrained
+
+LossReduction = Literal["mean", "sum", "weighted"]
+
+
+class Backward(Protocol):
+    """How gradients are computed.
+
+    Attributes:
+        is_single: whether there is one backward through the graph, and not one for each microbatch.
+    """
+
+    is_single: bool
+
+    def check(self, loss: Any) -> Any:
+        """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
+
+    def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool) -> None:
+        """Add the gradients of `loss`. With `reduces` the open `reducer` may send what is complete."""
+
+
+class Accumulation:
+    """Cycles of `length` microbatches, each with one update at its end.
+
+    Every backward is seeded with 1/`length` (mean) or 1 (sum, weighted), so that gradients stay in the range of one
+    microbatch. `grad_divisor` corrects this for a short cycle, and divides weighted losses by their total weight, which
+    is known only at the end. On the last microbatch the gradients are reduced over the data ranks while backward runs.
+
+    Args:
+        context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.
+        reducer: completes the gradients; None: they are complete after backward.
+        same: compares over ranks what is trained.
+
+    Attributes:
+        index: finished microbatches of this cycle.
+        seed_divisor: what each loss is divided by in backward.
+        has_backward: a backward ran since the last `count_microbatch`.
+        is_last_microbatch: the microbatch of the last backward is the last of the cycle.
+        is_last_batch: no batch follows it.
+        averaged: the model holds averaged weights, which are not to be trained or saved as its own.
+    """
+
+    def __init__(
+        self,
+        update: MixedPrecisionOptimizer,
+        precision: Precision,
+        length: int = 1,
+        reduction: LossReduction = "mean",
+        context: ParallelContext | None = None,
+        reducer: Reduction | None = None,
+        same: SameTrained | None = None,
+    ) -> None:
+        self.length = length
+        self.reduction = reduction
+        self.reducer = reducer
+        self.seed_divisor = float(length) if reduction == "mean" else 1.0
+        self.averaged = False
+        self._update = update
+        self._precision = precision
+        self._context = context
+        self._same = same
+        self._is_reduced = False
+        self._weight: torch.Tensor | None = None
+        self._trained = _trainable(update)
+        self._may_shrink = False  # what is frozen within a cycle takes part until its end
+        self.clear()  # gradients older than the engine
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether this cycle has finished microbatches whose update has not run."""
+        return self.index > 0
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that no update has used yet."""
+        return self.in_progress or self.has_backward
+
+    @property
+    def position(self) -> str:
+        """The current microbatch, for messages: "2 of 4"."""
+        return f"{self.index + self.has_backward} of {self.length}"
+
+    # -- one microbatch ----------------------------------------------------------------------------------------
+
+    def backward(
+        self, executor: Backward, loss: Any, *, is_last_batch: bool, retain_graph: bool = False, loss_id: int = 0
+    ) -> None:
+        """Add the gradients of `loss`. Those of the last microbatch are reduced while `executor` runs backward, unless
+        there are several losses: these are unscaled after backward, and another loss may follow.
+
+        Raises:
+            InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
+        """
+        self.refuse_averaged("engine.backward()")
+        update, losses = self._update, self._update.loss_scales
+        losses.check_id(loss_id)
+        loss = executor.check(loss)
+        update.begin_backward()
+        self.is_last_batch = is_last_batch
+        self.is_last_microbatch = is_last_batch or self.index + 1 >= self.length
+        reduces = self.is_last_microbatch and losses.multi is None
+        if self.reducer is not None:
+            self._cover_trained(self.reducer)
+            self.reducer.open(reduces and executor.is_single)
+        self._is_reduced = False
+        try:
+            with self._precision.backward():
+                executor.backward(loss, loss_id, retain_graph, self.reducer, reduces)
+            self._precision.clear_weight_cache()
+            self.has_backward = True
+            if reduces:
+                self.reduce()
+            update.gradient_watch.note()
+        except BaseException as error:
+            if self.in_progress:
+                error.add_note(
+                    f"this was microbatch {self.position}; the gradients of those before it are cleared, too"
+                )
+            self.clear()  # a partial gradient is worse than none: the next backward begins a new cycle
+            raise
+
+    def check_loss(self, loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scalar to run backward from, and the weight (0-dim, float64) of a weighted (sum, weight).
+
+        Raises:
+            InputError: it is something else, or a static loss scale is too large for it.
+        """
+        weight = None
+        if self.reduction == "weighted":
+            if not isinstance(loss, (tuple, list)) or len(loss) != 2:
+                raise InputError(
+                    f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} "
+                    "was given; return the summed loss and the number it is to be divided by, or use "
+                    "loss_reduction='mean'"
+                )
+            loss, weight = loss
+        _check_scalar(loss)
+        self._precision.check_loss(loss)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().to(loss.device, torch.float64, non_blocking=True)
+        elif weight is not None:  # filled there: a copy from the host would be waited for
+            weight = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
+        return loss, weight
+
+    def add_weight(self, weight: torch.Tensor | None) -> None:
+        """Count the weight of a weighted loss."""
+        if weight is not None:
+            self._weight = weight if self._weight is None else self._weight + weight
+
+    def count_microbatch(self) -> None:
+        """End the current microbatch."""
+        self.index += self.has_backward
+        self.has_backward = False
+
+    # -- the update --------------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Reduce the gradients over the ranks, if they are not reduced yet."""
+        if self.reducer is not None and (self.reducer.stale or not self._is_reduced):
+            self.reducer.finish()
+        self._is_reduced = True
+
+    def grad_divisor(self) -> float | torch.Tensor:
+        """Complete the gradients, and return what they still have to be divided by. Weighted: one all-reduce."""
+        self.refuse_averaged("engine.step()")
+        divisor: float | torch.Tensor = 1.0
+        if self.reduction == "mean":
+            divisor = (self.index + self.has_backward) / self.length
+        elif self._weight is not None:
+            total = self._weight.clone()
+            if self._context is not None:
+                self._context.all_reduce(total, "dp")
+            divisor = torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
+        if self.reducer is not None and (self.reducer.stale or not self._is_reduced):
+            self._update.gradient_watch.check(divisor)
+            self.reduce()
+        return divisor
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`Engine.zero_grad`."""
+        if not self.in_progress:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget the gradients and begin a new cycle."""
+        self._update.zero_grad()
+        self.end_update()
+
+    def end_update(self) -> None:
+        """The update has used its gradients: begin a new cycle."""
+        self._precision.clear_weight_cache()  # the weights may have changed
+        if self.reducer is not None:
+            self.reducer.forget()
+        self.index = 0
+        self._weight = None
+        self.has_backward = self.is_last_microbatch = self.is_last_batch = False
+
+    # -- what a cycle does not allow ------------------------------------------------------------------------
+
+    def refuse_unfinished(self, call: str) -> None:
+        """Raise InputError if `call` would lose gradients, or take averaged weights for the model's own."""
+        self.refuse_averaged(call)
+        if self.holds_gradients:
+            raise InputError(
+                f"{call} was called after microbatch {self.position} and before the update, whose gradients it does "
+                "not hold; call it after a step that returned a StepResult, or end the cycle first with "
+                "engine.step(last=True)"
+            )
+
+    def refuse_averaged(self, call: str) -> None:
+        """Raise InputError if the model holds averaged weights."""
+        if self.averaged:
+            raise InputError(
+                f"{call} was called within `with average.applied():`, where the model holds the averaged weights in "
+                "place of those that are trained; call it after that block"
+            )
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _cover_trained(self, reducer: Reduction) -> None:
+        """Let `reducer` follow: parameters may have been added to the optimizer, frozen or unfrozen."""
+        masters = self._update.master_weights
+        trained = _trainable(self._update)
+        if trained == self._trained and not self._may_shrink:
+            return
+        if trained != self._trained:
+            if self._same is not None:
+                taking = {shard for shard, takes in trained if takes}
+                flags = bytes(id(shard) in taking for shard in masters.shards)
+                self._same.compare([shard.name for shard in masters.shards], flags)
+            self._trained = trained
+        reducer.cover(masters.trained)
+        self._may_shrink = self.holds_gradients
+
+
+def _trainable(update: MixedPrecisionOptimizer) -> list[tuple[int, bool]]:
+    """The id of each trained shard, and whether its parameter requires gradients now."""
+    masters = update.master_weights
+    return [(id(s), r.param.requires_grad) for s, r in zip(masters.trained, masters.receivers, strict=True)]
+
+
+def _check_scalar(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(
+            f"backward takes the loss tensor, but a {type(loss).__name__} was given"
+            + (
+                "; for a criterion that returns (sum, weight) set loss_reduction='weighted'"
+                if isinstance(loss, (tuple, list))
+                else ""
+            )
+        )
+    if loss.numel() != 1:
+        raise InputError(
+            f"backward takes a scalar loss, but its shape is {tuple(loss.shape)}; let the criterion reduce it "
+            "(reduction='mean'), or call .mean() on it"
+        )
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
+            "parameter that requires gradients was used; compute it outside of no_grad, from what engine(...) returned"
+        )

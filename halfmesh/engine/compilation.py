@@ -1,0 +1,128 @@
+"""The key `compile`: which modules are compiled, and compiling them in place.
+
+`module.compile()` keeps modules and their names, and copies of the model are not compiled. Hooks, random numbers and
+what is sent between ranks stay outside of the compiled code (`torch.compiler.disable`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..utils.torch_private import is_compiled
+from ..parallel.activations.checkpoint import Checkpointed
+from ..parallel.pipeline.pieces import children_of
+
+if TYPE_CHECKING:
+    from ..config.schema import CompileConfig
+    from ..parallel.pipeline.partition import Partition
+
+_ROWS = (nn.ModuleList, nn.Sequential)
+
+
+def compile_modules(modules: Sequence[nn.Module], options: CompileConfig) -> None:
+    """Compile `modules` in place; `uncompile` undoes it. Nothing runs before their first call."""
+    arguments = options.model_dump(include={"backend", "mode", "dynamic", "fullgraph"})
+    for module in modules:
+        forward = vars(module).get("forward")
+        if isinstance(forward, Checkpointed):  # what is computed again has to be the same code
+            forward.compiled = _compiled(forward.own, len(modules), arguments)
+        else:
+            _compile_in_place(module, len(modules), arguments)
+
+
+def resolve(
+    model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None, checkpoints: bool
+) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the modules of `model` to compile ("" is the model itself), or every reason why that cannot be.
+
+    With several ranks these are the repeated blocks, if there are any: the gradients of a graph are ready only when its
+    whole backward has run, and with one graph per block they are sent while backward goes on.
+
+    Args:
+        ranks: of all axes together.
+        partition: how a pipeline cuts the model, if one does. Its stages call blocks, and not the model.
+        checkpoints: whether activations of modules are computed again, which may be compiled, but not inside a graph.
+    """
+    if any(is_compiled(module) for module in model.modules()):
+        return (), ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
+    blocks = called_blocks(model, partition)
+    if blocks and (options.scope == "blocks" or (options.scope == "auto" and (ranks > 1 or checkpoints))):
+        return blocks, []
+    if options.scope != "blocks" and partition is None:
+        return ("",), []
+    return (), [
+        f"compile: {type(model).__name__} has no repeated blocks that could be compiled (two or more modules of one "
+        "class, with modules of their own, in a ModuleList or Sequential); "
+        + ("use scope='model'" if partition is None else "leave compile out, or the pipeline")
+    ]
+
+
+def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, ...]:
+    """The repeated blocks of `model`, except those that no stage of a pipeline calls."""
+    passed_by = not_called(model, partition)
+    return tuple(name for name in find_blocks(model) if name not in passed_by)
+
+
+def not_called(model: nn.Module, partition: Partition | None) -> set[str]:
+    """The modules that no stage of a pipeline calls as a whole."""
+    return set() if partition is None else {name for name, _ in partition.not_called(model)}
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module can be called; lists and dicts of modules cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def find_blocks(model: nn.Module) -> Iterator[str]:
+    """Names of the repeated blocks: modules of one class, with submodules of their own, that stand next to each other
+    in a ModuleList or Sequential. Of nested lists, the outermost modules that are not lists of blocks themselves."""
+    children = {name: model.get_submodule(name) for name in children_of(model)}
+    within = {name: list(find_blocks(child)) for name, child in children.items()}
+    candidates = {
+        name
+        for name, child in children.items()
+        if is_called(child)
+        and next(child.children(), None) is not None
+        and not (isinstance(child, _ROWS) and within[name])
+    }
+    kinds = Counter(type(children[name]) for name in candidates if isinstance(model, _ROWS))
+    for name, child in children.items():
+        if name in candidates and kinds[type(child)] > 1:
+            yield name
+        else:
+            yield from (f"{name}.{inner}" for inner in within[name])
+
+
+def _compile_in_place(module: nn.Module, recompiles: int, arguments: dict[str, Any]) -> None:
+    """`module.compile()`, also where `forward` is torch's own (Sequential, TransformerEncoderLayer), which torch before
+    2.15 silently does not compile."""
+    call: Any = module._call_impl
+    if type(module).forward.__module__.partition(".")[0] == "torch":
+        inner = module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+    module._compiled_call_impl = _compiled(call, recompiles, arguments)
+
+
+def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """`torch.compile(call)` that notices hooks that come and go on modules within, and has `recompiles` times torch's
+    limit of variants (8 for all modules together that share code; more calls run uncompiled)."""
+    from torch._dynamo import config as dynamo_config
+
+    # torch reads these when it compiles, in one of the calls, and torch.compile has no arguments for them.
+    limit = dynamo_config.recompile_limit * recompiles
+    within = dynamo_config.patch(recompile_limit=limit, skip_nnmodule_hook_guards=False)
+    result: Callable[..., Any] = within(torch.compile(call, **arguments))
+    return result
+
+
+def uncompile(module: nn.Module) -> None:
+    """Undo what `compile_modules` did to a module."""
+    module._compiled_call_impl = None

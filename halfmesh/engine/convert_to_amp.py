@@ -1,0 +1,321 @@
+"""convert_to_amp(): precision alone, for a training loop of your own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from .. import compat
+from . import inputs
+from ..amp.convert import convert
+from ..amp.keep_fp32 import find_kept_problems
+from ..amp.o1 import CastTable
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.plugin import AMP_PLUGINS, AMP_TYPE, PRECISIONS
+from ..amp.precision import Precision
+from ..amp.recipe import FP32
+from ..amp.step_result import StepResult
+from ..checkpoint import validate
+from ..config.load import load_config
+from ..errors import IncompatibleConfigError, InputError, bullet_list, refuse_closure
+from ..config.key_checks import recipe_of
+from .accumulation import Accumulation
+from .executor import DirectBackward
+from ..parallel.deferred.recording import recording_of
+from ..utils.param_shard import ParamShard
+
+
+def convert_to_amp(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    criterion: Callable[..., Any] | None = None,
+    mode: AMP_TYPE | str = AMP_TYPE.TORCH,
+    amp_config: Mapping[str, Any] | None = None,
+    *,
+    dtype: str = "float16",
+) -> tuple[AMPModel, AMPOptimizer, Callable[..., Any] | None]:
+    """Convert a model, its optimizer and a criterion to mixed precision, without engine, config file or process group.
+
+        model, optimizer, criterion = convert_to_amp(model, optimizer, criterion, mode="naive")
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            optimizer.backward(loss)  # in place of loss.backward()
+            optimizer.step()
+
+    The model stays on its device and is cast in place. Where fp32 masters are kept, the optimizer's groups are
+    re-pointed to them, so schedulers may be built on either optimizer. For data parallelism make the process group
+    first, and wrap the returned model in DistributedDataParallel: all ranks then see the same averaged gradients.
+
+    Args:
+        model: in fp32 (mode NAIVE also takes its own half precision), on the device where it trains.
+        optimizer: a torch optimizer over `model.parameters()`.
+        criterion: called as before; it runs under the same autocast as the forward.
+        mode: "torch", "naive", "apex" or another registered mode.
+        amp_config: the mode's own keys, as in `fp16 = dict(...)`.
+        dtype: "float16", "bfloat16" or "float8_e4m3fn".
+
+    Raises:
+        ConfigError: a wrong mode, or mistakes in `amp_config`.
+        IncompatibleConfigError: a mode that cannot run in this dtype, on this device or on several ranks.
+        InputError: arguments of the wrong kind.
+    """
+    keys = {name: key for key, name in PRECISIONS.items()}
+    if dtype not in keys:
+        raise InputError(f"dtype={dtype!r} is not the dtype of a precision; allowed: {', '.join(map(repr, keys))}")
+    if "mode" in (amp_config or {}):
+        raise InputError(f"amp_config has a mode, and mode={str(mode)!r} was given; leave one of the two out")
+    config = load_config({keys[dtype]: {"mode": mode, **(amp_config or {})}})
+    assert config.precision is not None
+    recipe, backend = recipe_of(config), AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
+    if isinstance(model, nn.Module) and any(map(recording_of, model.parameters())):
+        raise InputError(
+            "model: its parameters were made under halfmesh.deferred_init(), and have no values; pass the model to "
+            "initialize, which makes them, or build it as usual"
+        )
+    params = model.parameters() if isinstance(model, nn.Module) else iter(())
+    device = next((param.device for param in params), torch.device("cpu"))
+    problems = list(inputs.find_model_problems(model, recipe, config.precision.mode, device))
+    if not problems:
+        problems += inputs.find_optimizer_problems(optimizer, model, recipe)
+        problems += find_kept_problems(model, recipe)
+    problems += inputs.find_criterion_problems(criterion)
+    if problems:
+        raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to convert_to_amp:", problems))
+    compat.raise_for(compat.check(config, 1, device.type))
+    unfit = [inputs.find_device_problem(device, recipe), backend.find_problem(device)]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if recipe.loss_scale is not None and not recipe.keeps_scale:  # DDP averages one backward of each forward
+            unfit.append(
+                f"num_losses={recipe.num_losses} with a dynamic scale for each cannot be averaged by "
+                "DistributedDataParallel; use halfmesh.initialize, which averages them, or num_losses=1"
+            )
+        recipe = dataclasses.replace(recipe, wide_gradients=False)  # DDP takes gradients in the parameter's dtype only
+    if any(unfit):
+        raise IncompatibleConfigError([problem for problem in unfit if problem])
+    shards = [ParamShard(name, param) for name, param in model.named_parameters()]
+    update = convert(model, optimizer, shards, recipe, cast=backend.cast_model)
+    precision = backend.precision(recipe, device)
+    wrapped = None if criterion is None else AMPCriterion(criterion, precision)
+    return AMPModel(model, precision, update), AMPOptimizer(update, precision), wrapped
+
+
+class AMPModel(nn.Module):
+    """A model that computes in a precision. Its state dict is that of the model itself, in full precision.
+
+    Attributes:
+        module: the model that was given.
+    """
+
+    def __init__(self, module: nn.Module, precision: Precision, update: MixedPrecisionOptimizer) -> None:
+        super().__init__()
+        self.module = module
+        self._precision = precision
+        self._writes = _Writes(update.sync_writes)
+        self.register_state_dict_post_hook(_remove_module_prefix)
+        self.register_load_state_dict_pre_hook(_add_module_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._writes.sync()
+        try:
+            return self._precision.forward(self.module, *args, **kwargs)
+        except RuntimeError as error:
+            self._precision.explain(self.module, error)
+            raise
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """The scope that forward and criterion run in, for computations of your own; `enabled=False` leaves it."""
+        return self._precision.autocast(enabled)
+
+    @property
+    def casts(self) -> CastTable | None:
+        """O1's lists of functions, to which your own can be added; None for other modes."""
+        return self._precision.casts
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own; updates masters, too. Messages use the model's names."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class _Writes:
+    """Brings what others write into masters to the model. A copy of the model has no masters."""
+
+    def __init__(self, sync: Callable[[], None]) -> None:
+        self.sync = sync
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Writes, (_do_nothing,)
+
+
+def _do_nothing() -> None:
+    """In a copy."""
+
+
+def _remove_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Save tensors under the names that they have in the model itself, also where the wrapper is a submodule."""
+    inner = f"{prefix}module."
+    moved = [(key, state.pop(key)) for key in list(state) if key.startswith(inner)]
+    state.update({prefix + key.removeprefix(inner): value for key, value in moved})
+    metadata = getattr(state, "_metadata", {})  # versions of modules; under both names, to load into either
+    versions = {key: value for key, value in metadata.items() if f"{key}.".startswith(inner)}
+    metadata.update({(prefix + f"{key}.".removeprefix(inner)).rstrip("."): value for key, value in versions.items()})
+
+
+def _add_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    moved = [(key, state.pop(key)) for key in list(state) if key.startswith(prefix)]
+    state.update({f"{prefix}module.{key.removeprefix(prefix)}": value for key, value in moved})
+
+
+class AMPCriterion(nn.Module):
+    """A criterion that computes in a precision."""
+
+    def __init__(self, criterion: Callable[..., Any], precision: Precision) -> None:
+        super().__init__()
+        self.criterion = criterion
+        self._precision = precision
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._precision.criterion(self.criterion, *args, **kwargs)
+
+
+class AMPOptimizer(optim.Optimizer):
+    """The optimizer of a converted model: the one that was given, with scaled losses and checked gradients.
+
+    What is not defined here is the given optimizer's: `param_groups`, `state`, `defaults`, hooks.
+
+    Attributes:
+        optimizer: the one that was given. It steps through this one only.
+    """
+
+    def __init__(self, update: MixedPrecisionOptimizer, precision: Precision) -> None:
+        # Without Optimizer.__init__, which would make a second set of groups and state.
+        self.optimizer = update.optimizer
+        self._update = update
+        self._precision = precision
+        self._closed = False
+        self._accumulation = Accumulation(update, precision)
+        self._executor = DirectBackward(update, self._accumulation)
+        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._update.loss_scales.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._update.skip_counter.skipped
+
+    def backward(self, loss: torch.Tensor, loss_id: int = 0, *, retain_graph: bool = False) -> None:
+        """Add the gradients of `loss`, a scalar; in place of `loss.backward()`.
+
+        Args:
+            loss_id: which of the `num_losses` losses this is (mode APEX).
+
+        Raises:
+            InputError: not a scalar with a graph, an unknown `loss_id`, or after `close`.
+        """
+        if self._closed:
+            raise InputError("this optimizer is closed; step the one that was given, or call convert_to_amp again")
+        self._accumulation.backward(
+            self._executor, loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id
+        )
+
+    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
+        """Unscale, check, step or skip, and move the loss scale. Frees the gradients that it uses.
+
+        Raises:
+            InputError: no `backward` since the last step, or a closure.
+            NonFiniteError: inf or nan in too many updates in a row.
+        """
+        refuse_closure("optimizer.step", closure)
+        if not self._accumulation.has_backward:
+            raise InputError(
+                "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
+                "in place of loss.backward(), which does not scale the loss"
+            )
+        try:
+            result = self._update.step()
+        except BaseException:
+            self._accumulation.clear()
+            raise
+        self._accumulation.end_update()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; they are always set to None."""
+        self._accumulation.clear()
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Clip the next step to `max_norm`. Returns the norm of the unscaled gradients before clipping (0-dim).
+
+        Raises:
+            InputError: before `backward`, or a `max_norm` that is not positive.
+        """
+        if not self._accumulation.has_backward:
+            raise InputError("clip_grad_norm was called before backward(loss): there are no gradients; call it after")
+        return self._update.clip_grad_norm_(max_norm)
+
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """The stepped parameters: fp32 masters if there are any, else the model's parameters.
+
+        Raises:
+            InputError: between backward and step, where masters have no gradients yet.
+        """
+        if self._accumulation.has_backward:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
+            raise InputError(
+                "master_params() was called between backward and step, where masters have no gradients yet; to clip "
+                "call optimizer.clip_grad_norm(max_norm)"
+            )
+        return (param for group in self.param_groups for param in group["params"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the given optimizer's: parameters of the model that it did not hold so far."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer state, masters by parameter name, loss scales and counters."""
+        return self._update.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken; masters are copied into the model.
+
+        Raises:
+            InputError: the state of something else, or of another number of loss scales.
+        """
+        validate.refuse_unfit(state_dict, len(self._update.loss_scales.scalers), "optimizer")
+        self._accumulation.clear()
+        self._update.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Restore model and optimizer, with the trained weights. The wrappers then compute in fp32."""
+        if self._closed:
+            return
+        self._closed = True
+        self._accumulation.clear()
+        self._precision.recipe, self._precision.casts = FP32, None
+        self.optimizer.__dict__.pop("zero_grad", None)
+        self._update.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet, while an object is made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)

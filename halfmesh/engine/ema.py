@@ -1,0 +1,96 @@
+"""An exponential moving average of the weights, in the precision in which they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+
+from ..utils.torch_private import foreach_mul_
+from ..amp.master_weights import bucket_bytes, by_bytes
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.recipe import HALF
+from ..utils.log import get_logger
+from ..utils.param_shard import ParamShard
+
+_log = get_logger(__name__)
+
+
+class WeightAverage:
+    """The average of the weights that this rank steps: masters, or parameters where there are no masters.
+
+    Attributes:
+        values: the average of each trained shard, in fp32 (fp64 of fp64); empty until it is asked for or loaded.
+        decay: None until it is asked for.
+    """
+
+    def __init__(self, update: MixedPrecisionOptimizer) -> None:
+        self.values: dict[ParamShard, torch.Tensor] = {}
+        self.decay: float | None = None
+        self._update = update
+
+    @torch.no_grad()
+    def begin_anew(self, besides: Container[ParamShard] = ()) -> None:
+        """Restart the average from the current weights, except for the shards in `besides`."""
+        masters = self._update.master_weights
+        self._update.sync_writes()
+        masters.adopt_external_writes()
+        for shard in masters.trained:
+            if shard not in besides:
+                self.make(shard).copy_(masters.target(shard))
+
+    def make(self, shard: ParamShard) -> torch.Tensor:
+        """The average of `shard`, allocated if there is none."""
+        if shard not in self.values:
+            target = self._update.master_weights.target(shard)
+            dtype = torch.float32 if target.dtype in HALF else target.dtype
+            self.values[shard] = torch.empty_like(target, dtype=dtype, requires_grad=False)
+        return self.values[shard]
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Include the last update unless it was skipped. No host read."""
+        if self.decay is None:
+            _log.warning(
+                "the checkpoint has an average of the weights, which this run does not continue; call "
+                "engine.averaged_model(decay) before the first step"
+            )
+            self.values.clear()
+            return
+        masters = self._update.master_weights
+        if any(shard not in self.values for shard in masters.trained):  # parameters that the optimizer was given since
+            self.begin_anew(besides=self.values)
+        weight: float | torch.Tensor = 1 - self.decay
+        if self._update.found_inf is not None:
+            weight = (1 - self._update.found_inf) * weight
+        limit = bucket_bytes(self._update.device, sum(map(_numel, masters.trained)))
+        for shards in by_bytes(masters.trained, limit, _numel):  # bounds the memory of differences
+            _lerp_([self.values[s] for s in shards], [masters.target(s) for s in shards], weight)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The average by the parameter's name; not copied."""
+        return {shard.name: value for shard, value in self.values.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load what `state_dict` gave; the average of other shards restarts from their weights."""
+        found = {shard: state[shard.name] for shard in self._update.master_weights.trained if shard.name in state}
+        for shard, value in found.items():
+            self.make(shard).copy_(value)
+        if self.values:
+            self.begin_anew(besides=found)
+
+
+def _numel(shard: ParamShard) -> int:
+    return shard.param.numel()
+
+
+def _lerp_(targets: list[torch.Tensor], sources: Sequence[torch.Tensor], weight: float | torch.Tensor) -> None:
+    """targets += weight * (sources - targets), in the targets' dtype. A `weight` on a device is not read."""
+    wide = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
+    if isinstance(weight, float):
+        torch._foreach_lerp_(targets, wide, weight)
+        return
+    differences = torch._foreach_sub(wide, targets)
+    foreach_mul_(differences, weight)
+    torch._foreach_add_(targets, differences)

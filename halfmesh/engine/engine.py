@@ -1,0 +1,583 @@
+"""The engine: the user's loop of forward, backward and step, in any precision and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+from torch import nn, optim
+
+from ..amp.o1 import CastTable
+from ..amp.step_result import StepResult
+from ..checkpoint.averaged_model import AveragedModel
+from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.rank_state import Stateful
+from ..data.loader import EngineDataLoader
+from ..errors import InputError, NonFiniteError, refuse_closure, show
+from .parts import EngineHook, EngineParts
+from .summary import EffectivePlan
+
+if TYPE_CHECKING:
+    from ..debug.precision import PrecisionReport
+
+
+class Engine:
+    """What `halfmesh.initialize` returns. The loop is the same for every precision and layout:
+
+        for images, labels in engine.dataloader:
+            engine.zero_grad()
+            output = engine(images)
+            loss = engine.criterion(output, labels)
+            engine.backward(loss)
+            engine.step()
+
+    Attributes:
+        model: this rank's stage and shards of the model, under the whole model's parameter names.
+        context: the parallel layout.
+        config: the config, as loaded.
+        plan: the effective plan that initialize prints.
+    """
+
+    plan: EffectivePlan
+
+    def __init__(self, parts: EngineParts, checkpointer: Checkpointer) -> None:
+        self.model = parts.model
+        self.context = parts.context
+        self.config = parts.config
+        self._parts = parts
+        self._checkpointer = checkpointer
+        self._set_hooks(())
+        # Its own would miss the model's gradients. (Not this engine's: the optimizer would keep the engine.)
+        self.optimizer.zero_grad = parts.accumulation.zero_grad  # type: ignore[method-assign]
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for these inputs, in the config's precision.
+
+        Under a pipeline, in training, a handle for `criterion`; with `keep_outputs` it is the output after `backward`.
+        """
+        parts = self._parts
+        parts.refuse_if_closed()
+        parts.update.sync_writes()
+        parts.calls["engine"] += 1
+        for hook in self._before_forward:
+            hook(args, kwargs)
+        try:
+            with parts.guard.own_call():
+                return parts.division.call(self.model, parts.executor.forward, args, kwargs)
+        except RuntimeError as error:
+            parts.division.explain(error)
+            parts.precision.explain(parts.model, error)
+            raise
+
+    def criterion(self, *args: Any, **kwargs: Any) -> Any:
+        """The criterion's value for these arguments, in the config's precision.
+
+        For a handle it returns a handle: the loss of the whole batch, on every rank, after `backward`.
+        """
+        parts = self._parts
+        if parts.criterion is None:
+            raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
+        try:
+            with parts.division.scope():
+                return parts.executor.criterion(parts.criterion, *args, **kwargs)
+        except RuntimeError as error:
+            parts.division.explain(error)
+            raise
+
+    def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
+        """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
+
+        At the end of a cycle they are reduced over the data ranks while backward runs. Under a pipeline forward and
+        backward of all microbatches run here.
+
+        Args:
+            loss_id: which of the `num_losses` losses this is (mode APEX); each has its own loss scale.
+
+        Raises:
+            InputError: not a scalar with a graph, or an unknown `loss_id`.
+        """
+        parts = self._parts
+        parts.refuse_if_closed()
+        for before in self._before_backward:
+            before(loss)
+        loader = parts.dataloader
+        is_last_batch = loader is not None and loader.at_end
+        try:
+            with parts.division.scope():
+                parts.accumulation.backward(
+                    parts.executor, loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id
+                )
+        except RuntimeError as error:
+            parts.division.explain(error)
+            parts.precision.explain(parts.model, error)
+            raise
+        parts.division.check_loss(loss)
+        for hook in self._after_backward:
+            hook(loss)
+        if loader is not None:
+            loader.note_training()
+
+    def step(self, closure: None = None, *, last: bool = False) -> StepResult | None:
+        """Count one microbatch; at the end of an accumulation cycle take one optimizer step.
+
+        Args:
+            closure: as in torch's optimizers, but only None.
+            last: end the cycle here, also without a new backward: after the last batch of a loader of your own, or
+                after a `break` (`engine.dataloader` knows its end).
+
+        Returns:
+            The step's result, or None inside an accumulation cycle.
+
+        Raises:
+            InputError: no backward since the last step, or a closure.
+            NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
+            SyncError: with `debug="sync"`: the ranks differ where they should agree.
+        """
+        refuse_closure("engine.step", closure)
+        if not isinstance(last, bool):
+            raise InputError(f"engine.step(last={show(last)}): expected True or False")
+        parts = self._parts
+        parts.refuse_if_closed()
+        parts.lr.check()
+        for hook in self._before_step:
+            hook()
+        accumulation = parts.accumulation
+        if not accumulation.has_backward and not (last and accumulation.in_progress):
+            raise InputError(
+                "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
+                "(loss.backward() does not count)"
+            )
+        updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
+        accumulation.count_microbatch()
+        if not updates:
+            return None
+        try:
+            parts.lr.settle()
+            result = parts.update.step(accumulation.grad_divisor())
+            accumulation.end_update()
+        except BaseException as error:
+            accumulation.clear()
+            if isinstance(error, NonFiniteError):
+                for on_error in self._on_error:
+                    on_error(error)
+            raise
+        finally:
+            if is_last_batch and parts.dataloader is not None:  # else the last batch is fetched already, and waits
+                parts.dataloader.at_end = False
+        parts.results.append(result)
+        parts.global_step += 1
+        if parts.average.values:
+            parts.average.after_step()
+        parts.lr.after(result)
+        for after_step in self._after_step:
+            after_step(result)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients; does nothing inside an accumulation cycle. (`set_to_none` is there for code of torch.)"""
+        self._parts.accumulation.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
+
+        Returns the norm of the unscaled gradients over all ranks before clipping (0-dim). Raises InputError inside an
+        accumulation cycle, or before backward.
+        """
+        accumulation = self._parts.accumulation
+        if not accumulation.has_backward:
+            raise InputError(
+                "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
+            )
+        if not accumulation.is_last_microbatch:
+            raise InputError(
+                f"engine.clip_grad_norm_ was called on microbatch {accumulation.position}, where gradients are "
+                "incomplete; call it on the last one only, or set clip_grad_norm in the config"
+            )
+        return self._parts.update.clip_grad_norm_(max_norm, accumulation.grad_divisor())
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the model into training mode."""
+        if not self._parts.closed:  # here too: of an evaluation loader a rank may have no batch
+            self._parts.update.sync_writes()
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the model into evaluation mode."""
+        return self.train(False)
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """The scope of forward and criterion, for computations of your own; `enabled=False` leaves it again."""
+        return self._parts.precision.autocast(enabled)
+
+    # -- what can be read --------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        """The user's optimizer. It steps through the engine only."""
+        return self._parts.update.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler given to initialize; `config.lr_interval` says when it advances."""
+        self._parts.lr.settle()
+        return self._parts.lr.scheduler
+
+    @property
+    def dataloader(self) -> EngineDataLoader:
+        """The loader given, sharded over the data ranks, its batches on the device. Raises InputError without one."""
+        return _required(self._parts.dataloader, "dataloader")
+
+    @property
+    def eval_dataloader(self) -> EngineDataLoader:
+        """The evaluation loader, sharded without padding: each sample once. Raises InputError without one."""
+        return _required(self._parts.eval_dataloader, "eval_dataloader")
+
+    @property
+    def has_dataloader(self) -> bool:
+        """Whether a training loader was given to initialize."""
+        return self._parts.dataloader is not None
+
+    @property
+    def has_eval_dataloader(self) -> bool:
+        """Whether an evaluation loader was given to initialize."""
+        return self._parts.eval_dataloader is not None
+
+    @property
+    def has_criterion(self) -> bool:
+        """Whether a criterion was given to initialize."""
+        return self._parts.criterion is not None
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps attempted so far, skipped ones included."""
+        return self._parts.global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._parts.global_step = step
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank trains on."""
+        return self.context.device
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    @property
+    def casts(self) -> CastTable:
+        """O1's lists of functions, to which a model's own can be added. Raises InputError outside O1."""
+        if self._parts.precision.casts is None:
+            raise InputError("this engine has no cast lists; only mode='apex' with opt_level='O1' has")
+        return self._parts.precision.casts
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._parts.update.loss_scales.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._parts.update.skip_counter.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
+        return self._parts.results[-1].grad_norm if self._parts.results else None
+
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """What the optimizer steps: the fp32 masters where there are any, else the model's parameters.
+
+        Raises InputError between backward and step, where masters have no gradients yet.
+        """
+        if self._parts.accumulation.holds_gradients:
+            raise InputError(
+                "engine.master_params() was called between backward and step, where masters have no gradients yet; "
+                "to clip set clip_grad_norm, or call engine.clip_grad_norm_(max_norm)"
+            )
+        return (param for group in self.optimizer.param_groups for param in group["params"])
+
+    # -- reports -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def precision_report(self) -> Iterator[PrecisionReport]:
+        """Measure what the precision does to the numbers of each layer, in a real update. All ranks together.
+
+            with engine.precision_report() as report:
+                loss = engine.criterion(engine(images), labels)
+                engine.backward(loss)
+                engine.step()
+            print(report)
+
+        The report is filled at the end of the block, the same on all ranks; `report.to_dict()` gives plain values.
+        Compiled modules run uncompiled in it. Raises InputError within an accumulation cycle, or without a step.
+        """
+        self._parts.before_call("engine.precision_report()")
+        from ..debug.precision import PrecisionSurvey
+
+        survey = PrecisionSurvey(self._parts)
+        survey.attach()
+        try:
+            with self._with_hook(survey):
+                yield survey.report
+        finally:
+            survey.detach()
+        survey.finish()
+
+    @contextmanager
+    def count_flops(self) -> Iterator[dict[str, int]]:
+        """Count the floating point operations of forward, criterion and backward. All ranks together.
+
+            with engine.count_flops() as flops:
+                engine.backward(engine.criterion(engine(images), labels))
+
+        Counts products of matrices, convolutions and attention (a multiplication and an addition are two) up to the
+        first `step`, without what activation checkpointing recomputes. At the end of the block `flops` has them by
+        dtype, {"torch.bfloat16": 12345}, of all ranks that compute this data rank's batch. Compiled modules run
+        uncompiled in it. Raises InputError within an accumulation cycle, under tensor parallelism, or if an operator
+        has no formula.
+        """
+        self._parts.before_call("engine.count_flops()")
+        from ..debug.flops import FlopCounter, counted
+
+        counter = FlopCounter()
+        with self._with_hook(counter), counted(self._parts, counter) as flops:
+            yield flops
+
+    # -- saving and loading ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, for an exact resume in the same layout; this rank's shards.
+
+        Weights are the fp32 masters where there are any. Tensors are not copied: save or copy them before the next
+        step. Raises InputError inside an accumulation cycle, whose gradients would be lost.
+        """
+        self._parts.accumulation.refuse_unfinished("engine.state_dict()")
+        return self._checkpointer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self._parts.accumulation.refuse_averaged("engine.load_state_dict()")
+        self._checkpointer.load_state_dict(state)
+
+    def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
+        """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
+
+        It can be loaded in any layout and precision. Returns its folder.
+
+        Args:
+            directory: a folder that all ranks share; it is made if it is not there.
+            keep: how many checkpoints to leave there, this one included; the oldest go. None: all.
+            in_background: copy the state to the host (its size once more, kept for the next save), return, and write it
+                while training continues. The next `save`, `load`, `wait_for_save` or `close` waits for it.
+
+        Raises:
+            InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
+            CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact.
+        """
+        self._parts.before_call("engine.save()")
+        return self._checkpointer.save(Path(directory), keep, in_background)
+
+    def wait_for_save(self) -> None:
+        """Wait until `save(in_background=True)` is complete. All ranks together; CheckpointError if it failed."""
+        self._checkpointer.wait()
+
+    def load(self, directory: str | Path) -> Path:
+        """Resume from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
+
+        `directory` is a checkpoint, or a folder of which the newest complete one is taken; the checkpoint's folder is
+        returned. In the layout in which it was saved, training resumes exactly, with the next batch.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+            InputError: it is of another model or optimizer. Nothing has changed then.
+        """
+        self._parts.before_call("engine.load()", keeps_gradients=False)
+        return self._checkpointer.load(Path(directory))
+
+    def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
+        """Save the state of `holder` with the engine's under `name`: counters of the loop, for example.
+
+            best = {"accuracy": 0.0}
+            engine.attach("best", best)  # engine.load updates it in place
+
+        `holder` is a dict, or an object with `state_dict()`, which every save calls and which must not communicate, and
+        `load_state_dict(state)`. A load gives each rank its own state back, in another layout rank 0's; what was loaded
+        before this call is given at once. Raises InputError if the name is taken.
+        """
+        self._parts.refuse_if_closed()
+        self._checkpointer.attached.attach(name, holder)
+
+    def detach(self, name: str, *, keep: bool = True) -> None:
+        """Undo `attach`. With `keep` the last state is still saved, for the next holder of that name."""
+        self._checkpointer.attached.detach(name, keep)
+
+    def preempt(self) -> None:
+        """End the run, as the config's `checkpoint.signals` do. May be called on one rank, and by a signal handler.
+
+        All ranks save after this step or one of the next two, and raise `Preempted`, which ends the process with
+        status 75. Raises InputError if the config has no `checkpoint`.
+        """
+        self._parts.refuse_if_closed()
+        self._checkpointer.preempt()
+
+    def save_weights(
+        self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
+    ) -> None:
+        """Write the whole model's weights, in full precision, under their own names, on rank 0. All ranks together.
+
+        More than `max_file_gb` goes into several files with an index, named as Hugging Face does. Format "torch" is
+        what `torch.save(model.state_dict(), path)` writes. Raises CheckpointError.
+        """
+        self._parts.refuse_if_closed()
+        self.context.agree_on_call("engine.save_weights")
+        self._checkpointer.save_weights(path, format, max_file_gb)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Load the model's weights, and masters, from a file with the same names. All ranks together.
+
+        The optimizer's state is not changed. Raises CheckpointError if the file cannot be read, and InputError if
+        names or shapes do not fit; nothing has changed then.
+        """
+        self._parts.before_call("engine.load_weights()")
+        self._checkpointer.load_weights(Path(path))
+
+    def averaged_model(self, decay: float) -> AveragedModel:
+        """Start an exponential moving average (EMA) of the weights; each update keeps the fraction `decay` of it.
+
+        It begins with the present weights, or with the average of a checkpoint that was loaded; loading a checkpoint
+        without one restarts it. All ranks together.
+        """
+        self._parts.refuse_if_closed()
+        average = self._parts.average
+        if average.decay is not None:
+            raise InputError(
+                f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
+                f"{average.decay}; use what the first call returned, and set its decay to change that"
+            )
+        model = AveragedModel(self._parts, self._checkpointer, decay)
+        average.begin_anew(besides=average.values)
+        return model
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def close(self, restore: bool = False) -> None:
+        """End training: release hooks, locks, buckets and, if the engine made it, the process group.
+
+        A model that this rank holds whole is restored to its own dtype, with the trained weights; the
+        optimizer holds its parameters again. What is sharded over ranks stays so, is of no more use, and nothing is
+        sent (in one process it is restored, too): save before. `restore` has no meaning where nothing is sharded.
+
+        Args:
+            restore: give a sharded model and its optimizer back whole, on the CPU of every rank, whose memory has to
+                hold both; one tensor is gathered at a time. All ranks together.
+
+        Raises:
+            CheckpointError: after closing, if a save in the background failed.
+            InputError: with `restore`: the optimizer has state that cannot be put together.
+        """
+        parts = self._parts
+        parts.accumulation.refuse_averaged("engine.close()")
+        restore = (restore or self.context.size == 1) and parts.division.divides and not parts.closed
+        if restore:
+            self.context.agree_on_call("engine.close")
+        try:
+            self._close_hooks(None)
+            self._checkpointer.wait()
+            if not (parts.closed or restore):  # which does it, too
+                parts.update.sync_writes()
+        finally:
+            self._give_back(restore)
+            self.context.close()
+
+    def _give_back(self, restore: bool = False, failed: bool = False) -> None:
+        """See `close`. After an error (`failed`) other ranks may be gone."""
+        parts = self._parts
+        if parts.closed:
+            return
+        stays_in_parts = parts.division.divides and not restore
+        whole = self._checkpointer.collect_whole() if restore else None
+        parts.accumulation.clear()
+        parts.average.values.clear()
+        parts.closed = True
+        self.optimizer.__dict__.pop("zero_grad", None)
+        parts.guard.remove(warnings=not stays_in_parts)
+        parts.update.close(undo=not stays_in_parts)
+        if parts.accumulation.reducer is not None:
+            parts.accumulation.reducer.close()
+        if not failed:
+            parts.executor.close()
+        self._checkpointer.close()
+        parts.division.close(restore)
+        if whole is not None:
+            whole.restore(parts.model, self.optimizer)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        # With an error in flight the process group stays: what reports the error to the other ranks goes with it.
+        if kind is None:
+            self.close()
+        else:
+            self._close_hooks(error)
+            self._give_back(failed=True)
+            self.context.leave()
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
+            "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
+        )
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
+        self._hooks = tuple(hooks)
+        self._before_forward = self._hooks_on("before_forward")
+        self._before_backward = self._hooks_on("before_backward")
+        self._after_backward = self._hooks_on("after_backward")
+        self._before_step = self._hooks_on("before_step")
+        self._after_step = self._hooks_on("after_step")
+        self._on_error = self._hooks_on("on_error")
+        if self._parts.dataloader is not None:
+            self._parts.dataloader.before_fetch = self._hooks_on("before_fetch")
+
+    def _hooks_on(self, event: str) -> tuple[Callable[..., None], ...]:
+        """The hooks' methods for `event`, of those that override it."""
+        default = getattr(EngineHook, event)
+        return tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not default)
+
+    @contextmanager
+    def _with_hook(self, hook: EngineHook) -> Iterator[None]:
+        """A scope in which `hook` also runs."""
+        self._set_hooks([*self._hooks, hook])
+        try:
+            yield
+        finally:
+            self._set_hooks(other for other in self._hooks if other is not hook)
+
+    def _close_hooks(self, error: BaseException | None) -> None:
+        hooks, self._hooks = self._hooks, ()
+        for hook in hooks:
+            hook.close(error)
+
+
+def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:
+    if loader is None:
+        raise InputError(f"no {name} was given to initialize; pass one, or iterate a loader of your own")
+    return loader

@@ -1,0 +1,137 @@
+"""Forward, criterion and backward of the loop: immediate in this process, or deferred until the pipeline runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision, cast_model
+from ..parallel.mesh import ParallelContext
+from ..parallel.gradient_sums import Reduction
+from ..parallel.replica_checks import SameCalls
+from ..utils.tensors import tensors_of
+from .accumulation import Accumulation, Backward
+
+if TYPE_CHECKING:
+    from ..config.schema import PipelineConfig
+    from .parallelize import Division
+    from ..parallel.pipeline.stage import StageModule
+
+
+class Executor(Backward, Protocol):
+    """How an engine computes.
+
+    Attributes:
+        stages: the pipeline stages on this rank.
+    """
+
+    @property
+    def stages(self) -> Collection[StageModule]: ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The criterion's value."""
+
+    def close(self) -> None:
+        """No more calls follow."""
+
+
+class DirectBackward:
+    """Immediate, from a loss with a graph."""
+
+    is_single = True
+
+    def __init__(self, update: MixedPrecisionOptimizer, accumulation: Accumulation) -> None:
+        self._update = update
+        self._accumulation = accumulation
+
+    def check(self, loss: Any) -> torch.Tensor:
+        """The scalar; of a weighted loss the weight is counted."""
+        total, weight = self._accumulation.check_loss(loss)
+        self._accumulation.add_weight(weight)
+        return total
+
+    def backward(
+        self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
+    ) -> None:
+        """The hooks of `reducer` send what is complete."""
+        self._update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
+
+
+class DirectExecutor(DirectBackward):
+    """Immediate: this process holds the whole model.
+
+    Args:
+        scope: around each forward.
+        same: compare calls over the ranks that compute one batch with this one. (Those of the model, its hooks do.)
+    """
+
+    stages = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        update: MixedPrecisionOptimizer,
+        accumulation: Accumulation,
+        scope: Callable[[], AbstractContextManager[Any]],
+        same: Sequence[SameCalls],
+    ) -> None:
+        super().__init__(update, accumulation)
+        self._model = model
+        self._precision = precision
+        self._scope = scope
+        self._same = same
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scope():
+            return self._precision.forward(self._model, *args, **kwargs)
+
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._same and self._model.training and torch.is_grad_enabled():
+            targets = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad]
+            for ranks in self._same if targets else ():  # not the outputs, which are equal but for rounding
+                ranks.compare_inputs(True, targets, {}, of="targets")
+        return self._precision.criterion(criterion, *args, **kwargs)
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+
+
+def make_executor(
+    division: Division,
+    model: nn.Module,
+    precision: Precision,
+    update: MixedPrecisionOptimizer,
+    accumulation: Accumulation,
+    context: ParallelContext,
+    options: PipelineConfig,
+) -> Executor:
+    """The executor for a model that was cast and parallelized."""
+    params = division.axes.get("pipeline")
+    if params is None:
+        return DirectExecutor(model, precision, update, accumulation, division.around_call(model), division.same)
+    from ..parallel.pipeline.executor import Pipeline
+    from ..parallel.pipeline.stage import ForwardContext
+    from ..parallel.pipeline.stage_params import StageParameters
+    from ..parallel.registries import SCHEDULES
+    from .pipeline_executor import PipelineExecutor
+
+    assert isinstance(params, StageParameters)
+    cast_model(params.meta_model, update.recipe)
+    forward_context = ForwardContext(
+        precision.autocast,
+        lambda: division.drawing(model),
+        lambda: division.host_random,
+        division.saving(model),
+    )
+    schedule = SCHEDULES.get(options.schedule)
+    pipeline = Pipeline(model, params, schedule, context, forward_context)
+    return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, division.same)

@@ -1,0 +1,374 @@
+"""initialize(): config -> check -> context -> model -> precision -> engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from .. import compat
+from . import inputs
+from . import launch as launchers
+from ..utils.torch_private import has_no_memory
+from ..amp.convert import convert
+from ..amp.gradient_watch import SHARDED, UNDIVIDED
+from ..amp.keep_fp32 import find_kept_problems
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.plugin import AMP_PLUGINS, Backend
+from ..amp.recipe import Recipe, UpdateOptions
+from ..checkpoint.checkpointer import Checkpointer
+from ..config.config import Config
+from ..config.load import load_config
+from ..config.global_batch import accumulate, batch_size
+from ..data.loader import EngineDataLoader
+from ..data.sharding import ShardedLoader
+from ..debug.nonfinite import NonFiniteProbes
+from .parallelize import Division
+from .parallel_plans import Plans, data_strategy, make_plans
+from .engine import Engine
+from ..errors import IncompatibleConfigError, InputError, bullet_list
+from ..config.key_checks import find_advice, recipe_of
+from .launch import Launch
+from ..distributed.failures import recorded_for_torchrun
+from ..utils.log import get_logger
+from .accumulation import Accumulation
+from .ema import WeightAverage
+from .executor import make_executor
+from .loop_checks import CountedBatches, ForwardWrites, SameInputs
+from .lr_scheduler import LRAdvance
+from .model_guard import ModelGuard
+from .parts import EngineHook, EngineParts
+from .same_trained import SameTrained
+from ..parallel.mesh import ParallelContext
+from ..parallel.deferred.creation import build
+from ..parallel.deferred.materialize import Materializer, make_materializer
+from ..parallel.deferred.meta import convert_to_meta, refuse_early_state
+from ..parallel.gradient_sums import CompleteGradients, Reduction
+from ..parallel.objects import is_alone
+from .summary import make_plan
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class _Given:
+    """The user's objects."""
+
+    model: Any
+    optimizer: Any
+    criterion: Any
+    dataloader: Any
+    eval_dataloader: Any
+    lr_scheduler: Any
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: optim.Optimizer | Callable[..., optim.Optimizer],
+    criterion: Callable[..., Any] | None = None,
+    dataloader: Any = None,
+    config: str | Path | Mapping[str, Any] | Config | Launch | None = None,
+    *,
+    eval_dataloader: Any = None,
+    lr_scheduler: Any = None,
+    device: torch.device | str | None = None,
+) -> Engine:
+    """Make a model, an optimizer and a config into an engine.
+
+    Everything is checked first: a refusal names all problems and leaves the arguments untouched. Then the model moves
+    to the device, takes rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters where the
+    mode keeps them. If a later part fails, such as `resume`, both are given back, as by `close`, unless they are
+    sharded by then.
+
+    Args:
+        model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
+            rank's shard is materialised (as of a model built under `halfmesh.deferred_init`).
+        optimizer: a torch optimizer over `model.parameters()`, or a callable `params -> Optimizer`.
+        criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
+        dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
+        config: path of a .py, .yaml or .json file, a dict, a Config, or what a `launch*` function returned.
+        eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
+        lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`.
+        device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: mistakes in the config.
+        IncompatibleConfigError: an unsupported combination, or one that does not fit model or device.
+        InputError: arguments of the wrong kind.
+    """
+    with recorded_for_torchrun():
+        return _initialize(
+            _Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler), config, device
+        )
+
+
+def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
+    launch = config if isinstance(config, Launch) else None
+    settings = launch.config if launch is not None else _load(config)
+    place = launch.device if launch is not None and device is None else launchers.choose_device(device)
+    world_size = launchers.expected_world_size()
+    compat.raise_for(compat.check(settings, world_size, place.type))
+    settings = accumulate(settings, batch_size(given.dataloader), compat.mesh_sizes(settings, world_size)["dp"])
+    compat.raise_for(compat.check(settings, world_size, place.type))  # with the length of a cycle
+    recipe = recipe_of(settings)
+    with ExitStack() as undo:  # after an error the model can be given again
+        given = _build(given, undo)
+        plans = _refuse_problems(given, recipe, settings, place, world_size)
+        group = launchers.ensure_process_group(
+            place,
+            settings.timeout,
+            launchers.choose_backend(settings, place),
+            settings.parallel.mesh_sizes,
+            alone=data_strategy(settings, 1).shards_model,
+        )
+        context, loaders, late = _prepare(given, recipe, settings, place, group)
+        undo.pop_all()
+    context.start_equal(given.model, given.optimizer)
+    sharded = bool(plans.axes) or data_strategy(settings, context.dp_size).shards_state
+    with _given_back(sharded) as undo:
+        parts = _convert(given, recipe, settings, context, loaders, plans, late, undo)
+        checkpointer = Checkpointer(parts)
+        engine = undo.enter_context(Engine(parts, checkpointer))
+        engine.plan = make_plan(parts, recipe, given.dataloader)
+        _log.info("%s", engine.plan)
+        for advice in find_advice(settings) if context.dp_size > 1 else ():
+            _log.info("advice: %s", advice)
+        engine._set_hooks(_make_hooks(parts, checkpointer))
+        owner = group if launch is None else launch.group
+        if owner is not None:
+            owner.failures.watch(parts)
+        engine.context.begin_calls(owner)
+        _resume(engine)
+    if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
+        _log.warning(
+            "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, so "
+            "checkpoints have it, too; to avoid this, pass the uncompiled model and set compile = True in the config"
+        )
+    if group is not None:
+        group.join(engine.context)  # not earlier: a refused call closes nothing
+    return engine
+
+
+def _prepare(
+    given: _Given,
+    recipe: Recipe,
+    config: Config,
+    device: torch.device,
+    group: launchers.OwnedGroup | None,
+) -> tuple[ParallelContext, list[Any], Materializer | None]:
+    """Checks of all ranks together, before anything is changed."""
+    others = config.parallel.mesh_sizes
+    pp, tp = others.pop("pp"), others.pop("tp")
+    context = ParallelContext(pp, tp, device, group, config.timeout, others)
+    if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
+        raise InputError("the ranks were given different configs; start all of them with the same one")
+    loaders = [
+        None if loader is None else ShardedLoader(loader, context, training)
+        for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
+    ]
+    if data_strategy(config, context.dp_size).shards_model:
+        inputs.refuse_uneven_evaluation(loaders[1], context)
+    late = make_materializer(given.model, context)
+    if late is not None:
+        late.check = inputs.overflow_check(given.model, recipe)
+    return context, loaders, late
+
+
+def _convert(
+    given: _Given,
+    recipe: Recipe,
+    config: Config,
+    context: ParallelContext,
+    loaders: list[Any],
+    plans: Plans,
+    late: Materializer | None,
+    undo: ExitStack,
+) -> EngineParts:
+    """Parallelize and cast the model, and build the parts. From here on the user's objects change."""
+    # Before the model goes to the device, which may not have room for all of it.
+    division = Division(given.model, given.optimizer, plans, config, context, late)
+    shards = division.make_shards(given.model, given.optimizer, given.criterion, recipe)
+    _move_state(given.optimizer)
+    backend, options = _backend(config), _update_options(config)
+    update = convert(
+        given.model, given.optimizer, shards, recipe, context, options, division.data.update_device, backend.cast_model
+    )
+    undo.callback(division.close, restore=False)
+    undo.callback(update.close, undo=not division.divides)
+    update.publisher = division.data.publisher
+    precision = backend.precision(recipe, context.device)
+    if division.axes:
+        update.gradient_watch.why = SHARDED
+    elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
+        update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
+    reducer = _make_reduction(given.model, update, context, config, division)
+    if reducer is not None:
+        undo.callback(reducer.close)
+    cycle = config.gradient_accumulation, config.loss_reduction
+    accumulation = Accumulation(update, precision, *cycle, context, reducer, SameTrained(context))
+    executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
+    division.checkpoint_and_compile(given.model)
+    lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
+    train, evaluation = loaders
+    needs_end = config.gradient_accumulation > 1  # alone, each batch closes its cycle, whatever follows
+    parts = EngineParts(
+        model=given.model,
+        criterion=given.criterion,
+        update=update,
+        precision=precision,
+        context=context,
+        executor=executor,
+        division=division,
+        accumulation=accumulation,
+        lr=lr,
+        config=config,
+        dataloader=None if train is None else EngineDataLoader(train, context, config.seed, lr.end_epoch, needs_end),
+        eval_dataloader=None if evaluation is None else EngineDataLoader(evaluation, context, config.seed),
+        average=WeightAverage(update),
+        guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
+    )
+    undo.pop_all()  # the engine does it from now on
+    return parts
+
+
+@contextmanager
+def _given_back(sharded: bool) -> Iterator[ExitStack]:
+    """A scope in which model and optimizer change. After an error what is on the stack is undone, as by `close`; if
+    they are `sharded` the error says that they are of no more use."""
+    try:
+        with ExitStack() as undo:
+            yield undo
+            undo.pop_all()
+    except BaseException as error:
+        if sharded:
+            error.add_note(
+                "model and optimizer were sharded by then and cannot be given back: before you call initialize again, "
+                "build new ones"
+            )
+        raise
+
+
+def _make_hooks(parts: EngineParts, checkpointer: Checkpointer) -> list[EngineHook]:
+    """The hooks that the config needs; modules of unused features are not imported."""
+    config, context, hooks = parts.config, parts.context, list[EngineHook]()
+    if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run is alone
+        from ..debug.sync_check import SyncCheck
+
+        hooks.append(SyncCheck(parts))
+    if not any(map(has_no_memory, parts.model.parameters())):  # as in a dry run
+        hooks.append(ForwardWrites(parts))
+    hooks.append(NonFiniteProbes(parts))
+    if config.gradient_accumulation > 1:
+        hooks.append(CountedBatches(parts))
+    if parts.dataloader is None and context.dp_size > 1:
+        hooks.append(SameInputs(parts))
+    if config.checkpoint is not None:
+        from ..checkpoint.preemption import PreemptionHook
+
+        checkpointer.preemption = PreemptionHook(parts, checkpointer, config.checkpoint)
+        hooks.append(checkpointer.preemption)
+    return hooks
+
+
+def _make_reduction(
+    model: nn.Module,
+    update: MixedPrecisionOptimizer,
+    context: ParallelContext,
+    config: Config,
+    division: Division,
+) -> Reduction | None:
+    """The reducer that completes gradients over the data ranks and the other axes."""
+    reductions: list[Reduction] = []
+    if context.dp_size > 1 or division.data.shards_model:
+        withholds = update.loss_scales.scale is not None or bool(division.axes) or config.loss_reduction == "weighted"
+        trained, buffers = update.master_weights.trained, dict(model.named_buffers())
+        reductions.append(division.data.make_reducer(trained, buffers, withholds))
+    reductions += division.make_reductions(update.master_weights.trained)
+    return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
+
+
+def _resume(engine: Engine) -> None:
+    """Load the checkpoint that the config's `resume` names."""
+    if engine.config.resume is None:
+        return
+    from ..checkpoint.preemption import find_resumed
+
+    place = find_resumed(engine.config, engine.context)
+    if place is not None:
+        engine.load(place)
+
+
+def _load(config: Any) -> Config:
+    if config is None:
+        raise InputError(
+            "no config was given to initialize; pass a path, a dict, or what launch_from_torch(config) returned "
+            "(config={} trains in fp32)"
+        )
+    return load_config(config)
+
+
+def _build(given: _Given, undo: ExitStack) -> _Given:
+    """Call what was given as a callable."""
+    if not isinstance(given.model, nn.Module) and callable(given.model):
+        given.model = build(given.model)
+    if isinstance(given.model, nn.Module):
+        convert_to_meta(given.model, given.optimizer, undo)
+    takes_params = callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer)
+    if takes_params and isinstance(given.model, nn.Module):
+        given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
+    refuse_early_state(given.optimizer)
+    finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
+    if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
+        given.lr_scheduler = given.lr_scheduler(given.optimizer)
+    return given
+
+
+def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
+    """Raise if anything is wrong with the arguments. Returns how the model will be parallelized."""
+    device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
+    if device_problem:
+        raise IncompatibleConfigError([device_problem])
+    has_model = isinstance(given.model, nn.Module)
+    problems = [
+        *inputs.find_model_problems(given.model, recipe, config.precision.mode if config.precision else None, device),
+        *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if has_model else ()),
+        *(find_kept_problems(given.model, recipe) if has_model else ()),
+        *inputs.find_other_problems(
+            given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
+        ),
+    ]
+    if problems:
+        raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
+    return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, config, ranks)
+
+
+def _backend(config: Config) -> Backend:
+    if config.precision is None:
+        return Backend()
+    return AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
+
+
+def _update_options(config: Config) -> UpdateOptions:
+    return UpdateOptions(
+        max_norm=config.clip_grad_norm.max_norm,
+        norm_type=config.clip_grad_norm.norm_type,
+        on_nonfinite=config.on_nonfinite,
+        max_consecutive_skips=config.max_consecutive_skips,
+        track_grad_norm=config.track_grad_norm,
+        fused=config.fused,
+        wide_gradients=config.gradient_dtype == "float32",
+        name=config.name,
+    )
+
+
+def _move_state(optimizer: optim.Optimizer) -> None:
+    """Move optimizer state to its parameters; the step counters of unfused optimizers stay on the CPU, as in torch."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(param.device)

@@ -1,0 +1,263 @@
+"""Checks of the arguments of `initialize`, before any is changed: all problems at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sized
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..utils.torch_private import call_hooks, has_no_memory, is_compiled
+from ..amp.precision import find_overflow, tensors_to_cast
+from ..amp.recipe import HALF, Recipe
+from ..errors import NO_BATCH, InputError, shorten
+from ..parallel.deferred.meta import recorded
+from ..utils.param_shard import foreign_params
+from ..utils.tensors import dtype_name, is_compound
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..data.sharding import ShardedLoader
+    from ..parallel.mesh import ParallelContext
+
+
+def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: torch.device) -> Iterator[str]:
+    """Problems of the model under this recipe on `device`."""
+    if not isinstance(model, nn.Module):
+        yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
+        return
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        wrapper = type(model).__name__
+        yield f"model: it is wrapped in {wrapper}; pass the plain model (model.module): the engine averages gradients"
+        return
+    owners = [*model.modules(), *(getattr(hook, "__self__", None) for hook in call_hooks(model))]
+    if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):
+        yield (
+            "model: this rank holds a part of it for another engine (tensor=..., pipeline=..., expert=...); close that "
+            "one with engine.close(restore=True), which makes the model whole, or build the model again"
+        )
+        return
+    params = dict(model.named_parameters())
+    complex_params = [name for name, p in params.items() if p.is_complex()]
+    if complex_params:
+        yield (
+            f"model: {shorten(complex_params)} are complex, for which no precision mode is defined; keep real and "
+            "imaginary part as one real parameter (torch.view_as_real)"
+        )
+    compound = {name: tensor for name, tensor in chain(params.items(), model.named_buffers()) if is_compound(tensor)}
+    if compound:
+        kind = type(next(iter(compound.values()))).__name__
+        yield (
+            f"model: {shorten(list(compound))} are made of other tensors ({kind}: quantised weights), which the engine "
+            "neither casts nor saves; pass the model as it was before quantize_, with that part frozen, and quantise "
+            "it after training"
+        )
+        return
+    sharded = [name for name, p in params.items() if type(p.data) is not torch.Tensor and not has_no_memory(p)]
+    if sharded:
+        yield (
+            f"model: {shorten(sharded)} are {type(params[sharded[0]].data).__name__}s: the model was sharded already; "
+            "pass it as it was before fully_shard or parallelize_module, the config says how to shard it"
+        )
+    devices = sorted({str(p.device) for p in params.values() if recorded(p) is None})
+    if "meta" in devices:
+        on_meta = [name for name, p in params.items() if p.is_meta and recorded(p) is None]
+        yield (
+            f"model: {shorten(on_meta)} are on the meta device, without values; build the model on a real device, or "
+            "under halfmesh.deferred_init(), without torch.device('meta')"
+        )
+    elif len(devices) > 1:
+        yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
+    if recipe.cast_lists == "apex" and any(is_compiled(module) for module in model.modules()):
+        yield (
+            "model: it is compiled, and O1's casts do not reach into compiled code; pass it uncompiled, or use "
+            "mode='torch' or opt_level='O2'"
+        )
+    if recipe.linear is not None:
+        yield from recipe.linear.find_problems(model, device)
+    for name, tensor in tensors_to_cast(model, recipe):
+        problem = find_overflow(name, tensor.detach(), recipe.param_dtype)
+        if problem is not None:
+            yield f"model: {problem}"
+    yield from _find_dtype_problems(params, recipe, mode)
+
+
+def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Iterator[str]:
+    """Problems of the optimizer with this model."""
+    if not isinstance(optimizer, optim.Optimizer):
+        yield (
+            "optimizer: a torch.optim.Optimizer over model.parameters() (or a callable `params -> Optimizer`) is "
+            f"needed, but {_kind(optimizer)} was given"
+        )
+        return
+    try:
+        optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
+        parameters = inspect.signature(type(optimizer).step).parameters.values()
+        needed = [p.name for p in list(parameters)[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    except AttributeError:
+        yield (
+            f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__ and keeps state in "
+            "another optimizer, so neither fp32 masters nor checkpoints can follow it (timm's Lookahead is one); pass "
+            "the inner optimizer ('adamw' in place of 'lookahead_adamw'), and average with engine.averaged_model()"
+        )
+        return
+    if needed:
+        yield (
+            f"optimizer: {type(optimizer).__name__}.step needs {needed[0]!r}, with which it computes the loss several "
+            "times in an update; the engine steps once, after backward. Use SGD, Adam, AdamW or another one whose step "
+            "needs no argument, or train with it in a loop of your own"
+        )
+    if "zero_grad" in vars(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
+        yield (
+            "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "
+            "back the optimizer that was passed), or build a new optimizer"
+        )
+        return
+    yield from _find_lost_eps(optimizer, recipe)
+    foreign = foreign_params(optimizer, model.parameters())
+    if foreign:
+        yield (
+            f"optimizer: it holds {len(foreign)} parameter(s) that are not the model's: {shorten(list(foreign))}; "
+            "build it from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
+        )
+
+
+def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:
+    """Without masters the optimizer computes in half precision, where Adam's 1e-8 is zero and 0 / 0 is nan."""
+    if recipe.param_dtype not in HALF or recipe.master_weights:
+        return
+    smallest = 2.0**-24 if recipe.param_dtype == torch.float16 else 2.0**-133
+    for index, group in enumerate(optimizer.param_groups):
+        eps = group.get("eps")
+        if isinstance(eps, float) and 0 < eps < smallest:
+            yield (
+                f"optimizer: eps={eps:g} of param_groups[{index}] is zero in {dtype_name(recipe.param_dtype)}, and the "
+                "optimizer divides by it where a gradient is zero: the weights would be nan; set eps=1e-4 or so, or "
+                "keep fp32 masters (opt_level='O2' or mode='naive')"
+            )
+
+
+def find_criterion_problems(criterion: Any) -> Iterator[str]:
+    """Problems of the criterion."""
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        yield f"criterion: the class {criterion.__name__} was given, not a criterion; write {criterion.__name__}()"
+    if criterion is not None and not callable(criterion):
+        yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
+
+
+def find_other_problems(
+    criterion: Any, dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
+) -> Iterator[str]:
+    """Problems of the other arguments."""
+    yield from find_criterion_problems(criterion)
+    for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
+        if loader is None:
+            continue
+        if not isinstance(loader, DataLoader):
+            yield (
+                f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given; "
+                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) makes one of a dataset; of an object "
+                "that wraps one pass the inner one (with timm's create_loader: use_prefetcher=False)"
+            )
+        elif _goes_on(loader):
+            yield (
+                f"{name}: {type(loader).__name__} goes on with one iterator in every epoch, which can be neither "
+                "sharded nor resumed; pass a DataLoader with persistent_workers=True, which keeps its workers, too "
+                "(with timm's create_loader: use_multi_epochs_loader=False)"
+            )
+        elif _is_empty(loader):
+            yield f"{name}: it is empty: {NO_BATCH}"
+    if lr_scheduler is None:
+        return
+    if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+        yield "lr_scheduler: it was built on another optimizer than the one passed; build it on that one"
+    if isinstance(lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau) and config.lr_interval != "manual":
+        yield (
+            "lr_scheduler: ReduceLROnPlateau.step needs a metric, which the engine does not have; set "
+            "lr_interval='manual' and call engine.lr_scheduler.step(metric) yourself"
+        )
+    if config.lr_interval == "epoch" and dataloader is None:
+        yield (
+            "lr_scheduler: lr_interval='epoch' advances it when engine.dataloader ends, but no dataloader was passed; "
+            "pass it to initialize, or set lr_interval='manual'"
+        )
+
+
+def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
+    """A function (name, value) that raises InputError if the recipe casts the tensor `name` to a dtype that cannot hold
+    the value."""
+    cast = {name for name, _ in tensors_to_cast(model, recipe)}
+
+    def check(name: str, value: torch.Tensor) -> None:
+        problem = find_overflow(name, value, recipe.param_dtype) if name in cast else None
+        if problem is not None:
+            raise InputError(f"model: {problem}")
+
+    return check
+
+
+def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
+    """Why this device cannot train in the recipe's dtype."""
+    if device.type != "cuda" or recipe.compute_dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(False):
+        return None
+    return (
+        f"device {device}: it has no matrix products in bfloat16, which torch would emulate slowly (its compute "
+        "capability is below 8.0); use fp16"
+    )
+
+
+def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: str | None) -> Iterator[str]:
+    allowed = {torch.float32, recipe.param_dtype or torch.float64}
+    if recipe.keep_batchnorm_fp32:  # fp32 that was rounded before is not fp32
+        allowed = {torch.float32}
+    odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
+    if not odd:
+        return
+    dtype = params[odd[0]].dtype
+    what = "without a precision mode" if mode is None else f"with mode={mode!r}"
+    naive = "" if mode == "naive" else f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
+    names = " or ".join(sorted(map(dtype_name, allowed)))
+    yield (
+        f"model: {len(odd)} parameter(s) are {dtype_name(dtype)} ({shorten(odd)}), but {what} they have to be {names}: "
+        f"without fp32 masters small updates are lost; build the model in {names}{naive}"
+    )
+
+
+def _is_empty(loader: DataLoader[Any]) -> bool:
+    try:
+        return len(loader) == 0
+    except TypeError:  # an IterableDataset without a length
+        return False
+
+
+def _goes_on(loader: DataLoader[Any]) -> bool:
+    """Whether a loader with an `__iter__` of its own has an iterator already, or a sampler without an end."""
+    if type(loader).__iter__ is DataLoader.__iter__:
+        return False
+    kept = [value for name, value in vars(loader).items() if name != "_iterator"]
+    has_begun = any(isinstance(value, Iterator) and isinstance(value, Sized) for value in kept)  # as torch's have
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return has_begun or not (isinstance(loader.dataset, IterableDataset) or isinstance(sampler, Sized))
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def refuse_uneven_evaluation(loader: ShardedLoader | None, context: ParallelContext) -> None:
+    """Raise InputError, on all ranks, if `loader` has a length, and more batches on some of them: under fsdp a batch
+    needs all ranks, which hold the weights together."""
+    if loader is None or loader.length is None:
+        return
+    counts = context.everyone(loader.length)
+    if min(counts) != max(counts):
+        raise InputError(
+            f"eval_dataloader has {max(counts)} batches on some ranks and {min(counts)} on others, but under "
+            "data='fsdp' each batch needs all ranks, which hold the weights together; evaluate a multiple of batch "
+            "size x data ranks, give the loader drop_last=True, or use data='zero1'"
+        )

@@ -1,0 +1,242 @@
+"""The last stage of a pipeline: the losses of the microbatches, and whether they add up to the
+loss of the whole batch, which one process trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isclose, isfinite, isnan, nan
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
+from ..amp.recipe import HALF
+from ..errors import InputError
+from ..utils.log import get_logger
+from ..parallel.pipeline.fx_trace import unchanged
+from ..parallel.pipeline.pieces import Call
+from ..parallel.rng import random_state, set_random_state
+from ..utils.tensors import map_tensors, tensors_of
+from .accumulation import Accumulation, LossReduction
+from .pipeline_handles import Handle, PipelineLoss, replace
+
+_log = get_logger(__name__)
+
+_RTOL, _RTOL_HALF = 5e-4, 2e-2  # far above rounding, in fp32 and in half precision
+_ATOL = 1e-6  # terms of both signs may cancel out
+_OTHER_WAYS = (
+    "A criterion with class weights or ignore_index has to return (sum, weight), with loss_reduction='weighted': "
+    "`total = F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')`, then `return total, (target "
+    "!= i).sum()`, or with class weights `return total, weight[target[target != i]].sum()`. One that compares the "
+    "samples of a batch with each other (a contrastive loss, a norm over the batch) cannot be split into microbatches: "
+    "train it without parallel.pipeline"
+)
+
+
+@dataclass
+class CriterionCalls:
+    """The criterion's call of each microbatch, with the output's handle in the output's place.
+
+    Attributes:
+        stamps: versions of the tensors in `calls`, which may not change before backward.
+        whole: the call for the whole batch, if the losses of the microbatches are compared with it.
+    """
+
+    function: Callable[..., Any]
+    calls: Sequence[Call]
+    stamps: Sequence[tuple[int, int]]
+    whole: WholeBatch | None
+
+
+class LastStage:
+    """Computes the loss of each microbatch, and keeps what is sent to the other stages.
+
+    Args:
+        params: this rank's; the first loss is refused if it depends on them other than through the output.
+            None: not checked.
+    """
+
+    def __init__(
+        self,
+        precision: Precision,
+        update: MixedPrecisionOptimizer,
+        accumulation: Accumulation,
+        loss: PipelineLoss,
+        keeps_outputs: bool,
+        params: Collection[nn.Parameter] | None = None,
+    ) -> None:
+        self._precision = precision
+        self._update = update
+        self._accumulation = accumulation
+        self._handle: Handle = loss.output
+        self._criterion: CriterionCalls = loss.call
+        count = len(self._criterion.calls)
+        self._divisor = accumulation.seed_divisor * (count if accumulation.reduction == "mean" else 1)
+        self._keeps_outputs = keeps_outputs
+        self._params = params
+        self._losses: dict[int, torch.Tensor] = {}
+        self._weights: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, Any] = {}
+
+    def finish(self, output: Any, index: int) -> torch.Tensor:
+        """The scaled loss of microbatch `index`, from which backward runs."""
+        output = self._precision.cast_output(output)
+        if self._keeps_outputs:
+            self._outputs[index] = map_tensors(torch.Tensor.detach, output)
+        if self._criterion.whole is not None:
+            self._criterion.whole.keep(output, index)
+        call = self._criterion.calls[index]
+        args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
+        value = self._precision.criterion(self._criterion.function, *args, **kwargs)
+        total, weight = self._accumulation.check_loss(value)
+        if self._params is not None and index == 0:
+            _refuse_other_ways(total, output, {id(param) for param in self._params})
+        self._losses[index] = total.detach()
+        if weight is not None:
+            self._weights[index] = weight
+        return self._update.scaled(total, self._divisor)
+
+    def figures(self, device: torch.device) -> torch.Tensor:
+        """The batch's loss, its weight if weighted, and if compared the whole batch's loss, nan where that is the same:
+        float64 [2] or [3]."""
+        reduction, whole = self._accumulation.reduction, self._criterion.whole
+        losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
+        weights = [weight.to(device) for weight in self._weights.values()]
+        weight = torch.stack(weights).sum() if weights else torch.zeros_like(losses[0])
+        figures = torch.stack([losses.mean() if reduction == "mean" else losses.sum(), weight])
+        if whole is None:
+            return figures
+        divisor = {"mean": float(len(losses)), "sum": 1.0, "weighted": float(weight) or 1.0}[reduction]
+        return torch.cat([figures, figures.new_tensor([whole.other_loss(losses.tolist(), divisor, self._precision)])])
+
+    def output(self) -> Any:
+        """The outputs of all microbatches as one."""
+        parts = [tensors_of(self._outputs[index]) for index in range(len(self._outputs))]
+        joined = iter([torch.cat([t if t.dim() else t[None] for t in tensors]) for tensors in zip(*parts, strict=True)])
+        return map_tensors(lambda _: next(joined), self._outputs[0])
+
+
+def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
+    """Raise InputError if `loss` depends on parameters (by their ids) or activations other than through `output`:
+    other stages' parts of that would be missing."""
+    ends = {tensor.grad_fn for tensor in tensors_of(output)}
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in ends or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in params or node.name() == "_UnpackBackward":
+            raise InputError(
+                "the criterion's loss depends on the model otherwise than through its output (a penalty on weights, a "
+                "term that a layer keeps), but this rank has the last stage only. Let the model return such a term "
+                "with its output; for a penalty on weights use the optimizer's weight_decay"
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
+# -- the whole batch ----------------------------------------------------------------------------------------------
+
+
+class WholeBatch:
+    """On the last stage: the criterion's call for a whole batch, with `handle` in the place of the output.
+
+    Args:
+        output: what the model returns for the batch, without memory.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], call: Call, handle: Handle, output: Any) -> None:
+        self._criterion = criterion
+        self._handle = handle
+        # A criterion may write into its targets.
+        self._args, self._kwargs = map_tensors(torch.clone, (call.args, dict(call.kwargs)))
+        self._whole = tensors_of(output)
+        self._outputs: dict[int, Any] = {}
+
+    def keep(self, output: Any, index: int) -> None:
+        """Keep the output of microbatch `index`, on the host: the device may have no room for all."""
+        self._outputs[index] = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
+
+    def other_loss(self, losses: Sequence[float], divisor: float, precision: Precision) -> float:
+        """The whole batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
+
+        Also nan if the criterion draws random numbers, or fails on the joined outputs. Weighted: its sum by its weight.
+        """
+        state = random_state(precision.device)
+        try:
+            with torch.no_grad(), as_it_was(self._criterion):
+                output = self._joined(precision.device)
+                args, kwargs = (replace(given, self._handle, output) for given in (self._args, self._kwargs))
+                value = precision.criterion(self._criterion, *args, **kwargs)
+            total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
+            whole = float(total) / float(weight)
+        except Exception as error:  # the criterion may accept microbatches of this size only
+            _log.info("the criterion could not be compared on the whole batch (%s)", error)
+            return nan
+        finally:
+            drew = differ(state, random_state(precision.device))
+            set_random_state(state, precision.device)
+        rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
+        size = max(abs(whole), sum(map(abs, losses)) / divisor)
+        equal = abs(sum(losses) / divisor - whole) <= rtol * size + _ATOL
+        return nan if drew or equal or not isfinite(whole) else whole
+
+    def _joined(self, device: torch.device) -> Any:
+        """The output of the whole batch."""
+        joined = []
+        parts = zip(*(tensors_of(self._outputs[index]) for index in range(len(self._outputs))), strict=True)
+        for some, whole in zip(parts, self._whole, strict=True):
+            tensor = torch.cat(some, _batch_dim(some, whole.shape)).to(device)
+            joined.append(tensor.requires_grad_(whole.requires_grad))  # by which a criterion may choose its inputs
+        following = iter(joined)
+        return map_tensors(lambda _: next(following), self._outputs[0])
+
+
+def refuse_other_loss(made: float, whole: float, count: int, reduction: LossReduction) -> None:
+    """Raise InputError if `count` microbatches make the loss `made`, and their batch has the loss `whole` (nan: the
+    same)."""
+    if isnan(whole):
+        return
+    way = _OTHER_WAYS
+    if reduction == "mean" and isclose(whole, made * count, rel_tol=_RTOL_HALF):
+        way = "The criterion sums over the samples: set loss_reduction='sum'"
+    elif reduction == "sum" and isclose(whole * count, made, rel_tol=_RTOL_HALF):
+        way = "The criterion is a mean over the samples: set loss_reduction='mean'"
+    raise InputError(
+        f"the criterion gives {whole:.6g} for the whole batch, but its {count} microbatches make {made:.6g} "
+        f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {way}"
+    )
+
+
+def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
+    """The dim in which a whole batch's tensor is larger than that of a microbatch."""
+    part = parts[0].shape
+    dims = [dim for dim, (mine, all_) in enumerate(zip(part, whole, strict=True)) if mine != all_]
+    if len(dims) != 1 or whole[dims[0]] != len(parts) * part[dims[0]]:
+        raise InputError(f"an output of shape {tuple(part)} has no batch dim")
+    return dims[0]
+
+
+@contextmanager
+def as_it_was(function: Any) -> Iterator[None]:
+    """A scope after which the modules of `function`, a model or a criterion, are as before."""
+    modules = list(function.modules()) if isinstance(function, nn.Module) else []
+    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    try:
+        with unchanged(modules):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether random numbers were drawn between two states."""
+    plain = [(state["python"], state["numpy"][2:]) for state in (before, after)]
+    pairs = zip(tensors_of(before), tensors_of(after), strict=True)
+    return plain[0] != plain[1] or any(not torch.equal(one, other) for one, other in pairs)

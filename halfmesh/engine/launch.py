@@ -1,0 +1,262 @@
+"""Reads a launcher's environment (torchrun, SLURM, Open MPI) and sets device, seeds and process group."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compat import mesh_sizes
+from ..config.config import Config
+from ..config.load import load_config
+from ..errors import LaunchError
+from ..distributed.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place, find_places
+from ..distributed.failures import recorded_for_torchrun
+from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
+from ..utils.log import get_logger
+
+GLOO_NCCL = "cpu:gloo,cuda:nccl"
+"""The backend of groups that send from the host, too."""
+_shared: list[OwnedGroup] = []
+"""The group that the engines of this process share, if one of them made it: torch has one for a process, too."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch function set up; `initialize` takes it as its config.
+
+    Attributes:
+        config: as loaded.
+        device: where this process trains.
+        rank: of this process among all, from 0.
+        world_size: the number of processes.
+        local_rank: of this process on its machine, from 0.
+        group: the process group that was made; None if none was.
+    """
+
+    config: Config
+    device: torch.device
+    rank: int
+    world_size: int
+    local_rank: int
+    group: OwnedGroup | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data ranks: processes, or groups of them, that see data of their own."""
+        return mesh_sizes(self.config, self.world_size)["dp"]
+
+    @property
+    def dp_rank(self) -> int:
+        """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
+        return find_places(self.rank, mesh_sizes(self.config, self.world_size))["dp"]
+
+    def close(self) -> None:
+        """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
+        if self.group is not None:
+            self.group.close()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # With an error in flight the watch has to stay, to report it; and destroying a broken group may block.
+        if kind is None:
+            self.close()
+
+
+def launch(
+    config: Any,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    *,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    verbose: bool = True,
+) -> Launch:
+    """Join `world_size` processes at `host:port`, where rank 0 listens.
+
+    Args:
+        config: a path, dict or Config, whatever `initialize` takes.
+        backend: "nccl" for CUDA, "gloo" for the CPU unless given.
+        local_rank: index of this process on its machine; `rank` modulo the number of GPUs unless given.
+        seed: for python's, numpy's and torch's generators, the same on all ranks, so that a model built next is the
+            same everywhere; `config.seed` unless given.
+        device: cuda:local_rank where there is CUDA, else the CPU, unless given.
+
+    Raises:
+        LaunchError: numbers that do not fit together, no such device or backend, or no group within `config.timeout`.
+    """
+    if local_rank is None:
+        local_rank = rank % max(1, torch.cuda.device_count() or world_size)
+    return _launch(config, Place(rank, world_size, local_rank), Address(host, port), backend, seed, device, verbose)
+
+
+def launch_from_torch(
+    config: Any,
+    *,
+    backend: str | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    verbose: bool = True,
+) -> Launch:
+    """Launch under torchrun; without any of its variables (`python train.py`), as a single process.
+
+    Arguments and errors as in `launch`.
+    """
+    return _launch(config, find_place(), None, backend, seed, device, verbose)
+
+
+def launch_from_slurm(config: Any, host: str, port: int, **options: Any) -> Launch:
+    """Launch under srun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
+    place = SLURM.read_place()
+    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+
+
+def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> Launch:
+    """Launch under Open MPI's mpirun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
+    place = OPENMPI.read_place()
+    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+
+
+def ensure_process_group(
+    device: torch.device,
+    timeout_s: float,
+    backend: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    alone: bool = False,
+) -> OwnedGroup | None:
+    """The process group that torchrun's variables ask for: made here, or by an earlier call. Who gets it has to `join`
+    and to `close` it.
+
+    None if there was nothing to make: a world of 1, the group of a launch, or of the user's own.
+
+    Args:
+        timeout_s: seconds that a collective may take.
+        backend: what `choose_backend` says.
+        sizes: of the axes besides dp, by which messages about failed ranks name their places.
+        alone: make one for a world of 1, too.
+
+    Raises:
+        LaunchError: the group of the user's own cannot do what the config needs.
+    """
+    if dist.is_initialized():
+        wait_for_threads_at_exit()
+        if backend == GLOO_NCCL and dist.get_world_size() > 1 and "cpu:" not in (there := dist.get_backend_config()):
+            raise LaunchError(
+                "parallel.data.cpu_offload sums gradients in host memory, which the process group that exists does not "
+                f"({there}): make it with init_process_group({GLOO_NCCL!r}), or leave that to initialize"
+            )
+        return next((group for group in _shared if group.is_there), None)
+    place = find_place()
+    address = Address("localhost", 0) if alone and place.world_size == 1 else None  # 0: any port
+    group = make_group(place, address, device, timeout_s, backend, RankNames(place.world_size, sizes or {}), alone)
+    _shared[:] = [] if group is None else [group]
+    return group
+
+
+def choose_backend(config: Config, device: torch.device) -> str | None:
+    """The backend that the config needs, or None for the usual one of `device`."""
+    # Gradients and norms of shards in host memory are reduced there.
+    return GLOO_NCCL if config.parallel.data.cpu_offload and device.type == "cuda" else None
+
+
+def expected_world_size() -> int:
+    """The size of the process group, or of the one that torchrun's variables ask for; 1 without either.
+
+    Raises:
+        LaunchError: the variables contradict each other.
+    """
+    return dist.get_world_size() if dist.is_initialized() else find_place().world_size
+
+
+def choose_device(device: torch.device | str | None = None, local_rank: int | None = None) -> torch.device:
+    """`device`, or cuda:local_rank where there is CUDA, else the CPU; made the current CUDA device.
+
+    Where a process sees one GPU only (`srun --gpus-per-task=1`), that one, whatever its local rank.
+    `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
+
+    Raises:
+        LaunchError: this process sees no such GPU.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
+    if chosen.type != "cuda":
+        return chosen
+    index = chosen.index
+    if index is None:
+        local_rank = int(os.environ.get(TORCHRUN.local_rank, 0)) if local_rank is None else local_rank
+        index = 0 if gpus == 1 else local_rank
+    if index >= gpus:
+        origin = f"local rank {local_rank}" if chosen.index is None else f"device={str(device)!r}"
+        raise LaunchError(
+            f"{origin} needs GPU {index}, but this process sees {gpus} (numbered from 0); start at most {gpus} "
+            "process(es) per machine, or give device='cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """A parser with the options that the launch functions need (`--config`, `--set`, `--host`, `--port`,
+    `--world-size`, `--rank`, `--local-rank`, `--backend`); add your own to it.
+
+    `--set` is for `load_config(args.config, args.overrides)`, whose result the launch functions take as config."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", help="the config file (.py, .yaml or .json)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a key of the config, such as parallel.tensor=2 or fp16.mode=naive; repeatable",
+    )
+    parser.add_argument("--host", help="the address of rank 0 (not needed under torchrun)")
+    parser.add_argument("--port", type=int, help="the port of rank 0 (not needed under torchrun)")
+    parser.add_argument("--world_size", "--world-size", type=int, help="how many processes there are in all")
+    parser.add_argument("--rank", type=int, help="the number of this process, from 0")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="the number of this process on its machine")
+    parser.add_argument("--backend", help="the communication backend (default: nccl for CUDA, gloo for the CPU)")
+    return parser
+
+
+def _launch(
+    config: Any,
+    place: Place,
+    address: Address | None,
+    backend: str | None,
+    seed: int | None,
+    device: torch.device | str | None,
+    verbose: bool,
+) -> Launch:
+    with recorded_for_torchrun():
+        loaded = load_config(config)
+        loaded = loaded if seed is None else loaded.replace(seed=seed)
+        chosen = choose_device(device, place.local_rank)
+        names = RankNames(place.world_size, loaded.parallel.mesh_sizes)
+        backend = backend or choose_backend(loaded, chosen)
+        group = make_group(place, address, chosen, loaded.timeout, backend, names)
+    _set_seeds(loaded.seed)
+    if verbose:
+        how = dist.get_backend() if dist.is_initialized() else "no process group"
+        get_logger().info("world of %d (%s), device %s, seed %d", place.world_size, how, chosen, loaded.seed)
+    return Launch(loaded, chosen, place.rank, place.world_size, place.local_rank, group)
+
+
+def _set_seeds(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
+    torch.manual_seed(seed)

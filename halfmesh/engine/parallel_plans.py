@@ -1,0 +1,107 @@
+"""How a model will be sharded, compiled and recomputed, decided before anything changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn, optim
+
+from . import activation
+from . import compilation
+from ..amp.fused import is_elementwise
+from ..errors import IncompatibleConfigError, shorten
+from ..config.key_checks import recipe_of
+from ..parallel import optimizer_checks as elementwise
+from ..parallel.axis import PlanInputs
+from ..parallel.data_strategy import DataStrategy
+from ..parallel.registries import AXES, DATA_STRATEGIES
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..parallel.pipeline.partition import Partition
+
+
+@dataclass(frozen=True)
+class Plans:
+    """How a model will be sharded over each axis larger than 1, in the order in which that is done; and what is
+    compiled and recomputed, if anything."""
+
+    axes: Mapping[str, Any]
+    partition: Partition | None
+    """The plan of the axis that removes modules, if there is one."""
+    blocks: tuple[str, ...]
+    """Names of the repeated blocks, where the data ranks may gather weights block by block."""
+    compiled: tuple[str, ...]
+    """Names of the modules that are compiled; "" is the model itself."""
+    recomputed: tuple[str, ...]
+    """Names of the modules whose activations are recomputed."""
+
+
+def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
+    """What the config's data strategy is on so many ranks. With one of them, only a strategy that changes the model
+    differs from `replicate`: it may gather block by block, from host memory, and casts."""
+    strategy: type[DataStrategy] = DATA_STRATEGIES.get(config.parallel.data.strategy)
+    return strategy if data_ranks > 1 or strategy.shards_model else DataStrategy
+
+
+def make_plans(
+    model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int
+) -> Plans:
+    """How the config shards and compiles `model` on this many ranks.
+
+    Raises:
+        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be sharded so, or the model
+            cannot be compiled.
+    """
+    problems: list[str] = []
+    parallel = config.parallel
+    data_ranks = ranks // math.prod(parallel.sizes.values())
+    strategy = data_strategy(config, data_ranks)
+    used = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
+    axes: dict[str, Any] = {}
+    partition = None
+    for name, axis in sorted(used.items(), key=lambda pair: pair[1].takes_modules):
+        plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
+        axes[name], partition = plan, plan if axis.takes_modules else partition
+        problems += more
+    if data_ranks > 1 or strategy.shards_model or not all(axis.draws_alike for axis in used.values()):
+        problems += _find_limited_rows(model)
+    splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
+    if splits_params and not is_elementwise(optimizer):
+        problem = elementwise.find_problem(optimizer)  # one of others: by trying
+        problems += [] if problem is None else [problem]
+    compiled: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    if config.compile.enabled:
+        checkpoints = config.activation_checkpoint.enabled
+        compiled, more = compilation.resolve(model, config.compile, ranks, partition, checkpoints)
+        problems += more
+    if config.activation_checkpoint.enabled:
+        recomputed, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
+        problems += more
+    problems += strategy.find_problems(model, recipe_of(config).param_dtype)
+    if problems:
+        keys = [f"parallel.{name}" for name in axes]
+        keys += ["parallel.data"] if strategy.shards_state else []
+        keys += ["compile"] if config.compile.enabled else []
+        keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
+        keys = keys or ["parallel.data"]
+        keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
+        raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
+    blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
+    return Plans(axes, partition, blocks, compiled, recomputed)
+
+
+def _find_limited_rows(model: nn.Module) -> Iterator[str]:
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    limited = [name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm is not None]
+    if limited:
+        yield (
+            f"{shorten(limited)}: max_norm makes forward write into the rows that are looked up. Each rank looks up "
+            "other ones, so that the ranks' weights would differ, and under fsdp what is written is lost; build it "
+            "without max_norm, and limit the rows where they are used (rows * (limit / rows.norm(dim=-1, "
+            "keepdim=True)).clamp(max=1))"
+        )

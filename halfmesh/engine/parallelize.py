@@ -1,0 +1,292 @@
+"""What the mesh means for the model: which part of it this rank holds over each axis, and what of that is compiled, or
+computed again in backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+
+from ..amp.keep_fp32 import kept_by_name
+from ..amp.recipe import Recipe
+from .compilation import compile_modules, uncompile
+from .parallel_plans import Plans, data_strategy
+from ..errors import InputError
+from ..parallel.activations.checkpoint import Checkpointed
+from ..parallel.activations.offload import Offload
+from ..parallel.axis import AppliedAxis, AxisInputs
+from ..parallel.mesh import ParallelContext
+from ..parallel.data_strategy import DataStrategy, StrategyInputs
+from ..parallel.deferred.materialize import Materializer
+from ..parallel.gradient_sums import Reduction
+from ..parallel.reducer import ReduceOptions
+from ..parallel.registries import AXES
+from ..parallel.replica_checks import SameCalls
+from ..parallel.rng import CommonRandom, IsolatedRNG, model_seed
+from ..parallel.shard_spec import Placement, whole
+from ..utils.param_shard import ParamShard
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+
+def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
+    """How gradients are sent between the data ranks."""
+    data = config.parallel.data
+    bucket_mb = data.bucket_mb or max(25, data_ranks)  # under zero1 each rank gets 1 / data_ranks of it
+    return ReduceOptions(
+        dtype=getattr(torch, data.reduce_dtype),
+        bucket_bytes=int(bucket_mb * 2**20),
+        max_inflight=data.max_inflight,
+        mean=config.loss_reduction == "mean",
+    )
+
+
+def refuse_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
+    """Raise InputError if two axes split the same parameter: where its parts lie would be wrong for one of them."""
+    for (one, mine), (other, theirs) in combinations(axes.items(), 2):
+        if both := mine.splits.keys() & theirs.splits.keys():
+            raise InputError(
+                f"parallel.{one} and parallel.{other} both split {len(both)} parameter(s); leave one of them out, or "
+                "give them other layers"
+            )
+
+
+class Division:
+    """A model that is divided in place.
+
+    Args:
+        model: whole, and equal on all ranks; it need not be on the device yet.
+        optimizer: over its parameters; it holds this rank's afterwards.
+        late: gives the model its values, where it has none yet.
+
+    Attributes:
+        axes: what was done for each axis larger than 1, in that order.
+        data: what the data ranks hold.
+        apart: axes of the mesh whose ranks compute different things, with different random numbers.
+        random: the model's own random numbers, where there are several ranks.
+        compiled: the modules that `compile` has compiled.
+        checkpointed: what stands in for the forwards of modules that are computed again.
+        offload: moves activations to the host, if they are to be moved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        plans: Plans,
+        config: Config,
+        context: ParallelContext,
+        late: Materializer | None,
+    ) -> None:
+        self.plans = plans
+        self.late = late
+        self._config = config
+        self._context = context
+        self.compiled: list[nn.Module] = []
+        self.data: DataStrategy
+        self.checkpointed: list[Checkpointed] = []
+        self.offload = Offload(context.device) if config.activation_offload else None
+        self.apart = [AXES.get(name).dim for name in plans.axes if not AXES.get(name).draws_alike]
+        seed = model_seed(config.seed, context, self.apart)
+        self.random = CommonRandom(seed, context.device) if context.size > 1 else None
+        self.host_random = IsolatedRNG(model_seed(config.seed, context))
+        """Python's and numpy's random numbers for pipeline stages, which may draw different amounts."""
+        self.axes: dict[str, AppliedAxis] = {}
+        for name, plan in plans.axes.items():
+            random, is_split = self.random or CommonRandom(0, context.device), plans.partition is not None
+            inputs = AxisInputs(model, optimizer, plan, context, random, self.host_random, is_split)
+            self.axes[name] = AXES.get(name).apply(inputs)
+        refuse_common_splits(self.axes)
+
+    def make_shards(
+        self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
+    ) -> Sequence[ParamShard]:
+        """The parameters of `model`, which goes to this rank's device, each with 1 / (number of ranks that hold the
+        same numbers). Where data ranks hold parts, these, which `optimizer` holds afterwards.
+        """
+        context, late, plans = self._context, self.late, self.plans
+        if late is not None:
+            late.begin(model, plans.blocks, {p: cut for axis in self.axes.values() for p, cut in axis.cuts.items()})
+        inputs = StrategyInputs(
+            model=model,
+            optimizer=optimizer,
+            shards=[ParamShard(name, p, self._weight(p)) for name, p in model.named_parameters()],
+            context=context,
+            options=self._config.parallel.data,
+            reduce=reduce_options(self._config, context.dp_size),
+            param_dtype=recipe.param_dtype,
+            casts={} if recipe.linear is None else recipe.linear.cast_before_gather(model),
+            blocks=plans.blocks,
+            not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},
+            kept=set(kept_by_name(model, recipe)),
+            tied={param for axis in self.axes.values() for param in axis.ties},
+            outside=_params_of(criterion, model),
+            make=(lambda module: None) if late is None else late.make,
+            finish=(lambda: None) if late is None else late.finish,
+        )
+        self.data = data_strategy(self._config, context.dp_size)(inputs)
+        return self.data.shards
+
+    @property
+    def divides(self) -> bool:
+        """Whether this rank has a part of the model only, or of its update."""
+        return self.divides_model or self.data.shards_state
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether the model has this rank's part of the parameters only."""
+        return any(axis.splits or axis.first_names is not None for axis in self.axes.values()) or self.data.shards_model
+
+    def placement(self, shard: ParamShard) -> Placement:
+        """Where in the whole model's parameter the numbers of `shard`, one of those made here, lie."""
+        source = shard.param if shard.source is None else shard.source.param
+        place = whole(source.shape)
+        for axis in self.axes.values():
+            if (split := axis.splits.get(shard.model_param)) is not None:
+                place = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
+        return place if shard.source is None else self.data.placement(shard, place)
+
+    def first_names(self, model: nn.Module) -> dict[str, str]:
+        """For each name of a parameter or buffer in the whole model the first one that the same tensor has there."""
+        for axis in self.axes.values():
+            if axis.first_names is not None:
+                return axis.first_names
+        from ..parallel.pipeline.partition import first_names
+
+        return first_names(model)
+
+    def publish(self, shards: Sequence[ParamShard]) -> None:
+        """The weights of `shards`, all that the optimizer holds, are new: take them to the ranks that use them."""
+        publisher = self.data.publisher
+        if publisher is not None:
+            publisher.begin()
+            publisher.stepped(shards)
+            publisher.finish()
+
+    def _weight(self, param: nn.Parameter) -> float:
+        """1 / (number of ranks that hold the same numbers of `param`)."""
+        return 1 / math.prod([self._context.dp_size, *(axis.replicas(param) for axis in self.axes.values())])
+
+    def make_reductions(self, trained: Sequence[ParamShard]) -> list[Reduction]:
+        """What completes gradients over the axes. All ranks together."""
+        made = (axis.make_reduction(trained) for axis in self.axes.values())
+        return [reduction for reduction in made if reduction is not None]
+
+    @property
+    def same(self) -> list[SameCalls]:
+        """They compare what ranks are given that compute the same; one for each such axis."""
+        return [axis.same for axis in self.axes.values() if axis.same is not None]
+
+    def call(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The output of the whole model; `forward` computes what this rank has of it."""
+        for axis in self.axes.values():
+            forward = partial(_call, axis, model, forward)
+        return forward(*args, **kwargs)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Around criterion and backward."""
+        with ExitStack() as scopes:
+            for axis in self.axes.values():
+                scopes.enter_context(axis.scope())
+            yield
+
+    def check_loss(self, loss: Any) -> None:
+        """Raise InputError if `loss` should be the same on other ranks, and is not."""
+        for axis in self.axes.values():
+            axis.check_loss(loss)
+
+    def settle(self) -> None:
+        """A forward or backward may have ended early."""
+        for axis in self.axes.values():
+            axis.settle()
+
+    @contextmanager
+    def drawing(self, model: nn.Module) -> Iterator[None]:
+        """Around the forward of a stage: it draws the model's own random numbers."""
+        assert self.random is not None
+        self.settle()
+        self.random.enter(model, always=True)
+        try:
+            yield
+        finally:
+            self.settle()
+            self.random.leave()
+
+    def around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+        """What is around a forward of the whole model: its own random numbers in training, and `saving`."""
+        saving = self.saving(model)
+        if self.random is None:
+            return saving
+        own, axes = partial(self.random.around, model), list(self.axes.values())
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            scope: AbstractContextManager[Any] = own()
+            for axis in axes:
+                scope = axis.forward_scope(model, scope)
+            with scope, saving():
+                yield
+
+        return around
+
+    def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+        """What is around a forward of `model`, or of a stage, for what autograd saves of it."""
+        if self.offload is None or self.plans.recomputed:
+            return nullcontext
+        return partial(self.offload.everything, model)
+
+    def checkpoint_and_compile(self, model: nn.Module) -> None:
+        """Do with what this rank computes what the config says. `model` is cast already, and was copied where a copy is
+        needed that runs without data."""
+        partition, rank = self.plans.partition, self._context.pp_rank
+
+        def computed_here(names: Iterable[str]) -> list[nn.Module]:
+            mine = (name for name in names if partition is None or rank in partition.ranks_of(name))
+            return list(dict.fromkeys(map(model.get_submodule, mine)))
+
+        selective = self._config.activation_checkpoint.selective
+        saving = nullcontext if self.offload is None else self.offload.inputs
+        self.checkpointed = [Checkpointed(m, selective, saving) for m in computed_here(self.plans.recomputed)]
+        self.compiled = computed_here(self.plans.compiled)
+        compile_modules(self.compiled, self._config.compile)
+
+    def explain(self, error: RuntimeError) -> None:
+        """Say what an error of torch in forward or backward means here, where that is known.
+
+        Raises:
+            InputError: it is something that a model cannot do in this layout.
+        """
+        for axis in self.axes.values():
+            axis.explain(error)
+        self.data.explain(error)
+
+    def close(self, restore: bool) -> None:
+        """Nothing is computed any more. With `restore` the model gets its modules and parameters again, without the
+        values that other ranks hold; otherwise it stays in parts."""
+        for module in self.compiled:
+            uncompile(module)
+        for forward in self.checkpointed:
+            forward.remove()
+        self.settle()
+        if restore:
+            self.data.undo()
+            for axis in reversed(self.axes.values()):
+                axis.undo()
+
+
+def _params_of(criterion: Any, model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that a criterion has, which may be a part of `model`, or have one."""
+    apart = isinstance(criterion, nn.Module) and model not in set(criterion.modules())
+    return set(criterion.parameters()) if apart else set()
+
+
+def _call(axis: AppliedAxis, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return axis.call(model, forward, args, kwargs)

@@ -1,0 +1,102 @@
+"""The parts of an engine, and the hooks of its loop."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
+from ..amp.step_result import StepResult
+from ..data.loader import EngineDataLoader
+from ..errors import InputError, NonFiniteError
+from ..parallel.mesh import ParallelContext
+from .accumulation import Accumulation
+from .ema import WeightAverage
+from .executor import Executor
+from .lr_scheduler import LRAdvance
+from .model_guard import ModelGuard
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from .parallelize import Division
+
+RESULT_HISTORY = 60
+"""Step results that an engine keeps."""
+
+
+@dataclass(eq=False)
+class EngineParts:
+    """The parts of an engine, for the engine itself, its hooks, checkpoints and reports."""
+
+    model: nn.Module
+    criterion: Callable[..., Any] | None
+    update: MixedPrecisionOptimizer
+    precision: Precision
+    context: ParallelContext
+    executor: Executor
+    division: Division
+    accumulation: Accumulation
+    lr: LRAdvance
+    config: Config
+    dataloader: EngineDataLoader | None
+    eval_dataloader: EngineDataLoader | None
+    average: WeightAverage
+    guard: ModelGuard
+    results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))  # the newest last
+    global_step: int = 0
+    calls: Counter[str] = field(default_factory=Counter)  # of the engine: how often its model was called
+    closed: bool = False
+
+    def refuse_if_closed(self) -> None:
+        """Raise InputError if the engine is closed."""
+        if self.closed:
+            raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")
+
+    def before_call(self, call: str, keeps_gradients: bool = True) -> None:
+        """Before a `call` ("engine.save()") that all ranks make together.
+
+        Raises InputError if the engine is closed or has averaged weights or, with `keeps_gradients`, within an
+        accumulation cycle.
+        """
+        self.refuse_if_closed()
+        if keeps_gradients:
+            self.accumulation.refuse_unfinished(call)
+        else:
+            self.accumulation.refuse_averaged(call)
+        self.context.agree_on_call(call.removesuffix("()"))
+
+
+class EngineHook:
+    """A hook on an engine's loop. Events that a class does not override cost nothing.
+
+    All ranks reach the events in the same order, so a hook may communicate; in `close` only without an error.
+    """
+
+    def before_fetch(self) -> None:
+        """The engine's training loader is about to fetch a batch."""
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is about to be called, with these inputs; `model.training` says what for."""
+
+    def before_backward(self, loss: Any) -> None:
+        """`engine.backward(loss)` was called."""
+
+    def after_backward(self, loss: Any) -> None:
+        """Gradients of one microbatch are added."""
+
+    def before_step(self) -> None:
+        """`engine.step` was called; it may be inside an accumulation cycle."""
+
+    def after_step(self, result: StepResult) -> None:
+        """An update has ended, taken or skipped."""
+
+    def on_error(self, error: NonFiniteError) -> None:
+        """An update raised `error`, on all ranks."""
+
+    def close(self, error: BaseException | None) -> None:
+        """The engine closes, because of `error` if there is one; other ranks may already be gone."""

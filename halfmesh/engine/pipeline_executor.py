@@ -1,0 +1,334 @@
+"""The loop under a pipeline: forward and criterion give handles, backward runs the schedule and fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..utils.torch_private import BATCH_NORMS, edit_stamp, has_no_memory, unobserved
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
+from ..amp.recipe import HALF
+from ..errors import InputError
+from ..parallel.mesh import ParallelContext
+from ..parallel.gradient_sums import Reduction
+from ..parallel.objects import gather_objects, is_alone
+from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
+from ..parallel.pipeline.microbatches import Splitter, choose_count
+from ..parallel.pipeline.pieces import Call
+from ..parallel.replica_checks import SameCalls, is_looked_at
+from ..utils.tensors import leaves_of, map_tensors, tensors_of
+from .accumulation import Accumulation
+from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput, replace
+from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
+from .row_trial import NOT_BY_ROWS, refuse_mixed_rows
+
+if TYPE_CHECKING:
+    from ..config.schema import PipelineConfig
+
+
+@dataclass
+class _Forward:
+    """A batch that waits for its backward: the model's call of each microbatch.
+
+    Attributes:
+        rows: samples of the batch.
+        stamps: versions of the tensors in `calls`, which may not change before backward; nor may the model's modes.
+        whole: what the model returns for the whole batch, without memory, if the criterion is compared on it.
+        trial: until the model was tried, the call of some microbatches together, and those.
+    """
+
+    calls: Sequence[Call]
+    rows: int
+    known: CallMetadata
+    stamps: Sequence[tuple[int, int]]
+    whole: Any
+    trial: tuple[Call, Sequence[Call]] | None
+
+
+class PipelineExecutor:
+    """The `Executor` of a rank that holds some stages of the model.
+
+    Args:
+        same: compare calls over the ranks of a stage that compute one batch.
+    """
+
+    is_single = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        options: PipelineConfig,
+        context: ParallelContext,
+        precision: Precision,
+        update: MixedPrecisionOptimizer,
+        accumulation: Accumulation,
+        same: Sequence[SameCalls],
+    ) -> None:
+        self._model = model
+        self._pipeline = pipeline
+        self.stages = pipeline.stages
+        self._options = options
+        self._context = context
+        self._precision = precision
+        self._update = update
+        self._accumulation = accumulation
+        self._over_pipeline = SameCalls(context.group("pp"), "pipeline")
+        self._same = same
+        self._splitter = Splitter(model, options.non_split, "engine(...)")
+        self._most_rows = 0  # of a microbatch so far
+        self._split_batches = 0  # so far
+        self._sent: list[dist.Work | None] = []
+        self._has_run = False
+        self._has_tried = options.microbatches in (None, 1)  # whether rows are mixed
+        self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A handle in training; in evaluation, or without gradients, the output."""
+        self._compare_inputs("inputs", args, kwargs)
+        call = Call(*self._precision.cast_inputs(self._model, args, kwargs))
+        if self._model.training and torch.is_grad_enabled():
+            return PipelineOutput(self._split(call))
+        everywhere = self._options.eval_outputs == "all"
+        output = self._pipeline.evaluate(call, self._compare_output, everywhere)
+        if not everywhere and not self._pipeline.has_last:
+            return LastStageOutput()
+        return self._precision.cast_output(output)
+
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A handle of the loss where an output is a handle, else the criterion's value."""
+        outputs = leaves_of((args, kwargs), PipelineOutput)
+        output = next((handle for handle in outputs if not handle.is_ready), None)
+        if output is None:
+            return self._precision.criterion(criterion, *args, **kwargs)
+        if output.was_used:
+            output.value()  # raises
+        forward: _Forward = output.batch
+        self._compare_inputs("targets", *replace((args, kwargs), output, None))
+        call = Call(args, kwargs)
+        splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
+        calls = splitter.split(call, len(forward.calls), forward.rows)
+        compares = forward.whole is not None and self._pipeline.has_last
+        whole = WholeBatch(criterion, call, output, forward.whole) if compares else None
+        return PipelineLoss(output, CriterionCalls(criterion, calls, _stamps(calls), whole))
+
+    def check(self, loss: Any) -> PipelineLoss:
+        """Refuse anything but an unused loss of this pipeline."""
+        if not isinstance(loss, PipelineLoss):
+            raise InputError(
+                f"backward under a pipeline takes what engine.criterion(output, ...) returned, but a "
+                f"{type(loss).__name__} was given; compute the loss in the criterion, from the output of engine(...) "
+                "in training mode"
+            )
+        if loss.is_ready or loss.output.was_used:
+            raise InputError("engine.backward(loss) was called twice for one output; call engine(...) again before")
+        return loss
+
+    def backward(
+        self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
+    ) -> None:
+        """Run the schedule."""
+        if retain_graph:
+            raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
+        forward: _Forward = loss.output.batch
+        self._refuse_changes(forward, loss.call)
+        self._split_batches += len(forward.calls) > 1
+        self._try_rows(forward)
+        params = None if self._has_run else list(self._model.parameters())
+        self._has_run = True
+        keeps_outputs = self._options.keep_outputs
+        last = LastStage(self._precision, self._update, self._accumulation, loss, keeps_outputs, params)
+
+        def finish(output: Any, index: int) -> torch.Tensor:
+            self._compare_output(output)
+            return last.finish(output, index)
+
+        def on_last(params: Any, rest: bool) -> None:
+            if reducer is not None and reduces:
+                reducer.expect_last(params)
+                if rest:
+                    reducer.expect_rest(params)
+
+        self._update.before_backward()
+        self._pipeline.train(forward.calls, forward.known, finish, on_last)
+        self._update.after_backward(loss_id)
+        self._sent = []
+        self._send_loss(loss, last, forward)
+        if keeps_outputs:
+            self._send_output(loss.output, last, forward)
+        else:
+            loss.output.drop()
+
+    def close(self) -> None:
+        """Wait for sends in flight: none may be left when a process ends."""
+        _wait(self._sent)
+        self._sent = []
+
+    # -- before backward ---------------------------------------------------------------------------------------
+
+    def _compare_output(self, output: Any) -> None:
+        """On the last stage: refuse an output that is still sharded over the tensor group."""
+        for ranks in self._same:
+            ranks.compare_outputs(self._model.training, output)
+
+    def _compare_inputs(self, of: str, args: Any, kwargs: Any) -> None:
+        """Compare the call over the ranks that compute one batch."""
+        for ranks in (self._over_pipeline, *self._same):
+            ranks.compare_inputs(self._model.training, args, kwargs, of)
+
+    def _refuse_changes(self, forward: _Forward, criterion: CriterionCalls) -> None:
+        changed = ""
+        if forward.known.modes != self._pipeline.modes():
+            changed = "the model was changed (engine.eval(), engine.train(), an attribute)"
+        elif forward.stamps != _stamps(forward.calls) or criterion.stamps != _stamps(criterion.calls):
+            changed = "an input or a target was changed in place"
+        if changed:
+            raise InputError(
+                f"{changed} between engine(...) and engine.backward(loss), which computes the forward, too, under a "
+                "pipeline; call backward first (or change a copy)"
+            )
+
+    def _split(self, call: Call) -> _Forward:
+        """The microbatches of a batch.
+
+        Raises:
+            InputError: it cannot be split, or the model returns a loss.
+        """
+        if any(tensor.requires_grad for tensor in tensors_of((call.args, dict(call.kwargs)))):
+            raise InputError(
+                "an input of engine(...) requires gradients, which only the first stage could give it under a "
+                "pipeline; detach it"
+            )
+        rows = self._splitter.batch_size(call)
+        if not rows:
+            raise InputError(
+                "engine(...) was given no tensor with a batch dim to split into microbatches; give the model its batch "
+                "as a tensor"
+            )
+        count = self._count(rows)
+        calls = self._splitter.split(call, count, rows)
+        try:
+            known = self._pipeline.look_up(calls[0])
+        except InputError as error:
+            if count == 1 or not self._pipeline.can_run(call):
+                raise
+            raise InputError(
+                f"{error}. This microbatch has {rows // count} of {rows} samples; the whole batch can be computed. "
+                f"{NOT_BY_ROWS}"
+            ) from error
+        refuse_own_loss(known.stages[-1])
+        trial = None
+        if count > 1 and not self._has_tried:
+            # Of a graph, the first rows may happen not to know each other.
+            is_all = self._splitter.has_table(call, rows)
+            some = count if is_all else next(n for n in range(2, count + 1) if count % n == 0)
+            trial = self._splitter.split(call, count // some, rows)[0], calls[:some]
+        return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count), trial)
+
+    def _whole(self, call: Call, count: int) -> Any:
+        """What the model returns for the whole batch, without memory; None if the criterion is not compared on it."""
+        if count == 1 or is_alone(self._context.group("pp")) or not is_looked_at(self._split_batches + 1):
+            return None
+        return self._pipeline.look_up(call).stages[-1] if self._pipeline.can_run(call) else None
+
+    def _try_rows(self, forward: _Forward) -> None:
+        """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
+        if self._has_tried or is_alone(self._context.group("pp")) or any(map(has_no_memory, self._model.parameters())):
+            return
+        if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
+            self._has_tried = True
+            device, half = self._context.device, self._update.recipe.compute_dtype in HALF
+            # Compiled code would be made anew for these sizes, and with sizes that vary from then on.
+            with unobserved(), torch.compiler.set_stance("force_eager"):
+                refuse_mixed_rows(self._model, self._pipeline, *forward.trial, device, half)
+
+    def _count(self, rows: int) -> int:
+        """The number of microbatches of a batch: the config's, except for a last batch that it does not divide."""
+        wanted = self._options.microbatches or 1
+        if rows % wanted == 0:
+            self._most_rows = max(self._most_rows, rows // wanted)
+            return wanted
+        least = 2 if self._model.training and self._has_batch_norm else 1
+        count = choose_count(
+            rows, max(self._most_rows, rows / wanted), lambda n: self._pipeline.takes(n) and rows // n >= least
+        )
+        if count is None:
+            of_two = " with 2 samples or more in each, which BatchNorm needs" if least == 2 else ""
+            raise InputError(
+                f"a batch of {rows} samples cannot be split into {wanted} microbatches, nor into another number that "
+                f"parallel.pipeline.schedule takes{of_two}; give the loader drop_last=True"
+            )
+        return count
+
+    # -- after backward ----------------------------------------------------------------------------------------
+
+    def _broadcast(self, *tensors: torch.Tensor) -> list[dist.Work | None]:
+        """Send from the last stage to the others, without waiting."""
+        source, group = self._pipeline.last_rank, self._context.group("pp")
+        works = [dist.broadcast(tensor, group_src=source, group=group, async_op=True) for tensor in tensors]
+        self._sent += works
+        return works
+
+    def _send_loss(self, loss: PipelineLoss, last: LastStage, forward: _Forward) -> None:
+        compares, reduction = forward.whole is not None, self._accumulation.reduction
+        if self._pipeline.has_last:
+            figures = last.figures(self._context.device)
+        else:
+            figures = torch.empty(3 if compares else 2, dtype=torch.float64, device=self._context.device)
+        works = self._broadcast(figures)
+        loss.call = None  # who keeps the loss does not keep the batch
+        if compares:
+            _wait(works)
+            made, weight, whole = figures.tolist()
+            made = made / (weight or 1.0) if reduction == "weighted" else made
+            refuse_other_loss(made, whole, len(forward.calls), reduction)
+        if reduction == "weighted":
+            _wait(works)
+            self._accumulation.add_weight(figures[1])
+
+        # Every rank knows what the model returns, and only the last stage the loss.
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors_of(forward.known.stages[-1]))
+
+        def value() -> Any:
+            _wait(works)
+            made, weight = (figure.to(torch.float64 if wide else torch.float32) for figure in figures[:2])
+            return (made, weight) if reduction == "weighted" else made
+
+        loss.resolve(value)
+
+    def _send_output(self, handle: PipelineOutput, last: LastStage, forward: _Forward) -> None:
+        if self._pipeline.has_last:
+            output = last.output()
+        else:
+            one = self._precision.cast_output(forward.known.stages[-1])
+            count, device = len(forward.calls), self._context.device
+            output = map_tensors(lambda t: torch.empty(_joined_shape(t, count), dtype=t.dtype, device=device), one)
+        works = self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))
+
+        def value() -> Any:
+            _wait(works)
+            return output
+
+        handle.batch, handle.was_used = None, True
+        handle.resolve(value)
+
+
+def _stamps(calls: Sequence[Call]) -> list[tuple[int, int]]:
+    tensors = (tensor for call in calls for tensor in tensors_of((call.args, dict(call.kwargs))))
+    return [edit_stamp(tensor) for tensor in tensors]
+
+
+def _joined_shape(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
+    return (count,) if tensor.dim() == 0 else (count * tensor.shape[0], *tensor.shape[1:])
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -1,0 +1,128 @@
+"""Placeholders for an output or a loss that a pipeline has not computed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InputError
+from ..utils.tensors import map_tensors
+
+_UNSET = object()
+
+
+class HandleError(InputError, TypeError, AttributeError):
+    """An output or a loss was used before the pipeline had computed it. (AttributeError: for `hasattr` and `copy`.)"""
+
+
+class Handle:
+    """A value that `engine.backward(loss)` computes: before, every use but passing it on raises; after, it is used like
+    the value."""
+
+    _value: Any = _UNSET
+    _help = ""
+
+    def value(self) -> Any:
+        """The value. Raises HandleError if it is not there yet, or was not kept."""
+        if self._value is _UNSET:
+            raise HandleError(self._help)
+        if callable(self._value):
+            self._value = self._value()
+        return self._value
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `value` is there."""
+        return self._value is not _UNSET
+
+    def resolve(self, value: Callable[[], Any]) -> None:
+        """The value is there: `value` returns it, and is called when it is first asked for."""
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy, pickle and inspect look for
+            raise AttributeError(name)
+        return getattr(self.value(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_values(args), **_values(kwargs or {}))
+
+    def __repr__(self) -> str:
+        return repr(self.value()) if self.is_ready else f"<{type(self).__name__}: not computed yet>"
+
+    __hash__ = object.__hash__
+
+
+class PipelineOutput(Handle):
+    """What `engine(...)` returns in training under a pipeline: the model's output, once backward has run."""
+
+    _help = (
+        "the output of engine(...) is not computed before engine.backward(loss) under a pipeline, and the model's own "
+        "loss (output.loss) is on the last stage only. Give a criterion to initialize, write loss = engine.criterion("
+        "output, target), and compute inside the criterion what you need of the output; with parallel = "
+        "dict(pipeline=dict(..., keep_outputs=True)) it can be used after backward. In evaluation (engine.eval(), or "
+        "torch.no_grad()) engine(...) returns the real output at once"
+    )
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.was_used = False
+
+    def drop(self) -> None:
+        """Backward has run, and its value was not kept."""
+        self.batch, self.was_used = None, True
+        self._help = (
+            "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use "
+            "it after engine.backward(loss)"
+        )
+
+
+class PipelineLoss(Handle):
+    """What `engine.criterion(output, ...)` returns in training under a pipeline: the loss of the whole batch, on every
+    rank, once backward has run. Reading it needs no other rank."""
+
+    _help = (
+        "the loss is not computed before engine.backward(loss) under a pipeline; call that first, then read it "
+        "(loss.item()). To change the loss (scale it, add to it) do so in the criterion; to accumulate set "
+        "gradient_accumulation"
+    )
+
+    def __init__(self, output: PipelineOutput, call: Any) -> None:
+        self.output = output
+        self.call = call
+
+    def backward(self, *_: Any, **__: Any) -> Any:
+        raise HandleError("loss.backward() does not run the pipeline; write engine.backward(loss)")
+
+
+class LastStageOutput(Handle):
+    """An output in evaluation, on a rank that does not have it (`eval_outputs="last"`)."""
+
+    _help = (
+        "only the ranks with the last stage have the output (parallel.pipeline.eval_outputs='last'): use it where "
+        "engine.context.is_last_stage is true, or set eval_outputs='all'"
+    )
+
+
+def replace(tree: Any, old: Handle, new: Any) -> Any:
+    """`tree` with `new` in the place of `old`."""
+    return map_tensors(lambda handle: new if handle is old else handle, tree, Handle)
+
+
+def _values(tree: Any) -> Any:
+    return map_tensors(Handle.value, tree, Handle)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: Handle, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.value(), name)(*_values(args), **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+_BINARY = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+_OTHERS = "lt le gt ge eq ne neg pos abs invert bool int float complex index len iter getitem setitem contains"
+for _name in (*(prefix + name for name in _BINARY for prefix in ("", "r", "i")), *_OTHERS.split(), "format", "array"):
+    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))

@@ -1,0 +1,146 @@
+"""Before the first update under a pipeline: whether the model computes each row of a batch by itself.
+
+Microbatches are other batches to a model that compares rows with each other, or takes a table with a row for each
+sample by chance: it would train on another loss than in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import isnan, nan
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..utils.torch_private import BATCH_NORMS
+from ..errors import InputError
+from ..parallel.batch_shard.trial import HALF_TOLERANCE, TOLERANCE, find_gap, rounds_products
+from ..parallel.objects import gather_objects
+from ..parallel.pipeline.executor import Pipeline
+from ..parallel.pipeline.pieces import Call
+from ..parallel.rng import random_state, set_random_state
+from ..utils.tensors import map_tensors, tensors_of
+from .last_stage import as_it_was, differ
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NOT_BY_ROWS = (
+    "Either the forward mixes the rows of a batch (attention or a softmax over them, statistics of the batch, experts "
+    "with a capacity, a graph): train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'. Or an "
+    "argument that is the same for all samples has as many rows as the batch: name it in parallel.pipeline.non_split"
+)
+
+
+def refuse_mixed_rows(
+    model: nn.Module, pipeline: Pipeline, whole: Call, parts: Sequence[Call], device: torch.device, half: bool
+) -> None:
+    """Compute some rows at once and in microbatches, and compare. All ranks together; nothing is left of it.
+
+    BatchNorm, which is meant to see microbatches, and dropout run as in evaluation; so does everything, if the model
+    still draws random numbers.
+
+    Args:
+        whole: the rows of `parts`, the first microbatches.
+        half: whether something is computed in half precision.
+
+    Raises:
+        InputError: on all ranks, if the outputs differ by more than rounding.
+    """
+    calls = whole, *parts
+    trial = _RowTrial(model, pipeline, calls, device)
+    for evaluated in ((*BATCH_NORMS, *_DROPOUT), (nn.Module,)):
+        with _as_in_evaluation(model, evaluated):
+            if not all(gather_objects(all(map(pipeline.can_run, calls)))):
+                continue
+            gaps, rounds = zip(*gather_objects((trial.find_gap(), half or rounds_products())), strict=True)
+            if any(map(isnan, gaps)):
+                continue
+            limit = HALF_TOLERANCE if any(rounds) else TOLERANCE
+            if max(gaps) <= limit:
+                return
+            where = [place for place in gather_objects(trial.find_module(limit)) if place]
+            break
+    else:
+        return
+    first = (
+        f" The first module whose output differs is {min(where)[1]}: it, or code before it in the module around it."
+        if where
+        else ""
+    )
+    raise InputError(
+        f"{type(model).__name__} computes other outputs for the first {len(parts)} microbatches together than one by "
+        f"one (they differ by {max(gaps):.2g} of their norm), so a pipeline would train on another loss than one "
+        f"process.{first} {NOT_BY_ROWS}"
+    )
+
+
+class _RowTrial:
+    """Calls of a model: of some microbatches together, and of each of them."""
+
+    def __init__(self, model: nn.Module, pipeline: Pipeline, calls: Sequence[Call], device: torch.device) -> None:
+        self._model, self._pipeline, self._calls, self._device = model, pipeline, calls, device
+
+    def find_gap(self) -> float:
+        """How far the outputs are apart, on the last stage (else 0); nan if this rank drew random numbers."""
+        before = random_state(self._device)
+        try:
+            outputs = list(self._outputs())
+            drew = differ(before, random_state(self._device))
+        finally:
+            set_random_state(before, self._device)
+        return nan if drew else _gap_of(*outputs) if self._pipeline.has_last else 0.0
+
+    def find_module(self, limit: float) -> tuple[int, str] | None:
+        """The first module of this rank whose output is further apart: its place among all modules, and its name."""
+        seen: list[tuple[int, str, Any]] = []
+
+        def look(place: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+            copied = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
+            seen.append((place, f"{name} ({type(module).__name__})", copied))
+
+        hooks = [
+            module.register_forward_hook(partial(look, place, name))
+            for place, (name, module) in enumerate(self._model.named_modules())
+        ]
+        try:
+            ends = [len(seen) for _ in self._outputs()]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        calls = [seen[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        for (place, name, together), *apart in zip(*calls, strict=False):
+            if _gap_of(together, *(output for _, _, output in apart)) > limit:
+                return place, name
+        return None
+
+    def _outputs(self) -> Iterator[Any]:
+        for call in self._calls:
+            with as_it_was(self._model), self._pipeline.without_own_random():
+                output = self._pipeline.evaluate(call, everywhere=False)
+            yield output
+
+
+def _gap_of(together: Any, *apart: Any) -> float:
+    """How far what several microbatches give together is from what each gives."""
+    gaps = [0.0]
+    for whole, *parts in zip(*map(tensors_of, (together, *apart)), strict=False):
+        dims = [dim for dim, size in enumerate(parts[0].shape) if size != whole.shape[dim]]
+        if dims:
+            gaps.append(find_gap(whole, torch.cat(parts, dims[0])))
+        elif whole.dim():  # without rows: the same for all, such as a table (0-dim: a loss term, which is averaged)
+            gaps += [find_gap(whole, part) for part in parts]
+    return max(gaps)
+
+
+@contextmanager
+def _as_in_evaluation(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = module.training and not isinstance(module, kinds)
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

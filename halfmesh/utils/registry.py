@@ -1,0 +1,154 @@
+"""One registry class: names to objects, with lazy built-ins and the entry points of installed packages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from ..errors import RegistryError, did_you_mean
+from .log import get_logger
+
+T = TypeVar("T")
+
+_log = get_logger(__name__)
+
+
+class _Reference(NamedTuple):
+    """An object that has not been imported yet: "module:attribute", and the package that brings it (None: halfmesh)."""
+
+    target: str
+    package: str | None = None
+
+
+class Registry(Generic[T]):
+    """Names (lower case, compared without case) to objects of one kind.
+
+    Three ways in: `register` as decorator or call, `register_lazy` with a "module:attribute" reference that is
+    imported when first asked for, and entry points of installed packages in the group `entry_point_group`:
+
+        [project.entry-points."halfmesh.amp_plugins"]
+        my_mode = "my_package.amp:MyPlugin"
+
+    A name can be taken once, unless `override=True` says to replace it. An entry point whose name is taken is left
+    out with a warning.
+
+    Args:
+        kind: what the objects are, for messages.
+        entry_point_group: read when the registry is first asked for something.
+        find_problem: says what is wrong with an imported object, if anything is.
+    """
+
+    def __init__(
+        self, kind: str, entry_point_group: str, find_problem: Callable[[Any], str | None] = lambda obj: None
+    ) -> None:
+        self.kind = kind
+        self.entry_point_group = entry_point_group
+        self._find_problem = find_problem
+        self._entries: dict[str, Any] = {}
+        self._entry_points_read = False
+
+    @overload
+    def register(self, name: str, obj: None = None, *, override: bool = False) -> Callable[[T], T]: ...
+    @overload
+    def register(self, name: str, obj: T, *, override: bool = False) -> T: ...
+    def register(self, name: str, obj: Any = None, *, override: bool = False) -> Any:
+        """Register `obj` under `name`, or return a decorator that does.
+
+        Raises:
+            RegistryError: `name` is no string, or is taken and `override` is False.
+        """
+        if not isinstance(name, str):
+            raise RegistryError(f"a {self.kind} needs a name: write register('name'), not register({name!r})")
+        if obj is None:
+            return lambda decorated: self.register(name, decorated, override=override)
+        if name.lower() in self._entries and not override:
+            raise RegistryError(
+                f"the {self.kind} {name!r} is already registered ({self.peek(name)}); choose another name, or pass "
+                "override=True to replace it"
+            )
+        self._entries[name.lower()] = obj
+        return obj
+
+    def register_lazy(self, name: str, reference: str, *, override: bool = False) -> None:
+        """Register the object that `reference` ("package.module:attribute") names; it is imported on first use."""
+        self.register(name, _Reference(reference), override=override)  # type: ignore[arg-type]
+
+    def unregister(self, name: str) -> None:
+        """Forget `name` (for tests and notebooks that define a plugin twice)."""
+        self._entries.pop(name.lower(), None)
+
+    def get(self, name: str) -> T:
+        """The object registered as `name`.
+
+        Raises:
+            RegistryError: no such name (the message has the nearest one and the list), or what it refers to cannot be
+                imported or is not of this kind.
+        """
+        key, names = str(name).lower(), self.names()
+        if key not in names:
+            raise RegistryError(
+                f"no {self.kind} named {name!r}{did_you_mean(name, names)}; "
+                f"registered: {', '.join(names) or 'none'}. A package adds one with the entry point group "
+                f"{self.entry_point_group!r} or with the decorator `.register({str(name)!r})`"
+            )
+        if isinstance(self._entries[key], _Reference):
+            self._entries[key] = self._import(key, self._entries[key])
+        found: T = self._entries[key]
+        return found
+
+    def peek(self, name: str) -> T | str | None:
+        """The object registered as `name`, or the reference of one not imported yet, or None. Imports nothing."""
+        self._read_entry_points()
+        found: Any = self._entries.get(name.lower())
+        return found.target if isinstance(found, _Reference) else found
+
+    def each(self) -> Iterator[tuple[str, T]]:
+        """All names with their objects. A package's object that cannot be used is dropped with a warning: no one asked
+        for it by name."""
+        for name in self.names():
+            try:
+                found = self.get(name)
+            except RegistryError as error:
+                if self._entries[name].package is None:
+                    raise
+                self.unregister(name)
+                _log.warning("%s; it is left out", error)
+            else:
+                yield name, found
+
+    def names(self) -> list[str]:
+        """All registered names in order of registration."""
+        self._read_entry_points()
+        return list(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self.names()
+
+    def _import(self, key: str, reference: _Reference) -> Any:
+        by = "" if reference.package is None else f" by the package {reference.package!r}"
+        module, _, attribute = reference.target.partition(":")
+        cause: Exception | None = None
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+            problem = self._find_problem(found)
+        except Exception as error:  # importing a module may raise anything
+            cause, problem = error, f"{type(error).__name__}: {error}"
+        if problem is not None:
+            message = f"the {self.kind} {key!r} is registered as {reference.target!r}{by}, which fails: {problem}"
+            raise RegistryError(message) from cause
+        return found
+
+    def _read_entry_points(self) -> None:
+        if self._entry_points_read:
+            return
+        self._entry_points_read = True
+        for point in entry_points(group=self.entry_point_group):
+            package = point.dist.name if point.dist else "?"
+            if point.name.lower() in self._entries:
+                _log.warning(
+                    f"the {self.kind} {point.name!r} of the package {package!r} is left out: the name is taken"
+                )
+            else:
+                self._entries[point.name.lower()] = _Reference(point.value, package)
