@@ -8,21 +8,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
-
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds the same names
     from .amp.o1 import float_function, half_function, promote_function
     from .amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
     from .amp.recipe import LossScale, Recipe
     from .amp.step_result import StepResult
-    from .engine.initialize import initialize
     from .config import Config
     from .config.load import load_config
-    from .engine.convert_to_amp import convert_to_amp
     from .data.loader import get_dataloader
     from .debug.nonfinite import Diagnosis
     from .debug.precision import PrecisionReport
+    from .engine.convert_to_amp import convert_to_amp
     from .engine.engine import Engine
+    from .engine.initialize import initialize
+    from .engine.launch import (
+        Launch,
+        get_default_parser,
+        launch,
+        launch_from_openmpi,
+        launch_from_slurm,
+        launch_from_torch,
+    )
+    from .engine.lr_scheduler import (
+        CosineAnnealingWarmupLR,
+        LinearWarmupLR,
+        MultiStepWarmupLR,
+        PolynomialWarmupLR,
+    )
     from .errors import (
         EXIT_PREEMPTED,
         CheckpointError,
@@ -36,35 +48,23 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         RegistryError,
         SyncError,
     )
-    from .engine.launch import (
-        Launch,
-        get_default_parser,
-        launch,
-        launch_from_openmpi,
-        launch_from_slurm,
-        launch_from_torch,
-    )
-    from .utils.log import get_logger
-    from .engine.lr_scheduler import (
-        CosineAnnealingWarmupLR,
-        LinearWarmupLR,
-        MultiStepWarmupLR,
-        PolynomialWarmupLR,
-    )
     from .options import Options
-    from .parallel.mesh import ParallelContext
     from .parallel.deferred.creation import deferred_init, model_creation
+    from .parallel.mesh import ParallelContext
     from .parallel.pipeline.pieces import BlockPartition, Call, Piece
     from .parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor.plans import LayerPlan
-    from .utils.registry import Registry
     from .report.folder import RunFolder
     from .report.page import write_report
     from .trainer.batch import Outcome, compute_batch
     from .trainer.hook import HOOKS, Hook
     from .trainer.loaders import shard_dataloader
     from .trainer.trainer import Trainer
+    from .utils.log import get_logger
+    from .utils.registry import Registry
     from .verify import VerifyReport, verify
+
+__version__ = "0.1.0"
 
 _NAMES = {
     "amp.o1": "float_function half_function promote_function",

@@ -15,8 +15,8 @@ from typing import Literal
 from .amp.plugin import AMP_PLUGINS, PRECISIONS, AMPPlugin
 from .amp.recipe import FP32
 from .config.config import Config
-from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
 from .config.key_checks import Finding, find_key_problems, recipe_of
+from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
 from .parallel.registries import AXES, DATA_STRATEGIES
 
 Cell = Literal["yes", "refused"]

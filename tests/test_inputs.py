@@ -12,8 +12,8 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
-from halfmesh.engine import inputs
 from halfmesh.amp.recipe import Recipe
+from halfmesh.engine import inputs
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
 from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import optim
 
-from halfmesh.errors import InputError
 from halfmesh.engine.memory import parse_bytes, state_bytes
+from halfmesh.errors import InputError
 from tests.support.models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
 
 OPTIMIZERS = {

@@ -8,9 +8,10 @@ import pytest
 
 import halfmesh
 from halfmesh.compat import mesh_sizes
-from halfmesh.report.mesh_picture import compress, describe_shards, draw, in_words
 from halfmesh.options import Options
 from halfmesh.parallel.axis import Axis
+from halfmesh.parallel.mesh import in_words
+from halfmesh.report.mesh_picture import compress, describe_shards, draw
 
 
 def words(svg):

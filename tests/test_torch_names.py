@@ -26,7 +26,7 @@ OBJECTS = (
 OF_OBJECTS = {name for thing in OBJECTS for name in dir(thing) if name.startswith("_") and not name.startswith("__")}
 DOCUMENTED = {"_python_dispatch", "_pytree"}  # modules, by torch's notes on extending it
 ALLOWED = {
-    "_torch.py": {
+    "utils/torch_private.py": {
         "_C",
         "_TorchDispatchModeKey",
         "_amp_foreach_non_finite_check_and_unscale_",
@@ -47,7 +47,7 @@ ALLOWED = {
     "amp/loss_scaler.py": {"_amp_update_scale_"},
     "amp/multi_loss.py": {"_foreach_add_"},
     "amp/o1.py": {"_C", "_functorch"},
-    "compilation.py": {"_call_impl", "_compiled_call_impl", "_dynamo"},
+    "engine/compilation.py": {"_call_impl", "_compiled_call_impl", "_dynamo"},
     "parallel/deferred/meta.py": {"_buffers", "_parameters"},
     "parallel/deferred/recording.py": {"_schema"},
     "data/sharding.py": {"_iterator"},

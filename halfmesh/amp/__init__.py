@@ -16,8 +16,7 @@ Read in this order:
     step_result     what the host gets to know; skip_counter: when a run ends
     gradient_watch  warnings
 
-It imports the top-level helpers only (`shard`, `tensors`, `errors`, `log`, `options`, `registry`), never `parallel` or
-`engine`: other ranks are an all-reduce that it is given.
+It imports `utils`, `options` and `errors` only, never `parallel`: other ranks are an all-reduce that it is given.
 """
 
 from .plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes

@@ -10,9 +10,9 @@ import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from ..utils.torch_private import assigns
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, Ranks
+from ..utils.torch_private import assigns
 from .master_weights import MasterWeights, cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .originals import current_value

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..utils.torch_private import has_no_memory
 from ..errors import did_you_mean, shorten
 from ..utils.param_shard import GatherCast
+from ..utils.torch_private import has_no_memory
 
 Scaling = Literal["tensorwise", "rowwise"]
 Emulate = Literal["auto", True, False]
@@ -86,7 +86,7 @@ class Float8Product:
         return {param: self for is_multiplied, param in held if is_multiplied and param not in others}
 
     def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `halfmesh.utils.param_shard.GatherCast`: the same numbers as the product's own cast of the whole weight."""
+        """See `utils.param_shard.GatherCast`: the same numbers as the product's own cast of the whole weight."""
         from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
         dtype = _torchao(self.scaling, True)[1][1].cast_config_weight.target_dtype

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.torch_private import grad_hooks, versions
 from ..errors import InputError, shorten
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
+from ..utils.torch_private import grad_hooks, versions
 from .master_weights import MasterWeights
 from .step_result import is_captured
 

@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 from torch import nn, optim
 
-from ..utils.torch_private import WriteStamp, foreach_copy_, write_stamps
 from ..errors import InputError, shorten
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard, foreign_params
+from ..utils.torch_private import WriteStamp, foreach_copy_, write_stamps
 from .originals import Originals, current_value, current_values
 from .recipe import HALF
 

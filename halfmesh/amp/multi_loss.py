@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..utils.torch_private import foreach_copy_, foreach_mul_
 from ..utils.param_shard import ParamShard, clear_grads, set_grad
+from ..utils.torch_private import foreach_copy_, foreach_mul_
 from .grad_norm import GradStats, count_nonfinite
 from .loss_scaler import LossScaler
 from .master_weights import bucket_bytes, by_bytes

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 
-from ..utils.torch_private import BACKWARD, edit_stamp, without_override
 from ..errors import InputError
+from ..utils.torch_private import BACKWARD, edit_stamp, without_override
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

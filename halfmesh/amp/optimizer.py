@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ..utils.torch_private import WriteStamp, write_stamps
 from ..errors import InputError, shorten
 from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks, clear_grads
+from ..utils.torch_private import WriteStamp, write_stamps
 from .grad_norm import GradStats, clip_divisor, grad_stats
 from .gradient_watch import GradientWatch
 from .loss_scales import LossScales

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.torch_private import BATCH_NORMS, has_no_memory
 from ..errors import InputError, shorten
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, map_named, map_tensors, parameter_names, position_names
+from ..utils.torch_private import BATCH_NORMS, has_no_memory
 from .keep_fp32 import is_kept, kept_tensors, named_tensors
 from .o1 import CastTable, O1Casts, o1_scope
 from .recipe import HALF, Recipe

@@ -9,9 +9,9 @@ import torch
 from torch.optim import optimizer as all_optimizers
 from torch.utils.hooks import RemovableHandle
 
-from ..utils.torch_private import foreach_copy_, foreach_mul_
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, clear_grads
+from ..utils.torch_private import foreach_copy_, foreach_mul_
 from . import fused
 from .master_weights import MasterWeights, bucket_bytes, by_bytes
 

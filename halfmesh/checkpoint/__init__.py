@@ -10,8 +10,7 @@ folder.py         the folder of all checkpoints, locked by the one job that save
 background.py     the thread that writes while training continues
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
 export.py         weights alone, for other programs
-averaged_model.py  the model with an average of its weights
 rank_state.py, collective.py: random numbers and the loop's own state; the same error on all ranks
 
-May import loop, division, parallel, amp, data, launching and what is below them; not engine or assembly.
+Imports parallel, amp, config and what is below them; not the engine.
 """

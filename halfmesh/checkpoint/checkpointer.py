@@ -16,13 +16,10 @@ import torch.distributed as dist
 
 from ..config.text import as_json
 from ..errors import HalfmeshError, InputError, bullet_list, refuse_below
-from ..utils.log import get_logger
 from ..parallel.mesh import ParallelContext
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
-from . import folder
-from . import rank_state
-from . import storage
-from . import validate
+from ..utils.log import get_logger
+from . import folder, rank_state, storage, validate
 from .background import BackgroundWriter, wait_for_writers
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .rank_state import AttachedState
@@ -156,7 +153,7 @@ class Checkpointer:
             own = {"random": random, "dataloader": dataloader, "attached": self.attached.state_dict()}
             return storage.as_bytes(common), storage.as_bytes(own)
 
-        from ..version import __version__
+        from .. import __version__
 
         about = {
             "step": parts.global_step,

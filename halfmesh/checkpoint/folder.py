@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import CheckpointError, bullet_list
-from ..utils.log import get_logger
 from ..parallel.mesh import ParallelContext
+from ..utils.log import get_logger
 from . import storage
 from .collective import run_on_rank_zero
 

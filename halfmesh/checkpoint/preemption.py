@@ -20,15 +20,16 @@ import torch.distributed as dist
 
 from ..config.automatic import AutomaticConfig
 from ..errors import CheckpointError, Interrupted, Preempted
-from ..utils.log import get_logger
-from ..engine.parts import EngineHook, EngineParts
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_alone
+from ..utils.engine_hook import EngineHook
+from ..utils.log import get_logger
 from . import folder
 from .collective import run_on_rank_zero
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..engine.parts import EngineParts
     from .checkpointer import Checkpointer
 
 _log = get_logger(__name__)

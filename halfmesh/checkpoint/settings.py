@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..utils.torch_private import has_no_memory
 from ..config.text import as_json
 from ..errors import bullet_list, cut, show
 from ..utils.log import get_logger
+from ..utils.torch_private import has_no_memory
 from .state import IMPLEMENTATION
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.optimizer_state import saved_state
-from ..engine.parallelize import Division
 from ..errors import InputError, shorten
 from ..parallel.shard_spec import Placement, Shape, whole
 from ..utils.param_shard import ParamShard
@@ -21,6 +20,7 @@ from .compound import put_together, take_apart
 
 if TYPE_CHECKING:
     from ..engine.ema import WeightAverage
+    from ..engine.parallelize import Division
 
 MODEL = "model."
 STATE = "optimizer."

@@ -53,9 +53,9 @@ def check(
     """
     from ..compat import check as find
     from ..compat import mesh_sizes
-    from ..errors import InputError
     from ..config.key_checks import find_advice
     from ..engine.memory import parse_bytes
+    from ..errors import InputError
 
     if model is None and (batch or gpu_memory or picture):
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
@@ -113,8 +113,8 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
     """What the run would be."""
     from ..compat import mesh_sizes
-    from ..engine.parallel_plans import data_strategy
     from ..config.key_checks import recipe_of
+    from ..engine.parallel_plans import data_strategy
     from ..parallel.data_strategy import DataStrategy
     from ..utils.tensors import dtype_name
 
@@ -134,7 +134,7 @@ def _plan(config: Config, world_size: int) -> dict[str, Any]:
 def _print(
     path: Path, world_size: int, answer: dict[str, Any], findings: Sequence[Finding], dry_run: Sequence[str]
 ) -> None:
-    from ..report.mesh_picture import in_words
+    from ..parallel.mesh import in_words
 
     console = Console(highlight=False, emoji=False)
 

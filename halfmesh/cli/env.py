@@ -35,10 +35,10 @@ def describe() -> dict[str, list[str]]:
     """The lines of the report: texts by name."""
     import torch.distributed as dist
 
+    from .. import __version__
     from ..amp.plugin import AMP_PLUGINS
     from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from ..trainer.hook import HOOKS
-    from ..version import __version__
 
     registries = (AMP_PLUGINS, AXES, DATA_STRATEGIES, TENSOR_STYLES, TENSOR_PLANS, PARTITIONERS, SCHEDULES, HOOKS)
     packages = []

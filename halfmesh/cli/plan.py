@@ -41,14 +41,13 @@ def plan(
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
     """
     from ..config.load import load_config
-    from ..errors import ConfigError, InputError
-    from ..engine.memory import parse_bytes
     from ..dry_run import picture as pictures
-    from ..dry_run import show_ladder
-    from ..dry_run import writing
+    from ..dry_run import show_ladder, writing
     from ..dry_run.ladder import climb
     from ..dry_run.rungs import Asked
     from ..dry_run.workers import Workers, count_cores
+    from ..engine.memory import parse_bytes
+    from ..errors import ConfigError, InputError
 
     is_fresh = bool(context.obj)
     try:

@@ -10,8 +10,8 @@ import torch
 
 from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..amp.recipe import FP32, Recipe
-from .config import Config
 from ..parallel.registries import AXES, DATA_STRATEGIES
+from .config import Config
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 loader.py    `EngineDataLoader`: when a batch is fetched and copied, where an epoch ends.
 resume.py    `epoch_batches`: the random numbers of an epoch, and how it is resumed.
 sharding.py  `ShardedLoader`: the data rank's part of the user's loader, in the order of one process.
-global_batch.py  `global_batch_size`: how many batches an update takes.
 
-May import parallel and what is below it; not engine, checkpoint, debug or launch.
+Imports parallel and what is below it.
 """

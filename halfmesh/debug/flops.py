@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..utils.torch_private import has_no_memory, is_in_backward, is_on_trial
 from ..errors import InputError
-from ..engine.parts import EngineHook, EngineParts
+from ..utils.engine_hook import EngineHook
+from ..utils.torch_private import has_no_memory, is_in_backward, is_on_trial
 from .probes import eager
+
+if TYPE_CHECKING:
+    from ..engine.parts import EngineParts
 
 _aten = torch.ops.aten
 _KNOWN = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler", "inductor")

@@ -6,16 +6,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..amp.step_result import StepResult
 from ..errors import NonFiniteError, bullet_list
-from ..engine.parts import EngineParts
 from ..utils.param_shard import compute_dtype
 from ..utils.tensors import dtype_name, tensors_of
 from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
+
+if TYPE_CHECKING:
+    from ..engine.parts import EngineParts
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}

@@ -6,15 +6,17 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError, shorten
-from ..engine.parts import EngineParts
 from ..utils.param_shard import ParamShard, compute_dtype
 from ..utils.tensors import dtype_name
 from .probes import Probes, TensorStats, Visit, largest_number, measure
+
+if TYPE_CHECKING:
+    from ..engine.parts import EngineParts
 
 MUCH_SUBNORMAL = 0.05
 """Where about 5 % of a speech model's weight gradients were too small for fp16, it lost 80 % in accuracy without fp32

@@ -8,14 +8,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..utils.torch_private import is_compiled, is_in_backward
-from ..engine.parts import EngineHook, EngineParts
+from ..utils.engine_hook import EngineHook
 from ..utils.tensors import tensors_of
+from ..utils.torch_private import is_compiled, is_in_backward
+
+if TYPE_CHECKING:
+    from ..engine.parts import EngineParts
 
 CRITERION = "the criterion"
 

@@ -6,16 +6,20 @@ For finding mistakes, not for speed: everything is read once more, brought to th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..amp.step_result import StepResult
 from ..checkpoint.state import IMPLEMENTATION, ShardedState
 from ..errors import SyncError
-from ..engine.parts import EngineHook, EngineParts
 from ..parallel.initial_state import is_plain, plain_settings
 from ..parallel.reducer import STATISTICS
 from ..parallel.replica_checks import ReplicatedValue, find_difference
+from ..utils.engine_hook import EngineHook
+
+if TYPE_CHECKING:
+    from ..engine.parts import EngineParts
 
 _AVERAGED = (*STATISTICS, "num_batches_tracked")
 _DRIFTED = (

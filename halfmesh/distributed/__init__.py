@@ -3,5 +3,5 @@
 In reading order: `env` (what a launcher tells a process, how messages name a rank), `failures` (who failed first, and
 the end of the others), `process_group`. The public functions are in `halfmesh/engine/launch.py`, above the config.
 
-Imports `errors` and `log`. Not called `launch`, which is a public function.
+Imports `errors` and `utils`.
 """

@@ -5,5 +5,5 @@ In reading order: `model_spec` (the user's model and batch), `tracker` (counts b
 and `ladder` (the first that fits), `show` and `show_ladder` (output), `writing` (configs as files),
 `picture` (what each rank holds).
 
-Imports assembly, config, parallel and what is below them; only cli and report import it.
+Imports the engine, and report for its drawing; only cli and verify import it.
 """

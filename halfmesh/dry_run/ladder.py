@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ..utils.torch_private import BATCH_NORMS
 from ..config.load import load_config
 from ..errors import InputError, readable
 from ..parallel.registries import DATA_STRATEGIES
+from ..utils.torch_private import BATCH_NORMS
 from .dry_run import dry_runs, find_plan_problems, needed
 from .model_spec import build_model
 from .rungs import (

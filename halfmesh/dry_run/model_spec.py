@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.torch_private import has_no_memory, outside_of_dry_run
 from ..errors import InputError, did_you_mean
 from ..utils.tensors import map_tensors, tensors_of
+from ..utils.torch_private import has_no_memory, outside_of_dry_run
 
 _FORM = "write --batch 8,2048:int64 (rows of one data rank first, then the dtype; float32 if left out)"
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..report import mesh_picture
 from ..engine.parallel_plans import make_plans
 from ..errors import readable
+from ..report import mesh_picture
 from .dry_run import DryRun, needed
 from .model_spec import build_model
 from .tracker import Tracker, dry_run_mode

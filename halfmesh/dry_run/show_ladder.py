@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import readable
 from ..config.key_checks import find_advice
+from ..errors import readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from .rungs import ROOM, Rung
 from .writing import config_text, short

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
-from ..utils.torch_private import has_no_memory
-from ..engine.initialize import initialize
 from ..compat import mesh_sizes
 from ..config.global_batch import accumulate
+from ..engine.initialize import initialize
 from ..errors import InputError
 from ..parallel.buckets import give_grads
 from ..parallel.pipeline.axis import find_batch_problem
 from ..parallel.registries import AXES
 from ..utils.tensors import map_tensors, tensors_of
+from ..utils.torch_private import has_no_memory
 from .model_spec import build_model
 from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 

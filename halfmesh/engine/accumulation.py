@@ -9,8 +9,8 @@ import torch
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
-from ..parallel.mesh import ParallelContext
 from ..parallel.gradient_sums import Reduction
+from ..parallel.mesh import ParallelContext
 from .same_trained import SameTrained
 
 LossReduction = Literal["mean", "sum", "weighted"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .compilation import called_blocks, is_called, not_called
 from ..errors import shorten
 from ..parallel.tensor.plans import generalise, near_names
+from .compilation import called_blocks, is_called, not_called
 
 if TYPE_CHECKING:
     from ..config.activations import CheckpointConfig

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..utils.torch_private import is_compiled
 from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.pipeline.pieces import children_of
+from ..utils.torch_private import is_compiled
 
 if TYPE_CHECKING:
     from ..config.schema import CompileConfig

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from .. import compat
-from . import inputs
 from ..amp.convert import convert
 from ..amp.keep_fp32 import find_kept_problems
 from ..amp.o1 import CastTable
@@ -22,13 +21,14 @@ from ..amp.precision import Precision
 from ..amp.recipe import FP32
 from ..amp.step_result import StepResult
 from ..checkpoint import validate
+from ..config.key_checks import recipe_of
 from ..config.load import load_config
 from ..errors import IncompatibleConfigError, InputError, bullet_list, refuse_closure
-from ..config.key_checks import recipe_of
-from .accumulation import Accumulation
-from .executor import DirectBackward
 from ..parallel.deferred.recording import recording_of
 from ..utils.param_shard import ParamShard
+from . import inputs
+from .accumulation import Accumulation
+from .executor import DirectBackward
 
 
 def convert_to_amp(

@@ -12,12 +12,13 @@ from torch import nn, optim
 
 from ..amp.o1 import CastTable
 from ..amp.step_result import StepResult
-from ..checkpoint.averaged_model import AveragedModel
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError, refuse_closure, show
-from .parts import EngineHook, EngineParts
+from ..utils.engine_hook import EngineHook
+from .ema import AveragedModel
+from .parts import EngineParts
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:

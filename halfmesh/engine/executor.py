@@ -11,16 +11,16 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision, cast_model
-from ..parallel.mesh import ParallelContext
 from ..parallel.gradient_sums import Reduction
+from ..parallel.mesh import ParallelContext
 from ..parallel.replica_checks import SameCalls
 from ..utils.tensors import tensors_of
 from .accumulation import Accumulation, Backward
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
-    from .parallelize import Division
     from ..parallel.pipeline.stage import StageModule
+    from .parallelize import Division
 
 
 class Executor(Backward, Protocol):

@@ -12,9 +12,6 @@ import torch
 from torch import nn, optim
 
 from .. import compat
-from . import inputs
-from . import launch as launchers
-from ..utils.torch_private import has_no_memory
 from ..amp.convert import convert
 from ..amp.gradient_watch import SHARDED, UNDIVIDED
 from ..amp.keep_fp32 import find_kept_problems
@@ -23,33 +20,37 @@ from ..amp.plugin import AMP_PLUGINS, Backend
 from ..amp.recipe import Recipe, UpdateOptions
 from ..checkpoint.checkpointer import Checkpointer
 from ..config.config import Config
-from ..config.load import load_config
 from ..config.global_batch import accumulate, batch_size
+from ..config.key_checks import find_advice, recipe_of
+from ..config.load import load_config
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader
 from ..debug.nonfinite import NonFiniteProbes
-from .parallelize import Division
-from .parallel_plans import Plans, data_strategy, make_plans
-from .engine import Engine
-from ..errors import IncompatibleConfigError, InputError, bullet_list
-from ..config.key_checks import find_advice, recipe_of
-from .launch import Launch
 from ..distributed.failures import recorded_for_torchrun
-from ..utils.log import get_logger
-from .accumulation import Accumulation
-from .ema import WeightAverage
-from .executor import make_executor
-from .loop_checks import CountedBatches, ForwardWrites, SameInputs
-from .lr_scheduler import LRAdvance
-from .model_guard import ModelGuard
-from .parts import EngineHook, EngineParts
-from .same_trained import SameTrained
-from ..parallel.mesh import ParallelContext
+from ..errors import IncompatibleConfigError, InputError, bullet_list
 from ..parallel.deferred.creation import build
 from ..parallel.deferred.materialize import Materializer, make_materializer
 from ..parallel.deferred.meta import convert_to_meta, refuse_early_state
 from ..parallel.gradient_sums import CompleteGradients, Reduction
+from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_alone
+from ..utils.engine_hook import EngineHook
+from ..utils.log import get_logger
+from ..utils.torch_private import has_no_memory
+from . import inputs
+from . import launch as launchers
+from .accumulation import Accumulation
+from .ema import WeightAverage
+from .engine import Engine
+from .executor import make_executor
+from .launch import Launch
+from .loop_checks import CountedBatches, ForwardWrites, SameInputs
+from .lr_scheduler import LRAdvance
+from .model_guard import ModelGuard
+from .parallel_plans import Plans, data_strategy, make_plans
+from .parallelize import Division
+from .parts import EngineParts
+from .same_trained import SameTrained
 from .summary import make_plan
 
 _log = get_logger(__name__)

@@ -12,13 +12,13 @@ from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..utils.torch_private import call_hooks, has_no_memory, is_compiled
 from ..amp.precision import find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..errors import NO_BATCH, InputError, shorten
 from ..parallel.deferred.meta import recorded
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
+from ..utils.torch_private import call_hooks, has_no_memory, is_compiled
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -16,10 +16,10 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
-from ..utils.log import get_logger
 from ..parallel.pipeline.fx_trace import unchanged
 from ..parallel.pipeline.pieces import Call
 from ..parallel.rng import random_state, set_random_state
+from ..utils.log import get_logger
 from ..utils.tensors import map_tensors, tensors_of
 from .accumulation import Accumulation, LossReduction
 from .pipeline_handles import Handle, PipelineLoss, replace

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from ..compat import mesh_sizes
 from ..config.config import Config
 from ..config.load import load_config
-from ..errors import LaunchError
 from ..distributed.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place, find_places
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
+from ..errors import LaunchError
 from ..utils.log import get_logger
 
 GLOO_NCCL = "cpu:gloo,cuda:nccl"

@@ -7,9 +7,10 @@ from typing import Any
 
 from ..amp.step_result import StepResult
 from ..errors import InputError, shorten
-from ..utils.log import get_logger
 from ..parallel.replica_checks import are_same, differ, is_looked_at, norms
-from .parts import EngineHook, EngineParts
+from ..utils.engine_hook import EngineHook
+from ..utils.log import get_logger
+from .parts import EngineParts
 
 _log = get_logger(__name__)
 

@@ -11,10 +11,10 @@ from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from ..amp.recipe import Recipe
-from .parallelize import Division
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name
 from .accumulation import Accumulation
+from .parallelize import Division
 
 _log = get_logger(__name__)
 

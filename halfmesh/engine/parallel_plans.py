@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
 
-from . import activation
-from . import compilation
 from ..amp.fused import is_elementwise
-from ..errors import IncompatibleConfigError, shorten
 from ..config.key_checks import recipe_of
+from ..errors import IncompatibleConfigError, shorten
 from ..parallel import optimizer_checks as elementwise
 from ..parallel.axis import PlanInputs
 from ..parallel.data_strategy import DataStrategy
 from ..parallel.registries import AXES, DATA_STRATEGIES
+from . import activation, compilation
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -15,22 +15,22 @@ from torch import nn, optim
 
 from ..amp.keep_fp32 import kept_by_name
 from ..amp.recipe import Recipe
-from .compilation import compile_modules, uncompile
-from .parallel_plans import Plans, data_strategy
 from ..errors import InputError
 from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs
-from ..parallel.mesh import ParallelContext
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.deferred.materialize import Materializer
 from ..parallel.gradient_sums import Reduction
+from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import ReduceOptions
 from ..parallel.registries import AXES
 from ..parallel.replica_checks import SameCalls
 from ..parallel.rng import CommonRandom, IsolatedRNG, model_seed
 from ..parallel.shard_spec import Placement, whole
 from ..utils.param_shard import ParamShard
+from .compilation import compile_modules, uncompile
+from .parallel_plans import Plans, data_strategy
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..utils.torch_private import BATCH_NORMS, edit_stamp, has_no_memory, unobserved
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
-from ..parallel.mesh import ParallelContext
 from ..parallel.gradient_sums import Reduction
+from ..parallel.mesh import ParallelContext
 from ..parallel.objects import gather_objects, is_alone
 from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
 from ..parallel.replica_checks import SameCalls, is_looked_at
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
+from ..utils.torch_private import BATCH_NORMS, edit_stamp, has_no_memory, unobserved
 from .accumulation import Accumulation
-from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput, replace
 from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
+from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput, replace
 from .row_trial import NOT_BY_ROWS, refuse_mixed_rows
 
 if TYPE_CHECKING:

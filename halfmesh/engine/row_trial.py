@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.torch_private import BATCH_NORMS
 from ..errors import InputError
 from ..parallel.batch_shard.trial import HALF_TOLERANCE, TOLERANCE, find_gap, rounds_products
 from ..parallel.objects import gather_objects
@@ -23,6 +22,7 @@ from ..parallel.pipeline.executor import Pipeline
 from ..parallel.pipeline.pieces import Call
 from ..parallel.rng import random_state, set_random_state
 from ..utils.tensors import map_tensors, tensors_of
+from ..utils.torch_private import BATCH_NORMS
 from .last_stage import as_it_was, differ
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

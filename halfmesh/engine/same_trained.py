@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import InputError
 from ..distributed.failures import is_echo
+from ..errors import InputError
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import gather_objects, is_alone
 from ..parallel.replica_checks import ADVICE, refuse_unlike

@@ -12,9 +12,9 @@ import torch
 from ..amp.recipe import Recipe
 from ..config.global_batch import batch_size
 from ..errors import readable
-from .memory import state_bytes
-from ..report.mesh_picture import in_words
+from ..parallel.mesh import in_words
 from ..utils.tensors import dtype_name
+from .memory import state_bytes
 
 if TYPE_CHECKING:
     from .parts import EngineParts

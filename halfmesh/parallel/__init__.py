@@ -1,6 +1,6 @@
 """Which rank holds what. Independent of number formats and of the loop.
 
-context            the mesh and its groups of ranks
+mesh               the mesh and its groups of ranks
 objects, calls, initial_state      messages between ranks outside training
 axis, data_strategy      the two contracts: what shards a model, and what data ranks hold of it
 rng                random numbers that ranks share, and those that differ
@@ -12,8 +12,8 @@ replica_checks     comparisons of what ranks should have in common
 optimizer_checks   whether an optimizer may step shards
 
 tensor/            layers sharded over a tensor group
-batch_shard/       batches that the ranks of an axis share: what context_parallel and expert build on
-context_parallel/  sequences sharded over ranks
+batch_shard/       batches that the ranks of an axis share: what context and expert build on
+context/           sequences sharded over ranks
 expert/            experts of mixture-of-experts layers, one group on each rank
 pipeline/          stages, and microbatches that go through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import torch
 from torch import nn, optim
 
-from ..utils.torch_private import assigns
 from ..errors import InputError
 from ..utils.param_shard import ParamShard
+from ..utils.torch_private import assigns
 from .mesh import ParallelContext
 from .optimizer_checks import refuse_other_state
 from .replica_checks import SameCalls

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.torch_private import foreach_copy_
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, clear_grads, set_grad
 from ..utils.tensors import is_dense
+from ..utils.torch_private import foreach_copy_
 
 
 class Bucket:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn, optim
 
-from ..utils.torch_private import move_module
 from ..utils.param_shard import GatherCast, ParamShard, Publisher
+from ..utils.torch_private import move_module
 from .mesh import ParallelContext
 from .reducer import ReduceOptions, Reducer
 from .shard_spec import Placement

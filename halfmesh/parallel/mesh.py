@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import InputError, did_you_mean
 from ..distributed.env import RankNames, find_places
+from ..errors import InputError, did_you_mean
 from ..utils.tensors import is_dense
 from .calls import Calls
 from .initial_state import broadcast_initial_state
@@ -328,3 +328,8 @@ class ParallelContext:
         if self._group is not None:
             self._group.close(self)
             self._group = None
+
+
+def in_words(sizes: Mapping[str, int]) -> str:
+    """pp 2 x dp 4 x tp 1."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ..utils.torch_private import outside_of_dry_run
 from ..errors import InputError
 from ..utils.tensors import is_compound
+from ..utils.torch_private import outside_of_dry_run
 
 _STEPS = 2
 _SIDE = 256  # of the matrix; some optimizers look at rows and columns of large ones only

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..utils.torch_private import edit_stamp, foreach_copy_, foreach_mul_
 from ..errors import InputError, shorten
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
+from ..utils.torch_private import edit_stamp, foreach_copy_, foreach_mul_
 from .buckets import Bucket, make_buckets
 
 _log = get_logger(__name__)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..utils.torch_private import foreach_norms
 from ..errors import InputError, show
 from ..utils.tensors import tensors_of
+from ..utils.torch_private import foreach_norms
 from .objects import broadcast_object, gather_objects, is_alone
 
 ADVICE = (

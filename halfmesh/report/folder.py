@@ -19,8 +19,8 @@ from ..amp.plugin import PRECISIONS
 from ..config.text import as_json
 from ..errors import InputError, Preempted, cut, show_name
 from ..utils.log import Listener
-from .mesh_picture import block_of, compress, describe_shards
 from . import run_files
+from .mesh_picture import block_of, compress, describe_shards
 from .run_files import CONFIG, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class RunFolder:
         self.flush()
 
     def _session(self) -> dict[str, Any]:
-        from ..version import __version__
+        from .. import __version__
 
         engine, device = self._engine, self._engine.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"

@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..distributed.env import find_places
+from ..parallel.mesh import in_words
 from ..parallel.registries import AXES, DATA_STRATEGIES
 
 if TYPE_CHECKING:
@@ -31,11 +32,6 @@ _STYLE = """
 .mesh .middle { text-anchor: middle; } .mesh .end { text-anchor: end; }
 .n0 { fill: var(--n0); } .n1 { fill: var(--n1); } .n2 { fill: var(--n2); } .n3 { fill: var(--n3); }
 """
-
-
-def in_words(sizes: Mapping[str, int]) -> str:
-    """pp 2 x dp 4 x tp 1."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def describe_shards(parallel: ParallelConfig, sizes: Mapping[str, int], rank: int) -> str:

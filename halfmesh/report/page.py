@@ -8,10 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from . import mesh_picture
+from .. import __version__
 from ..errors import InputError, cut, readable, show_name
-from ..version import __version__
-from . import tables
+from . import mesh_picture, tables
 from .charts import make_charts
 from .run import Run, read_runs
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..engine.engine import Engine
-from ..errors import InputError
 from ..engine.pipeline_handles import Handle
+from ..errors import InputError
 from ..utils.tensors import count_rows
 
 TARGETS = ("labels", "label", "targets", "target")

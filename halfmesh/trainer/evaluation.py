@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..engine.engine import Engine
-from ..errors import InputError, cut
 from ..engine.pipeline_handles import Handle
+from ..errors import InputError, cut
 from ..utils.tensors import count_rows, leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
 from .loaders import shard_dataloader

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader
-from ..engine.parallel_plans import data_strategy
 from ..engine.engine import Engine
-from ..errors import InputError
 from ..engine.inputs import refuse_uneven_evaluation
+from ..engine.parallel_plans import data_strategy
+from ..errors import InputError
 
 
 def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:

@@ -17,12 +17,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from .. import __version__
 from ..amp.float8 import has_float8
 from ..compat import Row, check, composition_table, get_rows
 from ..config import Config
 from ..config.load import load_config
 from ..parallel.registries import AXES, DATA_STRATEGIES, SCHEDULES
-from ..version import __version__
 from . import models
 from .phases import verify
 from .report import Phase, VerifyReport

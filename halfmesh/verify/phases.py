@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..utils.torch_private import BATCH_NORMS
 from ..compat import check, mesh_sizes
 from ..config import Config
-from ..config.load import load_config
-from ..errors import InputError
 from ..config.key_checks import recipe_of
-from ..report.mesh_picture import in_words
+from ..config.load import load_config
 from ..dry_run.model_spec import count_rows
+from ..errors import InputError
+from ..parallel.mesh import in_words
 from ..utils.tensors import dtype_name
+from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Measures
 from .judge import Limits, Verdict, differences, drawn_in, judge, loss_of

@@ -25,8 +25,8 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import HalfmeshError, InputError
 from ..distributed.failures import is_echo, is_timeout
+from ..errors import HalfmeshError, InputError
 from . import preload as server
 
 T = TypeVar("T")

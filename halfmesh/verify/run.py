@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..engine.initialize import initialize
 from ..config import Config
+from ..dry_run.model_spec import call_of, count_rows
 from ..engine.engine import Engine
+from ..engine.initialize import initialize
 from ..parallel.batch_shard.shard import ROWS
 from ..parallel.shard_spec import whole
-from ..dry_run.model_spec import call_of, count_rows
 from ..utils.tensors import map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures

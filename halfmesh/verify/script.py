@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..utils.torch_private import BATCH_NORMS
 from ..config import Config
 from ..config.load import load_config
 from ..engine.engine import Engine
 from ..errors import InputError
+from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .phases import RefusedError, Work, prove

@@ -19,17 +19,16 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
-from ..engine import initialize as assembly
-from ..config import Config
-from ..config import load
+from ..config import Config, load
 from ..config import config as building
 from ..config.overrides import override
+from ..engine import initialize as assembly
 from ..engine.engine import Engine
-from ..errors import InputError
 from ..engine.launch import Launch
-from ..utils.log import rank_and_world_size
+from ..errors import InputError
 from ..parallel.initial_state import plain_settings
 from ..report.folder import RunFolder
+from ..utils.log import rank_and_world_size
 from ..utils.tensors import map_tensors, tensors_of
 from . import layout
 from .record import EngineRecorder, Sink

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
-from ..errors import InputError
 from ..dry_run.model_spec import Built, call_builder, count_rows, find_function
+from ..errors import InputError
 from ..utils.tensors import map_tensors, tensors_of
 
 Batch = tuple[Any, Any]

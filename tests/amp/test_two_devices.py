@@ -13,8 +13,8 @@ from torch import nn
 
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
-from halfmesh.parallel.buckets import make_buckets
 from halfmesh.dry_run.tracker import dry_run_mode
+from halfmesh.parallel.buckets import make_buckets
 from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import OPTIMIZERS
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfmesh import AMP_TYPE, ConfigError, load_config
-from halfmesh import compat
+from halfmesh import AMP_TYPE, ConfigError, compat, load_config
 
 pytestmark = pytest.mark.slow
 TRIES = 20_000 if os.environ.get("FUZZ") == "full" else 600

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.utils.torch_private import is_compiled
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.errors import IncompatibleConfigError
+from halfmesh.utils.torch_private import is_compiled
 from tests.support import compiling
 from tests.support.models import (
     CLASSES,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from halfmesh.errors import IncompatibleConfigError
+from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from tests.support.models import (
     CLASSES,
     FEATURES,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from halfmesh.utils import torch_private as _torch
 from halfmesh.data.sharding import copy_loader
 from halfmesh.engine.ema import _lerp_
+from halfmesh.utils import torch_private as _torch
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.engine import launch as launching
 from halfmesh.config.load import load_config
-from halfmesh.errors import InputError, LaunchError
+from halfmesh.distributed.env import RankNames
+from halfmesh.engine import launch as launching
 from halfmesh.engine.launch import (
     choose_device,
     get_default_parser,
@@ -27,7 +27,7 @@ from halfmesh.engine.launch import (
     launch_from_slurm,
     launch_from_torch,
 )
-from halfmesh.distributed.env import RankNames
+from halfmesh.errors import InputError, LaunchError
 from tests.support.ranks import free_port, run_ranks
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halfmesh.errors import InputError
 from halfmesh.distributed.process_group import OwnedGroup
+from halfmesh.errors import InputError
 from halfmesh.parallel import calls
 from tests.support.models import make_data, make_engine, said, step_on
 from tests.support.ranks import here, run_ranks

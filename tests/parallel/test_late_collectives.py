@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from halfmesh.parallel.collectives import copy_to_tp
+from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from tests.support.models import MODES, adamw
 
 LAYOUTS = {

@@ -5,10 +5,6 @@ from __future__ import annotations
 import pytest
 
 from halfmesh import InputError, load_config
-from halfmesh.options import Options
-from halfmesh.parallel.axis import Axis
-from halfmesh.parallel.data_strategy import DataStrategy
-from halfmesh.parallel.registries import AXES, DATA_STRATEGIES
 from halfmesh.dry_run.rungs import (
     Asked,
     Update,
@@ -18,6 +14,10 @@ from halfmesh.dry_run.rungs import (
     make_rung,
     recomputations,
 )
+from halfmesh.options import Options
+from halfmesh.parallel.axis import Axis
+from halfmesh.parallel.data_strategy import DataStrategy
+from halfmesh.parallel.registries import AXES, DATA_STRATEGIES
 
 
 def ask(world_size=8, node=8, **config):

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halfmesh.errors import InputError
 from halfmesh.distributed.env import LaunchError
+from halfmesh.errors import InputError
 from halfmesh.verify.ranks import RankError, Ranks, run
 
 ROOT = Path(__file__).parents[2]

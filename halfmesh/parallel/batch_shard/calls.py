@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...utils.torch_private import BACKWARD, on_trial, without_override
 from ...errors import InputError
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import map_tensors, tensors_of
+from ...utils.torch_private import BACKWARD, on_trial, without_override
 from ..axis import AppliedAxis, AxisInputs
 from ..gradient_sums import SharedGradients
 from ..objects import is_alone

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...utils.torch_private import in_shapes_only
 from ...errors import InputError
+from ...utils.torch_private import in_shapes_only
 from .. import collectives
 from .shard import TOKENS, BatchShard
 

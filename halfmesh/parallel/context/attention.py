@@ -15,8 +15,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ...utils.torch_private import has_no_memory, in_shapes_only
 from ...errors import InputError
+from ...utils.torch_private import has_no_memory, in_shapes_only
 from .. import collectives
 from ..batch_shard.shard import BatchShard
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ...utils.torch_private import RUNNING_STATISTICS
 from ...errors import shorten
 from ...options import Names, Options, PositiveInt
 from ...utils.tensors import parameter_names
+from ...utils.torch_private import RUNNING_STATISTICS
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..models.transformers import find_context_problem
 from .calls import CallPlan, ContextParallel

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...utils.torch_private import outside_of_dry_run
-from ...errors import InputError
 from ...distributed.env import find_place
+from ...errors import InputError
+from ...utils.torch_private import outside_of_dry_run
 from .recording import Recording
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...utils.torch_private import has_grad_hooks
 from ...errors import InputError, readable, shorten
 from ...utils.tensors import replace_data
+from ...utils.torch_private import has_grad_hooks
 from ..mesh import ParallelContext
 from .meta import forget, named_tensors, recorded
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ...utils.torch_private import FakeTensorMode, has_grad_hooks
 from ...errors import InputError, bullet_list, shorten
 from ...utils.tensors import map_tensors
+from ...utils.torch_private import FakeTensorMode, has_grad_hooks
 from .operations import View
 from .recording import Recording, recording_of
 

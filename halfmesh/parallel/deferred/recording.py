@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...utils.torch_private import DATA_NEEDED, FakeTensorMode
 from ...errors import InputError
 from ...utils.tensors import leaves_of, map_tensors, tensors_of
+from ...utils.torch_private import DATA_NEEDED, FakeTensorMode
 from .operations import Constant, Op, View
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...utils.torch_private import BATCH_NORMS
 from ...errors import shorten
 from ...options import Options, PositiveInt
 from ...utils.tensors import parameter_names
+from ...utils.torch_private import BATCH_NORMS
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..batch_shard.calls import SharesBatch
 from ..shard_spec import Split

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from ...utils.torch_private import is_compiled
 from ...errors import did_you_mean, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import parameter_names
+from ...utils.torch_private import is_compiled
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..registries import DATA_STRATEGIES, SCHEDULES
 

@@ -21,9 +21,9 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ...utils.torch_private import shapes_only
 from ...errors import InputError
 from ...utils.tensors import map_tensors, tensors_of
+from ...utils.torch_private import shapes_only
 
 UPDATES = tuple(getattr(operator, name) for name in fx.graph.inplace_methods if name != "setitem")
 """`x += y` and the like, which change a tensor in place but replace a number."""

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ...utils.torch_private import call_hooks
 from ...errors import InputError, RegistryError, shorten
+from ...utils.torch_private import call_hooks
 from ..registries import PARTITIONERS, SCHEDULES
 from .fx_split import split_at, takes_any_arguments
 from .pieces import Piece

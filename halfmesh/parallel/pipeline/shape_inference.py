@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...utils.torch_private import DATA_NEEDED
 from ...errors import InputError, shorten
 from ...utils.tensors import map_tensors, tensors_of
+from ...utils.torch_private import DATA_NEEDED
 from ..modules import meta_copy
 from .fx_trace import run_without_data
 from .partition import Partition

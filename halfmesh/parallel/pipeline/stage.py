@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from ...utils.torch_private import has_no_memory
 from ...errors import InputError
 from ...utils.tensors import tensors_of
+from ...utils.torch_private import has_no_memory
 from .pieces import Call, Piece
 from .transport import on_wire, pack, require_gradients, unpack
 

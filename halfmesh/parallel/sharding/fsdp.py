@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...utils.torch_private import has_grad_hooks, move_module
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard, set_compute_dtype
+from ...utils.torch_private import has_grad_hooks, move_module
 from ..axis import take_parts
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
@@ -333,7 +333,7 @@ class FSDP(DataStrategy):
                 "support: use data='zero1'"
             ) from error
 
-    # -- `halfmesh.utils.param_shard.Publisher` ----------------------------------------------------------------------------
+    # -- `halfmesh.utils.param_shard.Publisher` ------------------------------------------------------------------------
 
     def begin(self) -> None:
         for _, weight in self.sharded:  # so that each gradient is freed as it is used

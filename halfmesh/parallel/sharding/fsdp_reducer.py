@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...utils.torch_private import has_grad_hooks
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
+from ...utils.torch_private import has_grad_hooks
 from ..reducer import Reducer
 from .fsdp_wrap import add_missing_grads, watch_grads
 from .withheld import UNFINISHED, WithheldGradient

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from ...utils.torch_private import has_grad_hooks, outside_of_dry_run
 from ...utils.param_shard import ParamShard
+from ...utils.torch_private import has_grad_hooks, outside_of_dry_run
 from ..mesh import ParallelContext
 
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")

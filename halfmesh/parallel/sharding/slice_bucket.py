@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order
+from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..buckets import Bucket, give_grads
 from .withheld import SCATTERED, WithheldGradient
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...utils.torch_private import foreach_copy_
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import is_dense
+from ...utils.torch_private import foreach_copy_
 from ..buckets import group_shards, reduce_dtype_of
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..objects import gather_objects

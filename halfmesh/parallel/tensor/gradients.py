@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
-from ...utils.torch_private import all_gather
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
+from ...utils.torch_private import all_gather
 from ..gradient_sums import SharedGradients
 from .layers import TensorAxis
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...utils.torch_private import edit_stamp, in_shapes_only
 from ...errors import InputError
+from ...utils.torch_private import edit_stamp, in_shapes_only
 from .. import collectives
 from ..axis import AppliedAxis
 from ..mesh import ParallelContext

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...utils.torch_private import in_shapes_only
 from ...errors import InputError, bullet_list, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
+from ...utils.torch_private import in_shapes_only
 from ..modules import meta_copy
 from ..objects import gather_objects, is_alone
 from ..registries import BUILTIN_TENSOR_PLANS

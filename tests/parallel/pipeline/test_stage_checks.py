@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.utils.torch_private import shapes_only
 from halfmesh.errors import IncompatibleConfigError, InputError
 from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule
+from halfmesh.utils.torch_private import shapes_only
 from tests.support.models import CLASSES, FEATURES, make_engine, make_loader, sgd
 from tests.support.pipeline_parts import pipe
 

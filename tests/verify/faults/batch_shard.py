@@ -15,8 +15,7 @@ from halfmesh.parallel.batch_shard.calls import SharesBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import attention
 from halfmesh.parallel.context.calls import ContextParallel
-from halfmesh.parallel.expert import axis
-from halfmesh.parallel.expert import dispatch
+from halfmesh.parallel.expert import axis, dispatch
 from halfmesh.parallel.gradient_sums import SharedGradients
 
 from . import trains

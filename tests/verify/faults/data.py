@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from halfmesh.amp.recipe import HALF
-from halfmesh.engine.parallelize import Division
 from halfmesh.engine.accumulation import Accumulation
+from halfmesh.engine.parallelize import Division
 from halfmesh.parallel import buckets
 from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.reducer import Reducer

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from halfmesh.verify import layout
-from halfmesh.verify import phases
+from halfmesh.verify import layout, phases
 from halfmesh.verify.ranks import RankError
 from halfmesh.verify.report import VerifyReport
 from halfmesh.verify.run import record_engine, run_rank

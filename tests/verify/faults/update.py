@@ -17,10 +17,9 @@ from halfmesh.amp.loss_scales import LossScales
 from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.stepper import Stepper
-from halfmesh.engine.parallelize import Division
 from halfmesh.engine.lr_scheduler import LRAdvance
-from halfmesh.parallel.activations import checkpoint
-from halfmesh.parallel.activations import offload
+from halfmesh.engine.parallelize import Division
+from halfmesh.parallel.activations import checkpoint, offload
 from halfmesh.utils.param_shard import OneRank
 
 # -- norm and verdict ------------------------------------------------------------------------------------------------
