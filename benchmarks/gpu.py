@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from halfmesh.debug.flops import FlopCounter
-from halfmesh.trainer.peaks import least_seconds
+from halfmesh.trainer.peaks import peak_flops
 
 from .contenders import Setup, make_halfmesh, make_loop
 from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Makers, Row, ratio, settle, take_turns, time_step
@@ -180,9 +180,9 @@ def measure(
     plain = make_loop(dataclasses.replace(setup, compiled=False))
     parameters = sum(param.numel() for param in plain.model.parameters())
     plain.before()  # cuBLAS takes memory at its first product and keeps it: not on the first contender's account
-    with FlopCounter() as counter:
+    with FlopCounterMode(display=False) as counter:
         plain.before()
-    least = least_seconds(device, counter.flops)
+    flops, rate = counter.get_total_flops(), peak_flops(device, setup.dtype or torch.float32)
     del plain
     peaks = [measure_peak(make, device) for _, make in making]
     together = BYTES_A_PARAMETER * parameters * len(making) < memory_of(device)
@@ -196,7 +196,7 @@ def measure(
         seconds, tail = statistics.median(step.seconds), statistics.median(update.seconds)
         bound = update_bytes(parameters, mode.masters and step.name == HALFMESH) / bandwidth
         ratios = [str(ratio(steps, step.name, base)) for base in (LOOP, FUSED)]
-        used = "-" if least is None else f"{least / seconds:.1%}"
+        used = "-" if rate is None else f"{flops / rate / seconds:.1%}"
         times = [f"{1000 * seconds:.3g}", f"{1000 * tail:.3g}", f"{tail / bound:.3g}"]
         rows.append([step.name, *ratios, *times, wait, peak, used])
     return rows
@@ -239,8 +239,8 @@ and APEX stand beside the autocast loop of the same dtype. With compile, the loo
 - **Peak bytes** are torch.cuda.max_memory_allocated within a step, less what was there before the model was.
 - Models of which the contenders do not fit on the device together are measured one contender after the other: their
   ratios have no A/A to be held against.
-- **MFU** is the least time that the products of a step take on the device (`halfmesh.trainer.peaks`), over the time of
-  the step."""
+- **MFU** is the least time that the products of a step take on the device in the mode's dtype
+  (`halfmesh.trainer.peaks`), over the time of the step."""
 
 
 def run(

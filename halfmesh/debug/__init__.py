@@ -1,7 +1,6 @@
-"""Finds the source of inf and nan, measures half precision per layer, counts FLOPs, and detects ranks that diverge.
+"""Finds the source of inf and nan, measures half precision per layer, and detects ranks that diverge.
 
 `probes.py` puts hooks on the modules in real updates, and measures tensors. On it stand `nonfinite.py` (the message of
-NonFiniteError), `precision.py` (engine.precision_report) and `flops.py` (engine.count_flops). `sync_check.py` is
-debug="sync". Imports checkpoint, parallel,
-amp and what is below them.
+NonFiniteError) and `precision.py` (engine.precision_report). `sync_check.py` is debug="sync". Imports checkpoint,
+parallel, amp and what is below them.
 """

@@ -339,26 +339,6 @@ class Engine:
             survey.detach()
         survey.finish()
 
-    @contextmanager
-    def count_flops(self) -> Iterator[dict[str, int]]:
-        """Count the floating point operations of forward, criterion and backward. All ranks together.
-
-            with engine.count_flops() as flops:
-                engine.backward(engine.criterion(engine(images), labels))
-
-        Counts products of matrices, convolutions and attention (a multiplication and an addition are two) up to the
-        first `step`, without what activation checkpointing recomputes. At the end of the block `flops` has them by
-        dtype, {"torch.bfloat16": 12345}, of all ranks that compute this data rank's batch. Compiled modules run
-        uncompiled in it. Raises InputError within an accumulation cycle, under tensor parallelism, or if an operator
-        has no formula.
-        """
-        self._parts.before_call("engine.count_flops()")
-        from ..debug.flops import FlopCounter, counted
-
-        counter = FlopCounter()
-        with self._with_hook(counter), counted(self._parts, counter) as flops:
-            yield flops
-
     # -- saving and loading ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -34,8 +33,8 @@ PEAK_FLOPS = {
 }
 
 
-def least_seconds(device: torch.device, flops: Mapping[str, float]) -> float | None:
-    """The least time in which `device` can do these operations, given by dtype ("torch.bfloat16"); None if unknown.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The FLOP/s that `device` can do in `dtype`; None if unknown.
 
     fp32 counts as TF32 where torch may use it: `torch.backends.cuda.matmul.fp32_precision`.
     """
@@ -46,7 +45,4 @@ def least_seconds(device: torch.device, flops: Mapping[str, float]) -> float | N
     if peak is None:
         return None
     single = peak.tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else peak.fp32
-    rates = {"torch.float16": peak.half, "torch.bfloat16": peak.half, "torch.float32": single}
-    if not flops.keys() <= rates.keys():
-        return None
-    return sum(count / rates[dtype] for dtype, count in flops.items())
+    return {torch.float16: peak.half, torch.bfloat16: peak.half, torch.float32: single}.get(dtype)

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from ..errors import InputError
 from ..utils.log import get_logger
 from .hook import Hook
-from .peaks import least_seconds
+from .peaks import peak_flops
 
 if TYPE_CHECKING:
     from .batch import Outcome
@@ -31,16 +31,16 @@ _WAITING = 0.3
 
 class ThroughputHook(Hook):
     """Adds to records, over all data ranks since the last record: "samples_per_s"; "tokens_per_s" (with `tokens`);
-    "model_flops_per_s"; and "mfu" on devices of `PEAK_FLOPS`: the share of the peak of all ranks' devices, for the
-    dtypes in which the model multiplies. Evaluations and `trainer.save` are not counted. Warns once if training waits
-    for data more than 30 % of the time.
+    "model_flops_per_s"; and "mfu" on devices of `PEAK_FLOPS`: the share of the peak of all ranks' devices in the
+    config's precision. Evaluations and `trainer.save` are not counted. Warns once if training waits for data more than
+    30 % of the time.
 
     Args:
         tokens: returns the number of tokens of a batch, given its Outcome.
-        flops_per_sample: floating point operations of forward and backward for one sample; a multiply-add is two, and
-            recomputation does not count. "auto": `engine.count_flops` counts them in the first batch, so samples should
-            have equal lengths. None: not measured. A number is taken to be in the config's precision (a transformer
-            without embeddings: 6 x parameters x tokens, Kaplan et al. 2020, https://arxiv.org/abs/2001.08361).
+        flops_per_sample: floating point operations of forward and backward for one sample; a multiply-add is two. (A
+            transformer without embeddings: 6 x parameters x tokens, Kaplan et al. 2020,
+            https://arxiv.org/abs/2001.08361.) "auto": torch's `FlopCounterMode` counts what all ranks execute with the
+            second batch of a fit, recomputation included; the first two batches are not timed then. None: not measured.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class ThroughputHook(Hook):
         flops_per_sample: float | Literal["auto"] | None = "auto",
     ) -> None:
         self._tokens, self._given = tokens, flops_per_sample
-        self.flops: dict[str, float] = {}
-        """Operations of one sample, by dtype."""
-        self._is_due = False
+        self.flops: float | None = None
+        """Operations of one sample."""
+        self._warm_up = 0
+        """Batches until the operations are counted; with the first one some models are tried out, too."""
         self._counting = ExitStack()
-        self._counted: dict[str, int] | None = None
+        self._counter = FlopCounterMode(display=False)
         self._window = [0.0, 0.0, 0.0]
         """Seconds, seconds spent waiting for data, and batches."""
         self._waited_before = 0.0
@@ -67,24 +68,26 @@ class ThroughputHook(Hook):
         self._left = 0.0
 
     def before_fit(self, trainer: Trainer) -> None:
-        if self._given == "auto":
-            self._is_due = True
-        elif self._given is not None:
-            self.flops = {_dtype(trainer): float(self._given)}
+        self._warm_up = 2 if self._given == "auto" else 0
+        if not isinstance(self._given, str):
+            self.flops = self._given
         self._waited_before = _waited_s(trainer)
         self._reset()
 
     def before_batch(self, trainer: Trainer, batch: Any) -> None:
-        if self._is_due:
-            self._is_due = False
+        if self._warm_up:
             self._left = time.perf_counter()
-            self._counted = self._counting.enter_context(trainer.engine.count_flops())
+        if self._warm_up == 1:
+            self._counting.enter_context(torch.compiler.set_stance("force_eager"))  # else compiled code is not seen
+            self._counting.enter_context(self._counter)
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
-        if self._counted is not None:
-            self.flops = self._per_sample(trainer, outcome.rows, self._counted)
-            self._counted = None
-            self._come_back()  # the first batch is slower than others
+        if self._warm_up:
+            self._warm_up -= 1
+            if not self._warm_up:
+                self._counting.close()
+                self.flops = self._per_sample(trainer, outcome.rows)
+            self._come_back()
             return
         self._count[0] += outcome.rows
         self._window[2] += 1
@@ -94,7 +97,6 @@ class ThroughputHook(Hook):
     def close(self, trainer: Trainer) -> None:
         error = sys.exception()
         self._counting.__exit__(type(error) if error else None, error, None)
-        self._counted = None
 
     def before_eval(self, trainer: Trainer) -> None:
         self._left = time.perf_counter()
@@ -119,16 +121,17 @@ class ThroughputHook(Hook):
         rows, tokens, total = counts.tolist()
         seconds = total / context.dp_size
         self._reset()
-        if not rows:  # only the batch in which operations were counted, which is slower
+        if not rows:  # only the batches up to the count
             return {}
         measured = {"samples_per_s": rows / seconds}
         if self._tokens is not None:
             measured["tokens_per_s"] = tokens / seconds
         if self.flops:
-            measured["model_flops_per_s"] = rows * sum(self.flops.values()) / seconds
-            least = least_seconds(context.device, self.flops)
-            if least is not None:
-                measured["mfu"] = rows * least / (seconds * context.size)
+            measured["model_flops_per_s"] = rows * self.flops / seconds
+            dtype = _dtype(trainer)
+            peak = None if dtype is None else peak_flops(context.device, dtype)
+            if peak is not None:
+                measured["mfu"] = rows * self.flops / (seconds * context.size * peak)
         return measured
 
     def _watch_loader(self, trainer: Trainer, seconds: float) -> None:
@@ -151,22 +154,14 @@ class ThroughputHook(Hook):
                 *(trainer.engine.dataloader.num_workers, os.cpu_count()),
             )
 
-    def _per_sample(self, trainer: Trainer, rows: int, flops: dict[str, int]) -> dict[str, float]:
-        """The mean over all data ranks, on all ranks. Empty if it cannot be counted."""
-        engine = trainer.engine
-        try:
-            self._counting.close()  # fills `flops`
-        except InputError as error:
-            _log.warning("model FLOP/s are not measured: give ThroughputHook flops_per_sample (or None). %s", error)
-            return {}
-        everyone = engine.context.everyone((engine.context.is_first_of_replica, rows, flops))
-        data = [(rows, flops) for is_first, rows, flops in everyone if is_first]
-        total = sum(rows for rows, _ in data)
-        if not total:
-            _log.warning("model FLOP/s are not measured: the first batch has no rows (Outcome.rows)")
-            return {}
-        dtypes = sorted({dtype for _, flops in data for dtype in flops})
-        return {dtype: sum(flops.get(dtype, 0) for _, flops in data) / total for dtype in dtypes}
+    def _per_sample(self, trainer: Trainer, rows: int) -> float | None:
+        """The mean over all samples of the batch, on all ranks. None if there are none."""
+        context = trainer.engine.context
+        everyone = context.everyone((self._counter.get_total_flops(), rows if context.is_first_of_replica else 0))
+        flops, rows = map(sum, zip(*everyone, strict=True))
+        if not rows:
+            _log.warning("model FLOP/s are not measured: the second batch has no rows (Outcome.rows)")
+        return flops / rows if rows else None
 
     def _come_back(self) -> None:
         self._elsewhere += time.perf_counter() - self._left
@@ -177,12 +172,14 @@ def _waited_s(trainer: Trainer) -> float:
     return engine.dataloader.waited_s if engine.has_dataloader else 0.0
 
 
-def _dtype(trainer: Trainer) -> str:
-    """The dtype in which most of the model multiplies under this config."""
+def _dtype(trainer: Trainer) -> torch.dtype | None:
+    """The dtype in which most of the model multiplies under this config; None for float8, whose peaks are not known."""
     config = trainer.engine.config
+    if config.fp8:
+        return None
     options = None if config.precision is None else config.precision.options
     is_off = getattr(options, "opt_level", None) == "O0" or not getattr(options, "enabled", True)
-    return "torch.float32" if options is None or is_off else f"torch.{config.precision_dtype}"
+    return torch.float32 if options is None or is_off else getattr(torch, config.precision_dtype or "float32")
 
 
 class MemoryHook(Hook):

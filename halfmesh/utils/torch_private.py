@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -77,24 +76,6 @@ def all_gather(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
 def reduce_scatter(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
     """Fill `output` with this rank's part, along dim 0, of the sum of the ranks' `x`."""
     return getattr(dist, REDUCE_SCATTER)(output, x, **options)
-
-
-_IS_TRIAL = ContextVar("_IS_TRIAL", default=False)
-
-
-@contextmanager
-def on_trial() -> Iterator[None]:
-    """Computations within are no part of training, and not counted."""
-    token = _IS_TRIAL.set(True)
-    try:
-        yield
-    finally:
-        _IS_TRIAL.reset(token)
-
-
-def is_on_trial() -> bool:
-    """Whether this is within `on_trial`."""
-    return _IS_TRIAL.get()
 
 
 BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})

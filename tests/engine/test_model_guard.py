@@ -60,8 +60,6 @@ def test_calls_that_are_meant_so_are_not_told(mode, caplog):
         step_on(engine, X, Y)
     with engine.precision_report():
         step_on(engine, X, Y)
-    with engine.count_flops():
-        step_on(engine, X, Y)
     with torch.no_grad():
         engine.model(x)
     engine.eval()

@@ -373,13 +373,6 @@ NONFINITE = (
         "first = found[-1]",
         (f"{DIAGNOSIS}::test_the_stage_of_a_pipeline_is_told_by_all",),
     ),
-    Fault(
-        "the optimizer's products count as the model's",
-        "debug/flops.py",
-        "        self._is_over = True\n\n    def __torch_dispatch__",
-        "        pass\n\n    def __torch_dispatch__",
-        ("tests/debug/test_flops.py",),
-    ),
 )
 
 LAUNCHES, LATE = ("tests/engine/test_launches.py",), ("tests/parallel/test_late_collectives.py",)

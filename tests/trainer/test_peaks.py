@@ -1,9 +1,9 @@
-"""The least time that a known device needs for some operations."""
+"""Peak throughput of known devices."""
 
 import pytest
 import torch
 
-from halfmesh.trainer.peaks import PEAK_FLOPS, least_seconds
+from halfmesh.trainer.peaks import PEAK_FLOPS, peak_flops
 
 
 @pytest.fixture
@@ -31,5 +31,7 @@ def test_fp32_counts_as_tf32_where_torch_may_use_it(use, kind, precision, monkey
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100-SXM4-40GB")
     use(precision)
     peak = PEAK_FLOPS["A100"]
-    flops = {"torch.float32": 1e12, "torch.bfloat16": 2e12}
-    assert least_seconds(torch.device("cuda"), flops) == 1e12 / getattr(peak, kind) + 2e12 / peak.half
+    device = torch.device("cuda")
+    assert peak_flops(device, torch.float32) == getattr(peak, kind)
+    assert peak_flops(device, torch.bfloat16) == peak.half
+    assert peak_flops(device, torch.float64) is None

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import InputError
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import map_tensors, tensors_of
-from ...utils.torch_private import BACKWARD, on_trial, without_override
+from ...utils.torch_private import BACKWARD, without_override
 from ..axis import AppliedAxis, AxisInputs
 from ..gradient_sums import SharedGradients
 from ..objects import is_alone
@@ -106,7 +106,7 @@ class SharesBatch(AppliedAxis):
         training = [module for module in model.modules() if module.training]
         whole, sharded = Seen(), Seen()
         try:
-            with torch.no_grad(), on_trial():
+            with torch.no_grad():
                 model.eval()
                 self.mode.shard, self.mode.seen = None, whole
                 with self.mode:
