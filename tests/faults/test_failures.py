@@ -219,7 +219,7 @@ def test_a_refusal_before_there_is_a_group_is_in_the_summary_too(tmp_path):
 
 HANGS_LATER = """
 import time, torch, halfmesh
-from halfmesh.launching import failures
+from halfmesh.distributed import failures
 failures.POLL_S = 0.1
 with halfmesh.launch_from_torch({"timeout": 10.0}, device="cpu") as run:
     model = torch.nn.Linear(2, 2)

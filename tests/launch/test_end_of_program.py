@@ -61,7 +61,7 @@ import os
 import torch
 import torch.distributed as dist
 import halfmesh
-from halfmesh.launching import process_group
+from halfmesh.distributed import process_group
 
 process_group._let_threads_finish = lambda: os.write(1, b"waited\\n")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
