@@ -136,12 +136,12 @@ def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> 
 
 
 def _takes_mode(column: str, mode: str | None) -> bool:
-    """Whether an axis or data strategy of a third party lists the mode among those that it works with."""
+    """Return True if an axis or data strategy of a third party lists the mode among those that it works with."""
     return mode in getattr((AXES if column in AXES else DATA_STRATEGIES).get(column), "modes", ())
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
-    """Whether the degrees multiply to the number of ranks."""
+    """Return True if the degrees multiply to the number of ranks."""
     sizes, data = config.parallel.sizes, config.parallel.data
     product = math.prod(sizes.values())
     if world_size < 1:

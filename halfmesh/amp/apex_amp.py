@@ -77,13 +77,13 @@ _DtypeName = Annotated[Literal["float32", "float16"], BeforeValidator(_to_dtype_
 
 
 class ApexOptions(Options):
-    """The arguments of `apex.amp.initialize`, with its names and defaults. None: as the opt level has it."""
+    """The arguments of `apex.amp.initialize`, with its names and defaults. None: the opt level's value."""
 
     enabled: bool = True
     """False does nothing at all: fp32, without loss scaling, as in apex."""
     opt_level: Annotated[Literal["O0", "O1", "O2", "O3"], BeforeValidator(_to_opt_level)] = "O1"
     cast_model_type: _DtypeName | Literal[False] | None = None
-    """dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names; False leaves all alone."""
+    """dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names; False casts nothing."""
     patch_torch_functions: bool | None = None
     """False switches O1's casts off."""
     keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_to_bool)] = None
@@ -92,7 +92,7 @@ class ApexOptions(Options):
     """A number is a static scale: it never moves, and no step is skipped."""
     cast_model_outputs: _DtypeName | None = None
     num_losses: PositiveInt = 1
-    """Each loss has a loss scale of its own: `engine.backward(loss, loss_id)`."""
+    """The number of losses; each has a separate loss scale: `engine.backward(loss, loss_id)`."""
     verbosity: int = Field(1, ge=0)
     """1 logs changes of a dynamic loss scale, 0 does not."""
     min_loss_scale: PositiveFloat | None = None
@@ -100,7 +100,7 @@ class ApexOptions(Options):
     max_loss_scale: Scale = 2.0**24
     """Upper bound of a dynamic scale."""
     backend: Literal["native", "apex"] = "native"
-    """What casts: halfmesh, or an installed apex.amp (CUDA only)."""
+    """The library that casts: halfmesh, or an installed apex.amp (CUDA only)."""
     keep_fp32: Names = ()
     """As in mode NAIVE; apex has no such key."""
 

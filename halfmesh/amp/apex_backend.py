@@ -1,6 +1,6 @@
-"""`backend="apex"`: the casts of O0 to O3 by an installed apex.amp. All else of the mode is halfmesh's own.
+"""`backend="apex"`: the casts of O0 to O3 by an installed apex.amp. halfmesh does the rest of the mode.
 
-All private names of apex that halfmesh uses stand here.
+All private names of apex that halfmesh uses are in this file.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ApexPrecision(Precision):
 
     def __init__(self, recipe: Recipe, device: torch.device, functions: Functions) -> None:
         super().__init__(recipe, device)
-        self.casts = None  # apex has lists of its own
+        self.casts = None  # apex uses its own lists
         self._functions = functions
 
     def __deepcopy__(self, memo: Any) -> ApexPrecision:

@@ -1,4 +1,4 @@
-"""Apply a recipe to a model and its optimizer, and take it back. In between, state dicts have full precision."""
+"""Applies a recipe to a model and its optimizer, and undoes it. In between, state dicts have full precision."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def convert(
 ) -> MixedPrecisionOptimizer:
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
 
-    Masters are taken before the cast, from the model's full-precision parameters, whose memory they take over.
-    `close` of what is returned undoes the conversion.
+    Masters are made before the cast, from the model's full-precision parameters, whose memory they reuse.
+    `close` of the returned optimizer undoes the conversion.
 
     Args:
         device: where updates are decided, see `MixedPrecisionOptimizer`.
@@ -116,10 +116,10 @@ def _named_tensors(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str
 
 
 class _FullPrecision:
-    """Where the hooks of one module find full precision.
+    """The full-precision values of one module, for its state dict hooks.
 
-    A copy of the model (deepcopy for an average of its weights, torch.save) knows the dtypes alone: its masters would
-    be copied too.
+    A copy of the model (deepcopy for an average of its weights, torch.save) has the dtypes only: the masters would be
+    copied too.
     """
 
     def __init__(self, dtypes: dict[str, torch.dtype | None], master_weights: MasterWeights | None) -> None:
@@ -161,7 +161,7 @@ def _save_full(full: _FullPrecision, module: nn.Module, state: dict[str, Any], p
 def _load_full(
     full: _FullPrecision, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any
 ) -> None:
-    """Take what is loaded into `module` to its masters and originals too, in full precision.
+    """Copy what is loaded into `module` into its masters and originals too, in full precision.
 
     Raises:
         InputError: `assign=True`, after which the optimizer would step parameters that the model no longer uses.

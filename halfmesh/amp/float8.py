@@ -1,8 +1,8 @@
 """fp8: the products of linear layers in float8, by torchao's training functions. All else is computed in bfloat16.
 
 Both factors of a product are scaled to float8's range and cast when it is computed, in forward and in backward; a
-weight that ranks gather, before it is sent. Weights, gradients and activations stay what they are, so checkpoints know
-nothing of it.
+weight that ranks gather is cast before the all-gather. Weights, gradients and activations keep their dtype, so
+checkpoints do not depend on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Float8Product:
 
     Attributes:
         scaling: one scale for a tensor, or one for each row of it.
-        emulate: compute the same on devices without float8, in fp32, slowly; "auto": there.
+        emulate: compute the same in fp32, slowly; "auto": only on devices without float8.
         filter: patterns of names of layers that stay in bfloat16; None: `HEADS`.
     """
 
@@ -55,9 +55,9 @@ class Float8Product:
         return output + bias.to(output.dtype)
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
-        """The linear layers of `model` by name, each with whether it multiplies in float8; others stay in bfloat16.
+        """The linear layers of `model`: name, layer, and True if it multiplies in float8; others stay in bfloat16.
 
-        A layer with a forward of its own is left out, and so are the projections of torch.nn.MultiheadAttention, which
+        A layer that overrides `forward` is left out, and so are the projections of torch.nn.MultiheadAttention, which
         computes with their weights and does not call them.
         """
         patterns = HEADS if self.filter is None else self.filter
@@ -86,7 +86,7 @@ class Float8Product:
         return {param: self for is_multiplied, param in held if is_multiplied and param not in others}
 
     def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `utils.param_shard.GatherCast`: the same numbers as the product's own cast of the whole weight."""
+        """See `utils.param_shard.GatherCast`: the same numbers as the product's own cast of the full weight."""
         from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
         dtype = _torchao(self.scaling, True)[1][1].cast_config_weight.target_dtype
@@ -101,7 +101,7 @@ class Float8Product:
         return Float8Weight.of(data.view(config.cast_config_weight.target_dtype), scale, dtype, options)
 
     def install(self, model: nn.Module) -> None:
-        """Let the layers of `model` compute so, or those of a part of it that this rank has."""
+        """Make the layers of `model`, or of this rank's shard or stage of it, multiply in float8."""
         for _, layer, in_float8 in self.layers(model):
             if in_float8 and hasattr(layer, "product"):  # a sharded layer, which computes more than the product
                 setattr(layer, "product", self)  # noqa: B010 (an attribute that nn.Linear lacks)
@@ -116,7 +116,7 @@ class Float8Product:
                 del module.forward
 
     def find_problems(self, model: nn.Module, device: torch.device) -> Iterator[str]:
-        """Why it cannot be used."""
+        """Yield the reasons why it cannot be used."""
         if find_spec("torchao") is None:
             yield "fp8: it needs the package torchao, which is not installed; pip install 'halfmesh[fp8]'"
         planned = any(map(has_no_memory, model.parameters()))  # a dry run stands for another device
@@ -137,7 +137,7 @@ class Float8Product:
             )
 
     def describe(self, model: nn.Module, device: torch.device) -> str:
-        """What computes in float8 on this rank, and what does not."""
+        """The layers of this rank that multiply in float8, and those that do not, in words."""
         layers = list(self.layers(model))
         stay = [name for name, _, in_float8 in layers if not in_float8]
         text = f"{len(layers) - len(stay)} of {len(layers)} linear layers in float8 ({self.scaling} scales"
@@ -149,7 +149,7 @@ class Float8Product:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether `device` multiplies float8 numbers itself."""
+    """Return True if `device` multiplies float8 numbers itself."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -169,8 +169,8 @@ def _forward(layer: nn.Linear, product: Float8Product, x: torch.Tensor) -> torch
 
 @cache
 def _torchao(scaling: Scaling, emulate: bool) -> tuple[Any, tuple[Any, Any]]:
-    """torchao's product of two matrices, and what it takes beside them. Its module Float8Linear is not used: that casts
-    its input under CUDA's autocast only, and would have to replace sharded layers."""
+    """torchao's product of two matrices, and its further arguments. torchao's Float8Linear is not used: it casts its
+    input under CUDA's autocast only, and would have to replace sharded layers."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 

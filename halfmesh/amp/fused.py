@@ -1,4 +1,4 @@
-"""torch's fused optimizers: where they may be used, and which take the gradients' divisor and the verdict along."""
+"""torch's fused optimizers: where they may be used, and which unscale gradients and skip steps themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SETTINGS = ("fused", "foreach", "momentum", "dampening", "differentiable")
 
 
 def group_settings(optimizer: optim.Optimizer) -> list[Any]:
-    """What the choice of an implementation depends on: `switch_to_fused` is due again when this changes."""
+    """The settings that the choice of an implementation depends on: call `switch_to_fused` again when they change."""
     settings: list[Any] = [vars(optimizer).get("step")]
     for group in optimizer.param_groups:
         params = group["params"]
@@ -41,7 +41,7 @@ def group_settings(optimizer: optim.Optimizer) -> list[Any]:
 
 
 def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
-    """Set `fused` in the groups where the user left the choice to torch and fused is exact; returns their places."""
+    """Set `fused` in the groups where the user left the choice to torch and fused is exact; return their indices."""
     switched: set[int] = set()
     for index, group in enumerate(optimizer.param_groups if _is_known(optimizer) else ()):
         left_open = group.get("fused") is None and group.get("foreach") is None
@@ -61,14 +61,14 @@ def switch_back(optimizer: optim.Optimizer, switched: set[int]) -> None:
 
 
 def takes_grad_scale(optimizer: optim.Optimizer) -> bool:
-    """Whether `step` divides by `grad_scale` and obeys `found_inf` in every group."""
+    """Return True if `step` divides by `grad_scale` and obeys `found_inf` in every group."""
     return _is_known(optimizer) and all(
         group.get("fused") and _is_exact(group, optimizer) for group in optimizer.param_groups
     )
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether several calls of `step`, each with some of the gradients, do what one call with all of them does."""
+    """Return True if several calls of `step`, each with some of the gradients, do the same as one call with all."""
     return type(optimizer) in _ELEMENTWISE and _has_own_step(optimizer)
 
 
@@ -85,8 +85,8 @@ def seed_momentum(optimizer: optim.Optimizer, params: Iterable[torch.Tensor]) ->
 
 
 def place_step_counters(optimizer: optim.Optimizer) -> None:
-    """Move the `step` counters where the implementation expects them: of fused groups to the parameter's device, in
-    fp32; to the CPU where `step` reads them on the host."""
+    """Move the `step` counters to the device that the implementation expects: for fused groups the parameter's, in
+    fp32; the CPU where `step` reads them on the host."""
     for group in optimizer.param_groups if type(optimizer) in _TAKES_GRAD_SCALE else ():
         read = not group.get("fused") and not group.get("capturable")
         for param in group["params"]:
@@ -100,12 +100,12 @@ def _is_known(optimizer: optim.Optimizer) -> bool:
 
 
 def _has_own_step(optimizer: optim.Optimizer) -> bool:
-    """Whether `optimizer.step` is its class's, below the wrappers that torch and its LR schedulers put around it."""
+    """Return True if `optimizer.step` is its class's, below the wrappers of torch and its LR schedulers."""
     return inspect.unwrap(optimizer.step) is inspect.unwrap(type(optimizer).step)
 
 
 def _is_exact(group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
-    """Whether the fused kernel does the same as the plain one for this group."""
+    """Return True if the fused kernel does the same as the plain one for this group."""
     dampened = group.get("momentum", 0) != 0 and group.get("dampening", 0) != 0  # the first step is special then
     kinds = {(p.device, p.dtype) for p in group["params"]}
     has_kernel = all(device.type in ("cpu", "cuda") and dtype.is_floating_point for device, dtype in kinds)

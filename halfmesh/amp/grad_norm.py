@@ -1,4 +1,4 @@
-"""One pass over the gradients: their norm, whether they are finite, how many are zero. The same on every rank."""
+"""One pass over the gradients: norm, inf or nan, number of zeros. The results are the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = 65536
 
 @dataclass(slots=True)
 class GradStats:
-    """What all ranks agree on about one step's gradients. Tensors are on the device, unread by the host."""
+    """Statistics of one step's gradients, the same on all ranks. Tensors on the device, unread by the host."""
 
     norm: torch.Tensor
     """Norm over all ranks (0-dim float64) of the gradients as they are, still scaled. inf or nan where they are."""
@@ -31,9 +31,9 @@ class GradStats:
     num_zeros: torch.Tensor | None
     """Number of gradient elements over all ranks that are exactly zero (0-dim float64), if it was asked for."""
     flags: torch.Tensor | None
-    """What was given with the gradients, summed over the ranks (float64)."""
+    """The `flags` given to `grad_stats`, summed over the ranks (float64)."""
     own: tuple[torch.Tensor, torch.Tensor | None]
-    """This rank's norm, and what else is summed."""
+    """This rank's norm, and its numbers to sum over the ranks."""
 
 
 def grad_stats(
@@ -53,9 +53,9 @@ def grad_stats(
     the maximum norm of one number per rank.
 
     Args:
-        device: where the results are wanted; gradients may be elsewhere, too.
-        flags: this rank's, of other things that all ranks have to know (float64).
-        known: what was measured of the same gradients; those of other ranks may be others since.
+        device: of the results; gradients may be on other devices.
+        flags: further numbers of this rank to sum over the ranks (float64).
+        known: earlier statistics of the same local gradients; those of other ranks may have changed since.
 
     Raises:
         InputError: a gradient is sparse.
@@ -81,9 +81,9 @@ def grad_stats(
 
 
 def clip_divisor(divisor: torch.Tensor | None, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What to divide gradients of norm `norm` x `divisor` by, so that their norm is `max_norm` at most.
+    """The divisor that clips gradients of norm `norm` (still times `divisor`) to a norm of `max_norm` at most.
 
-    That is `divisor` / min(1, max_norm / (norm / divisor + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
+    It is `divisor` / min(1, max_norm / (norm / divisor + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
     """
     if divisor is None:
         return norm.add(1e-6).div_(max_norm).clamp_(min=1)

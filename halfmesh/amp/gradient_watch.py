@@ -1,4 +1,4 @@
-"""Notices gradients that others have made or changed, where an update would use them wrongly."""
+"""Warns of gradients that user code has made or changed, where an update would use them wrongly."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class GradientWatch:
     """Remembers which gradients the last backward left, and their versions. Warns once of each kind of mistake.
 
     Attributes:
-        hooked: a model whose hooks on gradients are looked for at the first backward; None: not, or no more.
-        why: why gradients must not be changed between backward and step, for the warning; None: they may be.
+        hooked: a model to search for gradient hooks at the first backward; None: no search, or it is done.
+        why: the reason why gradients must not change between backward and step, for the warning; None: they may.
     """
 
     def __init__(self, master_weights: MasterWeights, is_scaled: bool) -> None:
@@ -68,7 +68,7 @@ class GradientWatch:
         self._noted: _Noted = _NOTHING
 
     def forget(self) -> None:
-        """The gradients are used or cleared."""
+        """Forget the gradients: they were used or cleared."""
         self._noted = _NOTHING
 
     def note(self) -> None:
@@ -127,7 +127,7 @@ class GradientWatch:
         """Before the first backward of an update.
 
         Raises:
-            InputError: others left gradients, which the update would divide by the loss scale.
+            InputError: there are gradients of another backward, which the update would divide by the loss scale.
         """
         strays = [shard.name for shard in self._master_weights.receivers if shard.param.grad is not None]
         if strays and self._is_scaled:

@@ -1,4 +1,4 @@
-"""What stays in fp32 where a model is cast: frequencies of rotary embeddings, what the model names, and the config."""
+"""Tensors that stay in fp32 when a model is cast: rotary frequencies, those the model names, those the config names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ radians. Such models compute angles in fp32, and cast sine and cosine to the dty
 
 
 def is_kept(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches the argument `name` of a call ("batch.t"), or one that it lies in ("batch")."""
+    """Return True if a pattern matches the argument `name` of a call ("batch.t"), or one that contains it ("batch")."""
     heads = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
     return any(fnmatchcase(head, pattern) for pattern in patterns for head in (*heads, name))
 

@@ -65,7 +65,7 @@ class LossScaler:
                 value.copy_(torch.where(used, value, old))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that moves, as Python numbers."""
+        """The scale and its counters, as Python numbers."""
         return {
             "scale": self.scale.item(),
             "max_scale": self.options.max_scale,
@@ -74,7 +74,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, within this config's bounds. A static scale stays as it is."""
+        """Restore `state_dict`, within this config's bounds. A static scale stays as it is."""
         if not self.options.dynamic:
             return
         self.scale.fill_(min(max(state["scale"], self.options.min_scale), self.options.max_scale))

@@ -20,11 +20,11 @@ _log = get_logger(__name__)
 
 
 class LossScales:
-    """What backward begins with, and how the scales move.
+    """Seeds backward with the loss scales, and moves them after each update.
 
     Attributes:
         scalers: empty where nothing is scaled; one for each loss where there are several and the scale is dynamic.
-        multi: joins the gradients of several losses that have a scale each; None: all gradients have the same scale.
+        multi: adds up the gradients of losses with separate scales; None: all gradients have the same scale.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, update: UpdateOptions) -> None:
@@ -40,16 +40,16 @@ class LossScales:
 
     @property
     def scale(self) -> torch.Tensor | None:
-        """The scale that the gradients of an update carry (0-dim fp32, moved in place); None: they carry none."""
+        """The scale that gradients have until the update (0-dim fp32, changed in place); None: they are unscaled."""
         return self.scalers[0].scale if self.scalers and self.multi is None else None
 
     @property
     def scales(self) -> bool:
-        """Whether gradients are scaled within backward: not by a static scale of 1."""
+        """True if backward scales gradients; False for a static scale of 1."""
         return any(scaler.options.dynamic or scaler.options.initial != 1 for scaler in self.scalers)
 
     def seed(self, loss: torch.Tensor, divisor: float, loss_id: int = 0) -> torch.Tensor | None:
-        """The gradient that backward of `loss` begins with: its loss scale / `divisor`; None for 1."""
+        """The seed of the backward of `loss`: its loss scale / `divisor`; None for 1."""
         if not self.scalers:
             return None if divisor == 1 else torch.full_like(loss, 1 / divisor)
         scaler = self.scalers[0 if self.multi is None else loss_id]
@@ -58,25 +58,25 @@ class LossScales:
         return seed if loss.ndim == 0 else seed.expand_as(loss)
 
     def before_backward(self, receivers: Sequence[ParamShard]) -> None:
-        """Prepare the gradients that are there already, of `receivers`, for more."""
+        """Prepare the existing gradients of `receivers` for more."""
         if self.multi is not None:
             self.multi.stash_grads(receivers)
         elif self._sums_in_fp32:
             widen_grads([shard.param for shard in receivers])
 
     def after_backward(self, loss_id: int, receivers: Sequence[ParamShard]) -> None:
-        """The gradients of loss `loss_id` are there."""
+        """Take in the gradients of loss `loss_id`."""
         if self.multi is not None:
             self.multi.merge_grads(loss_id, receivers)
 
     def forget_grads(self) -> None:
-        """The gradients are used or cleared."""
+        """Forget the gradients: they were used or cleared."""
         if self.multi is not None:
             self.multi.forget()
 
     def grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The loss scale (of loss 0), and what the gradients are to be divided by: the scale that they carry x
-        `divisor`. 0-dim float64, None for 1."""
+        """The loss scale (of loss 0), and the divisor of the gradients: their scale x `divisor`.
+        0-dim float64, None for 1."""
         scale = self.scalers[0].scale.double() if self.scalers else None  # a copy: it moves in place
         carried = None if self.multi is not None else scale
         if isinstance(divisor, torch.Tensor):
@@ -117,7 +117,7 @@ class LossScales:
         return [scaler.state_dict() for scaler in self.scalers]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restore `state_dict`."""
         for scaler, state in zip(self.scalers, states, strict=True):
             scaler.load_state_dict(state)
 
@@ -130,7 +130,7 @@ class ScaleLog:
         self._pending: list[HostCopy] = []  # the scales before and after an update
 
     def record(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
-        """The scales (0-dim) around an update. (Nothing is said of the replays of a CUDA graph.)"""
+        """Record the scales (0-dim) before and after an update. (Replays of a CUDA graph are not logged.)"""
         if is_captured(after[0].device):
             return
         self._pending.append(HostCopy([*before, *(scale.clone() for scale in after)]))

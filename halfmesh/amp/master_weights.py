@@ -1,4 +1,4 @@
-"""What the user's optimizer holds for each parameter: the parameter itself, or its fp32 master weight."""
+"""The tensors in the user's optimizer: for each parameter the parameter itself, or its fp32 master weight."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class MasterWeights:
     Args:
         optimizer: over parameters of `shards` only.
         shards: every parameter that this rank holds, cast to the recipe's dtype.
-        enabled: whether half-precision parameters get masters.
-        masters: those made before the cast; others are made from the parameters as they are.
+        enabled: half-precision parameters get masters.
+        masters: those made before the cast; the others are made from the parameters now.
 
     Attributes:
         masters: parameter of the model -> its master.
         trained: the shards that the optimizer steps, or has stepped: a master stays when its parameter leaves.
-        stepped: shard -> what the optimizer now holds for it, the parameter or its master.
+        stepped: shard -> the tensor that the optimizer steps for it, the parameter or its master.
         receivers: for each of `trained`, the shard in which backward leaves the gradient.
         grad_params: every parameter that may hold a gradient.
         originals: the full precision of tensors that are cast and not trained.
@@ -91,7 +91,7 @@ class MasterWeights:
         self._published = {target: self._published.get(target, stamp) for target, stamp in stamps}
 
     def add(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """These are the masters of parameters from now on."""
+        """Register the masters of further parameters."""
         new = [param for param in masters if param not in self.masters]
         self.masters.update(masters)
         added = [self._model_params[param] for param in new]
@@ -99,11 +99,11 @@ class MasterWeights:
         self._stamps += write_stamps(added)
 
     def groups_changed(self) -> bool:
-        """Whether the groups hold other parameters than at the last `sync`."""
+        """Return True if the groups hold other parameters than at the last `sync`."""
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != self._ids
 
     def target(self, shard: ParamShard) -> nn.Parameter:
-        """What the optimizer steps for `shard`: its master, if it has one."""
+        """The tensor that the optimizer steps for `shard`: its master, if it has one."""
         return self.masters.get(shard.param, shard.param)
 
     @torch.no_grad()
@@ -116,16 +116,16 @@ class MasterWeights:
         self._published.update(zip(held, write_stamps(held), strict=True))
 
     def mark_published(self) -> None:
-        """The model's weights are the rounded masters."""
+        """Note that the model's weights are now the rounded masters."""
         self._stamps = write_stamps(self._written)
 
     def forget_stamps(self) -> None:
-        """Nothing is published any more: free the memory that stamps keep."""
+        """Free the memory that stamps keep; nothing is published any more."""
         for kept in (self._written, self._stamps, self._published):
             kept.clear()
 
     def moved(self) -> set[torch.Tensor]:
-        """What others have written of the tensors that are stepped in place of the model's, since their last `publish`.
+        """The masters, and other tensors stepped in place of the model's, that user code wrote since `publish`.
 
         Writes through `.data` are not seen, neither here nor in the model: torch does not count them.
         """
@@ -135,10 +135,10 @@ class MasterWeights:
         return {target for (target, old), new in zip(self._published.items(), now, strict=True) if old != new}
 
     def adopt_external_writes(self, moved: Container[torch.Tensor] = ()) -> list[str]:
-        """Copy to the masters what others wrote into the model since the last `publish`, which the next would undo.
+        """Copy to the masters what user code wrote into the model since the last `publish`, which the next would undo.
 
-        Returns the names of parameters of which the master has `moved`, too, to another value: no one knows which of
-        the two is meant.
+        Returns the names of parameters whose master has `moved` too, to another value: either of the two may be the
+        intended one.
         """
         now = write_stamps(self._written)
         if now == self._stamps:
@@ -225,9 +225,9 @@ class MasterWeights:
 
 
 def make_master(param: torch.Tensor) -> nn.Parameter:
-    """An fp32 copy of `param`. An fp32 parameter gives its memory, so cast the model afterwards; a view is copied,
-    because it would keep all of what it is a view of."""
-    value = param.data.float()  # `.data`: writes into both are counted apart
+    """An fp32 copy of `param`. It shares the memory of an fp32 parameter, so cast the model afterwards; a view is
+    copied, because it would keep all of its base alive."""
+    value = param.data.float()  # `.data`: writes into both are counted separately
     if value.untyped_storage().nbytes() > value.numel() * value.element_size():
         value = value.clone()
     return nn.Parameter(value, requires_grad=True)
@@ -264,7 +264,7 @@ def cast_state(optimizer: optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.d
 
 
 def bucket_bytes(device: torch.device, numel: int) -> int:
-    """How many bytes of fp32 gradients to step at a time, of `numel` elements in all.
+    """The bytes of fp32 gradients to step at a time, of `numel` elements in all.
 
     Few, so that few fp32 copies exist at a time; on CUDA not so few that the update waits for kernel launches.
     """

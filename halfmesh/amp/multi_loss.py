@@ -1,4 +1,4 @@
-"""Several losses with a loss scale each, as apex has them (`num_losses`)."""
+"""Several losses with separate loss scales, as in apex (`num_losses`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MultiLoss:
         self._stash: dict[ParamShard, torch.Tensor] = {}
 
     def stash_grads(self, shards: Sequence[ParamShard]) -> None:
-        """Before a backward: keep what the other losses left apart from what comes."""
+        """Before a backward: set the gradients of the other losses aside."""
         for shard in shards:
             if shard.param.grad is not None:
                 self._stash[shard] = shard.param.grad
@@ -56,7 +56,7 @@ class MultiLoss:
         self._stash = {}
 
     def flags(self) -> torch.Tensor:
-        """For each loss how many of its backwards gave inf or nan on this rank, and whether it was used here.
+        """For each loss the number of its backwards that gave inf or nan on this rank, and 1 if it was used here.
 
         Shape [2, losses], float64.
         """
@@ -78,12 +78,12 @@ class MultiLoss:
             scaler.update(found[loss_id], used[loss_id] > 0)
 
     def forget(self) -> None:
-        """The gradients are used or cleared."""
+        """Forget the gradients: they were used or cleared."""
         self._nonfinite, self._stash = {}, {}
 
 
 def widen_grads(params: Sequence[torch.Tensor]) -> None:
-    """Hold the half-precision gradients of `params` in fp32 from now on: what the next backwards add is added so."""
+    """Convert the half-precision gradients of `params` to fp32, so that the next backwards add in fp32."""
     held = [param for param in params if param.grad is not None]
     for param, grad in zip(held, widened([param.grad for param in held]), strict=True):
         if grad is not param.grad:

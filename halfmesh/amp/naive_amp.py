@@ -13,7 +13,7 @@ from .recipe import LossScale, Recipe
 
 
 class NaiveOptions(Options):
-    """Colossal-AI's keys and defaults, but `initial_scale` is 2**16: at its 2**32 the first ~20 steps are lost."""
+    """Colossal-AI's keys and defaults, but `initial_scale` is 2**16: from its 2**32 the first ~20 steps are skipped."""
 
     loss_scale: Literal["dynamic"] | Scale = "dynamic"
     """A number is a static scale, which never moves. Updates with inf or nan are skipped, as Colossal-AI does."""

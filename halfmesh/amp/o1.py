@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Cast(Enum):
-    """What happens to the floating-point arguments of a function."""
+    """The cast of a function's floating-point arguments."""
 
     HALF = "all to fp16; a parameter once per scope"
     FLOAT = "all to fp32"
@@ -193,7 +193,7 @@ def _marked(function: _Function, cast: Cast) -> _Function:
 
 _DATA: Any = torch.Tensor.data
 _FUSED_STEPS = frozenset(getattr(torch, n) for n in dir(torch) if n.startswith("_fused_") and n.endswith("_"))
-"""What fused optimizers step with. Neither these nor writes through `param.data` count as changes of a tensor."""
+"""The operators of fused optimizers. Neither these nor writes through `param.data` count as changes of a tensor."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The path of an update, in every mode and layout: from a loss to gradients, and from these to new weights."""
+"""An update, in every mode and layout: from a loss to gradients, and from these to new weights."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .stepper import Grads, Stepper
 class MixedPrecisionOptimizer:
     """Steps the user's optimizer from scaled gradients.
 
-    `step` reads from top to bottom: collect the gradients, measure them together with the other ranks, divide, step or
-    skip, publish the masters to the model, move the loss scale. With a fused SGD, Adam, AdamW or Adagrad the host reads
-    nothing; another optimizer under a loss scale reads one number.
+    `step` collects the gradients, measures them together with the other ranks, divides, steps or skips, publishes the
+    masters to the model and moves the loss scale, in this order. With a fused SGD, Adam, AdamW or Adagrad the host
+    reads nothing; with another optimizer under a loss scale it reads one number.
 
-    The user's optimizer refuses to step elsewhere. Its groups hold fp32 masters where the recipe keeps them, so
+    A direct `step` of the user's optimizer is refused. Its groups hold fp32 masters where the recipe keeps them, so
     schedulers built on it keep working.
 
     Args:
@@ -39,10 +39,10 @@ class MixedPrecisionOptimizer:
         shards: every parameter that this rank holds, cast to the recipe's dtype.
         ranks: the ranks that take this update together.
         masters: fp32 masters made before the cast; others are made from the parameters as they are.
-        device: of the norm, the verdict and the loss scale; by default the parameters' device.
+        device: of the norm, `found_inf` and the loss scale; by default the parameters' device.
 
     Attributes:
-        found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it could not be.
+        found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it cannot be skipped.
         publisher: sends new weights to other ranks (zero1, fsdp).
         on_close: undoes the conversion of the model, in `close`.
 
@@ -103,7 +103,7 @@ class MixedPrecisionOptimizer:
         self.after_backward(loss_id)
 
     def scaled(self, loss: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
-        """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that others run."""
+        """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that the caller runs."""
         loss = loss.float() if loss.dtype in HALF else loss
         self.skip_counter.see(loss)
         seed = self.loss_scales.seed(loss.detach(), divisor)
@@ -118,14 +118,14 @@ class MixedPrecisionOptimizer:
         self.loss_scales.before_backward(self.master_weights.receivers)
 
     def after_backward(self, loss_id: int = 0) -> None:
-        """The gradients of loss `loss_id` are there."""
+        """Take in the gradients of loss `loss_id`."""
         self.loss_scales.after_backward(loss_id, self.master_weights.receivers)
 
     def begin_backward(self) -> None:
-        """Before the first loss of a backward: follow the optimizer's groups, and look for gradients of others.
+        """Before the first loss of a backward: follow the optimizer's groups, and check for gradients from elsewhere.
 
         Raises:
-            InputError: others left gradients, which the update would divide by the loss scale.
+            InputError: there are gradients of another backward, which the update would divide by the loss scale.
         """
         if self.master_weights.groups_changed():
             self.sync_param_groups()
@@ -156,7 +156,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
-        """Clip the next update to `max_norm` instead of the options' own. Returns the norm before clipping (0-dim)."""
+        """Clip the next update to `max_norm` instead of the options'. Returns the norm before clipping (0-dim)."""
         if not isinstance(max_norm, Real) or not max_norm > 0:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
         grads = self.gradients()
@@ -185,7 +185,7 @@ class MixedPrecisionOptimizer:
         self.master_weights.adopt_external_writes()
         grads, scalers = self.gradients(), self.loss_scales.scalers
         max_norm, stats, stamps = self._clip_once or (self.options.max_norm, None, [])
-        if stats is not None:  # others may have changed gradients since; only the verdict is new, as in a loop by hand
+        if stats is not None:  # user code may have changed gradients since: inf and nan are checked again
             known = stats if write_stamps(list(grads.values())) == stamps else None
             stats = replace(self._measure(grads, known), norm=stats.norm)
         buckets = self.stepper.buckets(grads, self.publisher is not None)
@@ -237,7 +237,7 @@ class MixedPrecisionOptimizer:
     ) -> None:
         """Divide by `divisor` (0-dim) and step, unless `found_inf` is 1. Empties `grads` to free them."""
         if found_inf is not None and not self.stepper.folds:
-            if bool(found_inf):  # the one host read, of an optimizer that cannot take the verdict along
+            if bool(found_inf):  # the one host read, for an optimizer whose step cannot take `found_inf`
                 return
             found_inf = None
         if self.publisher is not None:
@@ -264,11 +264,11 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def sync_writes(self) -> None:
-        """Bring what others wrote into masters, or parts of weights, since the last update to the model and the ranks
-        that use them. All ranks together.
+        """Copy what user code wrote into masters, or shards of weights, since the last update to the model and the
+        ranks that use them. All ranks together.
 
         Raises:
-            InputError: others wrote different values into a parameter and into its master.
+            InputError: different values were written into a parameter and into its master.
         """
         masters, publisher = self.master_weights, self.publisher
         if publisher is not None:
@@ -308,8 +308,8 @@ class MixedPrecisionOptimizer:
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer state, masters by parameter name, loss scalers and counters. Raises InputError of state that is in
-        an optimizer inside the user's."""
+        """Optimizer state, masters by parameter name, loss scalers and counters. Raises InputError if state would be
+        lost that is in an optimizer inside the user's."""
         saved_state(self.optimizer)
         self.sync_writes()
         self.master_weights.tell_uncounted()
@@ -321,7 +321,7 @@ class MixedPrecisionOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken. Copies masters into the model's parameters too."""
+        """Restore `state_dict`. Copies masters into the model's parameters too."""
         self.master_weights.refuse_unfit(state["masters"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.master_weights.load(state["masters"])
@@ -329,8 +329,7 @@ class MixedPrecisionOptimizer:
         self.skip_counter.load_state_dict(state["skips"])
 
     def close(self, undo: bool = True) -> None:
-        """Give model and optimizer back, for use without this class. Without `undo` they stay as they were
-        converted."""
+        """Return model and optimizer to use without this class. Without `undo` they stay converted."""
         if self.on_close is not None and undo:
             self.on_close()
         self.on_close = None  # it refers back to this object

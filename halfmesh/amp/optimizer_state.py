@@ -1,4 +1,4 @@
-"""What an optimizer's state dict holds of each parameter."""
+"""The saved state of each parameter in an optimizer's state dict."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..errors import InputError
 
 
 def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
-    """The state that `optimizer.state_dict()` holds, by parameter; it also holds that of the optimizers inside it, as
-    that of a Lookahead over another one does.
+    """The state in `optimizer.state_dict()`, by parameter, with that of optimizers inside it (as in a Lookahead over
+    another optimizer).
 
     Raises:
         InputError: the state of an optimizer inside it would be lost.

@@ -10,7 +10,7 @@ from ..utils.torch_private import has_no_memory
 
 
 class Originals:
-    """The full precision of tensors that no master holds, so that they are given back as they came.
+    """The full-precision values of tensors that have no master, so that `close` restores them exactly.
 
     A value is kept on the host, and only where rounding changes it: nothing for weights published in bf16, nor for
     most buffers.
@@ -22,13 +22,13 @@ class Originals:
         self._targets: dict[torch.Tensor, torch.Tensor] = {}
 
     def add(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """`tensor` was cast from `value`."""
+        """Register that `tensor` was cast from `value`."""
         self._dtypes[tensor] = value.dtype
         self.keep(tensor, value)
 
     @torch.no_grad()
     def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """`tensor` gets the rounded `value`, if it is one of those here."""
+        """Replace the original of `tensor` by `value`, if there is one."""
         if tensor not in self._dtypes or has_no_memory(tensor):
             return
         value = value.detach().to(self._dtypes[tensor])
@@ -37,19 +37,19 @@ class Originals:
             self._values[tensor] = value.to("cpu", copy=True)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The original, with what others have written into `tensor` since; None: that is what `tensor` holds."""
+        """The original, with what user code wrote into `tensor` since; None: `tensor` itself is exact."""
         kept = self._values.get(tensor)
         return None if kept is None else current_value(tensor, kept.to(tensor.device))
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The full value of `tensor`, which now gets a master: it is no longer kept here."""
+        """Remove and return the full value of `tensor`, which now gets a master."""
         value = self.value(tensor)
         self._dtypes.pop(tensor, None)
         self._values.pop(tensor, None)
         return tensor if value is None else value
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where a new value of `tensor` has to be written as a whole; `publish` follows."""
+        """The tensor into which a new value of all of `tensor` has to be written; `publish` follows."""
         if tensor not in self._dtypes:
             return tensor.detach()
         self._targets[tensor] = torch.empty_like(tensor, dtype=self._dtypes[tensor], device="cpu")
@@ -65,7 +65,7 @@ class Originals:
 
 
 def current_value(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """`full`, or a copy with those elements of `tensor` that are not its rounded ones: others wrote them."""
+    """`full`, or a copy with those elements of `tensor` that differ from its rounded ones: user code wrote them."""
     return current_values([(tensor, full)])[0]
 
 

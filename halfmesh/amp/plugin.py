@@ -1,4 +1,4 @@
-"""The precision plugin: what a mode's own keys are, which recipe they make, and what the mode composes with."""
+"""The precision plugin: a mode's keys, the recipe that they make, and what the mode composes with."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
 
 @dataclass(frozen=True)
 class Composes:
-    """What a mode can be combined with. The defaults are the cautious ones: one process or plain data parallelism."""
+    """The features that a mode works with. The defaults are cautious: one process or plain data parallelism."""
 
     parallel: frozenset[str] = frozenset({"replicate"})
     """The names of the axes (`AXES`) and data strategies (`DATA_STRATEGIES`) that it works with."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
-    """Those of `PRECISIONS` that it has."""
+    """The `PRECISIONS` that it has."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """For a refused axis, data strategy, device or dtype: the reason and what to use instead."""
 
 
 ALL_PARALLEL = frozenset({"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"})
-"""All that halfmesh brings, for modes that work with all of it."""
+"""All built-in features, for modes that work with all of them."""
 
 
 class Backend:
     """Casts the model and its calls by a recipe: halfmesh itself, unless a mode names another library."""
 
     def find_problem(self, device: torch.device) -> str | None:
-        """Why it cannot work on `device`, asked before anything is changed; None if it can."""
+        """The reason why it cannot work on `device`, before anything is changed; None if it can."""
         return None
 
     def cast_model(self, model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
@@ -63,7 +63,7 @@ class Backend:
         cast_model(model, recipe, apart)
 
     def precision(self, recipe: Recipe, device: torch.device) -> Precision:
-        """What runs model and criterion, after `cast_model`."""
+        """The object that runs model and criterion, after `cast_model`."""
         from .precision import Precision
 
         return Precision(recipe, device)
@@ -82,9 +82,9 @@ class AMPPlugin(ABC):
     """The mode's keys, with defaults and bounds."""
     composes: ClassVar[Composes] = Composes()
     scale_keys: ClassVar[frozenset[str]] = frozenset()
-    """Those of `options` that only concern loss scaling; they are refused where nothing is scaled (bf16, fp8)."""
+    """The `options` that only concern loss scaling; they are refused where nothing is scaled (bf16, fp8)."""
     float8_keys: ClassVar[frozenset[str]] = frozenset()
-    """Those of `options` that only concern float8; they are refused under fp16 and bf16."""
+    """The `options` that only concern float8; they are refused under fp16 and bf16."""
 
     @classmethod
     @abstractmethod
@@ -93,7 +93,7 @@ class AMPPlugin(ABC):
 
     @classmethod
     def backend(cls, options: Options) -> Backend:
-        """What casts. Override it only where another library does."""
+        """The backend that casts. Override it only if another library casts."""
         return Backend()
 
 

@@ -1,4 +1,4 @@
-"""Number formats of a call: the model's parameters, cast once, and what goes in and out of each forward."""
+"""Number formats of a call: casts the model's parameters once, and the inputs and outputs of each forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .recipe import HALF, Recipe
 _log = get_logger(__name__)
 
 _MASK = -1e8
-"""Masks that are added to attention scores have less than this (-1e9, the least number): -inf says the same."""
+"""Masks added to attention scores have values below this (-1e9, the least number), which work the same as -inf."""
 
 _MIXED_DTYPES = (
     r"same (scalar )?d?type|d?types? must be the same|type \(.*should be the same|expected (scalar type|dtype)|"
@@ -65,7 +65,7 @@ class Precision:
         return nullcontext() if self.casts is None else O1Casts(self.casts, self.device.type)
 
     def clear_weight_cache(self) -> None:
-        """Drop the cast weights that an autocast scope of the user's around several calls would keep.
+        """Drop the cast weights that a user's autocast scope around several calls would keep.
 
         Needed after each backward, whose graph they belong to, and after each update: fused steps and writes through
         `param.data` do not change the version of the tensor.
@@ -92,9 +92,9 @@ class Precision:
     def cast_inputs(
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `model` is called with: floating-point tensors in the dtype of its parameters, but those to keep.
+        """The arguments for `model`: floating-point tensors in the dtype of its parameters, except those kept in fp32.
 
-        The first call is looked at for values that the cast changes much, for which the host waits.
+        The first call is checked for values that the cast changes much; for this the host waits.
         """
         dtype, keep, is_first = self.recipe.param_dtype, self.recipe.keep_fp32 or (), not self._names
         if dtype is None:
@@ -122,8 +122,7 @@ class Precision:
         )
 
     def cast_output(self, output: Any) -> Any:
-        """What the model returned, in the recipe's `output_dtype`. Raises InputError as `check_loss`, for a loss of its
-        own."""
+        """`output` of the model in the recipe's `output_dtype`. Raises InputError as `check_loss` if it has a loss."""
         return output if self.recipe.output_dtype is None else map_tensors(self._cast_output, output)
 
     def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +133,7 @@ class Precision:
         return tensor.to(self.recipe.output_dtype)
 
     def explain(self, model: nn.Module, error: RuntimeError) -> None:
-        """Raise InputError if `error`, of a call of `model`, is torch's refusal to mix dtypes; the mode casts it."""
+        """Raise InputError if `error`, of a call of `model`, is torch's refusal to mix dtypes in a cast model."""
         words = str(error)
         if self.recipe.param_dtype not in HALF or not re.search(_MIXED_DTYPES, words) or re.search(_INTEGERS, words):
             return
@@ -199,8 +198,8 @@ def tensors_to_cast(
 
 
 def find_change(value: torch.Tensor, new: torch.Tensor) -> str | None:
-    """How a cast to `new` changes `value` more than it may change an activation: to inf, or at all if there is at most
-    one number for each sample, as a timestep."""
+    """Describe a change of `value` by the cast to `new` that is larger than an activation may have: to inf, or any
+    change if there is at most one number for each sample, as a timestep."""
     if new.dtype == value.dtype or value.layout != torch.strided or has_no_memory(value):
         return None
     is_many = value.dim() > 1 and value.numel() > len(value)  # numbers for each sample
@@ -213,7 +212,7 @@ def find_change(value: torch.Tensor, new: torch.Tensor) -> str | None:
 
 
 def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> str | None:
-    """What is wrong with casting `value`, of the tensor `name`, to `dtype`: it is out of range (inf and nan fit)."""
+    """The problem of casting `value`, of the tensor `name`, to `dtype`: it is out of range (inf and nan fit)."""
     if dtype is None or value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
         return None
     largest = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""What a precision mode comes down to: one row of the precision table, as plain values."""
+"""The recipe of a precision mode: one row of the precision table, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss scale starts and moves. Defaults are those of `torch.amp.GradScaler`."""
+    """The start and the rule of a loss scale. Defaults are those of `torch.amp.GradScaler`."""
 
     initial: float = 2.0**16
     dynamic: bool = True
@@ -45,7 +45,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which number format each tensor has. A plugin returns one; everything that runs is derived from it."""
+    """The number format of each tensor. A plugin returns one; everything that runs is derived from it."""
 
     compute_dtype: torch.dtype = torch.float32
     """The dtype of matrix products."""
@@ -62,11 +62,11 @@ class Recipe:
     count_zeros: bool = False
     """Count the zeros in the gradients of each step."""
     cast_lists: Literal["torch", "apex"] = "torch"
-    """Who decides under `autocast`: `torch.autocast`, or apex's O1 lists (fp16 only)."""
+    """The rules of `autocast`: those of `torch.autocast`, or apex's O1 lists (fp16 only)."""
     keep_batchnorm_fp32: bool = False
     """Leave BatchNorm with weights, and its statistics, in fp32 when the model is cast."""
     num_losses: int = 1
-    """Losses with a scale of their own, if it is dynamic."""
+    """The number of losses with separate scales, if these are dynamic."""
     wide_gradients: bool = False
     """Add up the half-precision gradients of several backwards in fp32."""
     keep_fp32: tuple[str, ...] | None = ()
@@ -90,12 +90,12 @@ class Recipe:
 
     @property
     def skips(self) -> bool:
-        """Whether an update with inf or nan is skipped: only under a loss scale."""
+        """True if an update with inf or nan is skipped: only under a loss scale."""
         return self.loss_scale is not None and self.loss_scale.skips
 
     @property
     def keeps_scale(self) -> bool:
-        """Whether gradients are scaled until the update: those of several losses are unscaled before they are added."""
+        """True if gradients stay scaled until the update: those of several losses are unscaled before the sum."""
         return self.loss_scale is not None and not (self.loss_scale.dynamic and self.num_losses > 1)
 
 
@@ -111,15 +111,15 @@ FP32 = Recipe()
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """What an update does besides stepping. The defaults change nothing about a plain step."""
+    """The options of an update. The defaults leave a plain step as it is."""
 
     max_norm: float = 0.0
     """Clip the norm of all gradients to this; 0 does not clip."""
     norm_type: float = 2.0
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
-    """What to do with an update that has inf or nan; auto: as the recipe says."""
+    """The action on an update that has inf or nan; auto: as the recipe says."""
     max_consecutive_skips: int = 50
-    """Updates with inf or nan in a row that end the run."""
+    """The number of updates with inf or nan in a row that ends the run."""
     track_grad_norm: bool = False
     """Measure the gradient norm even if nothing else needs it."""
     fused: Literal["auto", False] = "auto"
@@ -127,12 +127,12 @@ class UpdateOptions:
     wide_gradients: bool = False
     """Add up the gradients of half-precision parameters in fp32."""
     name: str | None = None
-    """Of the engine, for messages."""
+    """The engine's name, for messages."""
 
     def skips_nonfinite(self, recipe: Recipe) -> bool:
-        """Whether an update with inf or nan is skipped."""
+        """Return True if an update with inf or nan is skipped."""
         return recipe.skips if self.on_nonfinite == "auto" else self.on_nonfinite == "skip"
 
     def needs_grad_norm(self, recipe: Recipe) -> bool:
-        """Whether every update has to be measured, also one that is not clipped."""
+        """Return True if every update has to be measured, also one that is not clipped."""
         return recipe.skips or recipe.count_zeros or self.on_nonfinite != "auto" or self.track_grad_norm

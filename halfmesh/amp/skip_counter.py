@@ -1,4 +1,4 @@
-"""Updates with inf or nan: how many were skipped, and when there are too many in a row."""
+"""Counts updates with inf or nan, and ends a run that has too many in a row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .step_result import HostCopy, is_captured
 _log = get_logger(__name__)
 
 _BEFORE_LIMIT = 3
-"""So many updates before the limit a run nears it: on a GPU the host knows that one update later."""
+"""`nears_limit` is true so many updates before the limit: on a GPU the host reads the count one update later."""
 _LOOK_EVERY = 10
-"""Updates, or earlier, after which the host looks for inf and nan in those that were taken."""
+"""The host checks the updates that were taken for inf and nan at least once in so many updates."""
 
 _TOLD = (
     "%sthe loss, or the gradient norm, of the last %d update(s) is inf or nan, and they were taken "
@@ -40,10 +40,10 @@ class SkipCounter:
 
     Args:
         skips: updates with inf or nan are skipped.
-        samples: only one update in `limit` is measured. Those before it count by their losses, of any rank.
-        last_rank: of those that take updates together. It has losses if rank 0, a pipeline's first stage, has none.
+        samples: only one update in `limit` is measured. Those before it count by the losses of all ranks.
+        last_rank: the last rank that takes updates; it has losses if rank 0, a pipeline's first stage, has none.
         wider: advice to compute in a wider format; "" if there is none.
-        name: of the engine.
+        name: the engine's name.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class SkipCounter:
 
     @property
     def nears_limit(self) -> bool:
-        """Whether some more updates with inf or nan end the run, as far as the host knows; the same on all ranks."""
+        """True if a few more updates with inf or nan end the run, as far as the host knows; the same on all ranks."""
         return self._known >= self._near
 
     @property
     def taken_in_a_row(self) -> int:
-        """Newest updates with inf or nan that were taken, if the host knows of any; the same on all ranks."""
+        """The number of newest updates with inf or nan that were taken, as the host knows; the same on all ranks."""
         return 0 if self._skips or not self._known else self._known + self._late
 
     @property
@@ -91,18 +91,18 @@ class SkipCounter:
         return int(self._skipped.item())
 
     def see(self, loss: torch.Tensor) -> None:
-        """The loss of a microbatch, from which backward runs."""
+        """Record the loss of a microbatch, before its backward."""
         if self._samples and _can_be_read(loss):
             value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
             self._loss = value if self._loss is None else self._loss + value
 
     def forget(self) -> None:
-        """The losses of this update count no more."""
+        """Forget the losses of this update."""
         self._loss = None
 
     def due_for_check(self) -> bool:
-        """Whether an update that nothing else measures should be measured: one in `limit`, and all once inf or nan was
-        found. (An update that is taken with nan leaves nan in the weights, so it is found a little later as well.)"""
+        """Return True if an update should be measured only to count it: one in `limit`, and all once inf or nan was
+        found. (An update that is taken with nan leaves nan in the weights, so a later check finds it too.)"""
         self._read_previous()
         if self._known > 0 or len(self._losses) + 1 >= self.limit:
             return True
@@ -129,10 +129,10 @@ class SkipCounter:
 
         Args:
             stats: with `flags` of all ranks.
-            raise_now: inf or nan end the run (reads the host).
+            raise_now: inf or nan end the run (the host waits for the device).
 
         Raises:
-            NonFiniteError: they do, or `limit` was reached.
+            NonFiniteError: inf or nan with `raise_now`, or `limit` was reached.
         """
         if self._losses and stats.flags is not None:
             bad = torch.cat([stats.flags.sign(), stats.found_inf.double().unsqueeze(0)])
@@ -160,7 +160,7 @@ class SkipCounter:
             )
 
     def _is_time(self, updates: int) -> bool:
-        """Whether the host looks for inf and nan after so many updates, to warn."""
+        """Return True if the host checks for inf and nan after so many updates, to warn."""
         return not self._skips and (updates in (1, 2, 4, 8) or updates % _LOOK_EVERY == 0)
 
     def _read_previous(self) -> None:
@@ -179,7 +179,7 @@ class SkipCounter:
         return {"in_a_row": int(self._in_a_row.item()), "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting where `state_dict` was taken."""
+        """Restore `state_dict`."""
         self._in_a_row.fill_(state["in_a_row"])
         self._skipped.fill_(state["skipped"])
         self._at_most = self._known = state["in_a_row"]
@@ -187,7 +187,7 @@ class SkipCounter:
         self._loss, self._losses, self._sight = None, [], None
 
     def _explain(self, grads: Grads, scalers: Sequence[LossScaler]) -> str:
-        """Where inf or nan is, what the loss scale has come to, and what to do."""
+        """Explain where inf or nan is, the loss scale, and what to do."""
         name = first_nonfinite(grads)
         where = f"; the first parameter with a non-finite gradient is {name!r}"
         if not name:
@@ -200,7 +200,7 @@ class SkipCounter:
 
 
 def _can_be_read(value: torch.Tensor) -> bool:
-    """Whether the host can read it: it has memory and is no DTensor, and no CUDA graph is captured."""
+    """Return True if the host can read it: it has memory and is no DTensor, and no CUDA graph is captured."""
     return type(value) is torch.Tensor and not is_captured(value.device)
 
 

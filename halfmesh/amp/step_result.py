@@ -1,4 +1,4 @@
-"""What the host gets to know of an update, without holding up the device."""
+"""The host's view of an update, read without holding up the device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch import optim
 
 
 class StepResult:
-    """What one update did. Attributes are read from the device when first asked for, locally: no communication.
+    """The result of one update. Attributes are read from the device at first use, without communication.
 
-    On a GPU the numbers are already on their way: a copy to host memory is started with the update and does not
-    hold it up.
+    On a GPU a copy of the numbers to host memory is started with the update and does not hold it up.
     """
 
     def __init__(self, optimizer: optim.Optimizer, **numbers: torch.Tensor | None) -> None:
-        """Of `numbers`, 0-dim tensors that nobody writes any more, those that are known: `skipped`, `norm` (of the
-        gradients as they were), `divisor` (of these), `scale`, `num_zeros`."""
+        """`numbers`: 0-dim tensors that are not written any more, those that are known of `skipped`, `norm` (of the
+        gradients before division), `divisor` (of these), `scale`, `num_zeros`."""
         lr = optimizer.param_groups[0].get("lr", math.nan)  # a third party's optimizer may have none
         self._lr: float | torch.Tensor = lr.clone() if isinstance(lr, torch.Tensor) else lr
         known = {name: number for name, number in numbers.items() if number is not None}
@@ -33,7 +32,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was skipped because a gradient on some rank was inf or nan."""
+        """True if the update was skipped because a gradient on some rank was inf or nan."""
         return bool(self._get("skipped"))
 
     @property
@@ -87,7 +86,7 @@ class HostCopy:
 
     @property
     def arrived(self) -> bool:
-        """Whether `read` would not wait. (Ranks may differ in this: nothing that they share may depend on it.)"""
+        """True if `read` would not wait. (Ranks may differ in this: no collective may depend on it.)"""
         return self._ready is None or self._ready.query()
 
     def read(self) -> list[float]:
@@ -98,7 +97,7 @@ class HostCopy:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is made of what runs now: then the host can read nothing, and does nothing in a replay."""
+    """Return True in the capture of a CUDA graph: the host cannot read then, and host code does not run in a replay."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):  # it need not be the current one

@@ -1,4 +1,4 @@
-"""How the user's optimizer steps: with which implementation, and with which gradients at a time."""
+"""Steps the user's optimizer: chooses its implementation, and the gradients of each call."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Stepper:
         allow_fused: use torch's fused implementation where the user left the choice open and it is exact.
 
     Attributes:
-        takes_grad_scale: whether its step can unscale the gradients and skip on its own.
-        switched: the places of the groups that were made fused here.
-        divides_in: the dtype of the divisor: fp32, which is all that fused kernels take, or where parameters are in
-            float64 that, and they take gradients that are divided.
+        takes_grad_scale: its step can unscale the gradients and skip by itself.
+        switched: the indices of the groups that were made fused here.
+        divides_in: the dtype of the divisor: fp32, all that fused kernels take; float64 if parameters are in float64,
+            and then gradients are divided before the kernel.
     """
 
     def __init__(self, masters: MasterWeights, device: torch.device, allow_fused: bool) -> None:
@@ -45,11 +45,11 @@ class Stepper:
         self.divides_in = torch.float32
         self._stepping = False
         self._settings: list[Any] = []
-        self._group_of: dict[int, int] = {}  # the place of each parameter's group
+        self._group_of: dict[int, int] = {}  # the index of each parameter's group
         self.guard = self.optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
 
     def changed(self) -> bool:
-        """Whether the groups hold other parameters or settings than at the last `sync`."""
+        """Return True if the groups hold other parameters or settings than at the last `sync`."""
         return self._settings != fused.group_settings(self.optimizer)
 
     def sync(self) -> None:
@@ -73,18 +73,18 @@ class Stepper:
 
     @property
     def folds(self) -> bool:
-        """Whether the optimizer's kernels take the divisor and the verdict along. (Hooks of the user's before its step
-        want gradients as they are used, and none in an update that is skipped.)"""
+        """True if the optimizer's kernels unscale and skip themselves. (Not with user hooks before its step: these
+        expect unscaled gradients, and no call in an update that is skipped.)"""
         return self.takes_grad_scale and not _has_step_pre_hooks(self.optimizer, self.guard)
 
     @property
     def can_step_in_buckets(self) -> bool:
-        """Whether `step` may be called with some of the gradients at a time."""
+        """True if `step` may be called with some of the gradients at a time."""
         return self._is_elementwise and not _has_step_hooks(self.optimizer, self.guard)  # hooks expect one call
 
     def buckets(self, grads: Grads, publishes: bool) -> list[list[ParamShard]]:
-        """What is stepped together: not all, where gradients are copied to fp32 (few copies then exist at a time), or
-        new weights are published to other ranks (which overlaps the rest of the update).
+        """The shards to step together: several buckets where gradients are copied to fp32 (few copies then exist at a
+        time), or new weights are published to other ranks (which overlaps the rest of the update).
 
         With one bucket the copies are made now: norms are faster in fp32 than in half precision.
         """
@@ -100,8 +100,8 @@ class Stepper:
         return buckets
 
     def _fit(self, shards: Iterable[ParamShard], grads: Grads) -> None:
-        """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, as its kernels need
-        them, and free those that they were."""
+        """Convert the gradients of `shards` to the dtype and strides of the tensors in the optimizer, as its kernels
+        need, and free the old ones."""
         converted, sources, copies = [], [], []
         for shard in shards:
             grad, target = grads[shard], self._masters.stepped[shard]
@@ -131,8 +131,8 @@ class Stepper:
         Args:
             divisor: the gradients are divided by it (0-dim, in `divides_in`); None for 1.
             found_inf: 1.0 to skip (0-dim fp32), where the optimizer `folds`; None to step.
-            bucketed: these are not all: show the optimizer no other parameters, so that it does not look through all of
-                them for each of many buckets.
+            bucketed: `shards` are some of many buckets: show the optimizer only their parameters, so that it does not
+                go through all of them for each bucket.
         """
         if bucketed or not self._masters.masters:  # else they fit already
             self._fit(shards, grads)
@@ -189,7 +189,7 @@ class Stepper:
         self._used = []
 
     def close(self) -> None:
-        """Give the optimizer back with its original implementation."""
+        """Restore the optimizer's original implementation."""
         fused.switch_back(self.optimizer, self.switched)
         fused.place_step_counters(self.optimizer)
         self.guard.remove()
@@ -209,11 +209,11 @@ def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def _has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle) -> bool:
-    """Whether hooks run before `optimizer.step()`, those for all optimizers included; `besides` is not counted."""
+    """Return True if hooks other than `besides` run before `optimizer.step()`, those for all optimizers included."""
     return bool(optimizer._optimizer_step_pre_hooks.keys() - {besides.id} or all_optimizers._global_optimizer_pre_hooks)
 
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle) -> bool:
-    """Whether hooks run before or after `optimizer.step()`, as `_has_step_pre_hooks` counts them."""
+    """Return True if hooks run before or after `optimizer.step()`, as `_has_step_pre_hooks` counts them."""
     after = optimizer._optimizer_step_post_hooks or all_optimizers._global_optimizer_post_hooks
     return bool(after) or _has_step_pre_hooks(optimizer, besides)

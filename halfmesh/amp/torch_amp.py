@@ -1,5 +1,5 @@
-"""TORCH: fp32 parameters, forward and criterion under torch.autocast, torch.amp.GradScaler's loss scaling; under `fp8`
-the products of linear layers in float8."""
+"""TORCH: fp32 parameters, forward and criterion under torch.autocast, torch.amp.GradScaler's loss scaling; with `fp8`
+also the products of linear layers in float8."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class PreemptionHook(EngineHook):
         raise kind(place)
 
     def _agree(self) -> bool:
-        """Whether a signal had come to some rank by the boundary before; to the only one, by now."""
+        """Return True if a signal had come to some rank by the boundary before; to the only one, by now."""
         if not self._several:
             return bool(self._came)
         if self._read_flag():

@@ -173,7 +173,7 @@ class ShardedState:
 
     @property
     def _gets_weights(self) -> bool:
-        """Whether the model has whole weights of which other ranks step parts (zero1)."""
+        """True if the model has whole weights of which other ranks step parts (zero1)."""
         return self.division.data.shards_state and not self.division.data.shards_model
 
     def averages(self) -> Shards:

@@ -1,4 +1,4 @@
-"""Whether a state dict or a checkpoint fits this engine, checked before anything changes."""
+"""True if a state dict or a checkpoint fits this engine, checked before anything changes."""
 
 from __future__ import annotations
 

@@ -67,12 +67,12 @@ class EngineDataLoader:
 
     @property
     def runs(self) -> bool:
-        """Whether it is being iterated."""
+        """True if it is being iterated."""
         return self._state.running
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no backward has run since a batch was handed out last."""
+        """True if no backward has run since a batch was handed out last."""
         return self._state.handed > self._state.trained
 
     @property
@@ -282,7 +282,7 @@ class ToDevice:
             self._last_copied = None
 
     def is_idle(self) -> bool:
-        """Whether the device has nothing to compute. Does not wait for it."""
+        """Return True if the device has nothing to compute. Does not wait for it."""
         return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def _copy(self, value: Any) -> Any:

@@ -96,12 +96,12 @@ class ShardedLoader:
 
     @property
     def is_random(self) -> bool:
-        """Whether the order may depend on random numbers."""
+        """True if the order may depend on random numbers."""
         return self.is_stream or type(self._sampler) not in _IN_ORDER
 
     @property
     def is_counted(self) -> bool:
-        """Whether its length is exact."""
+        """True if its length is exact."""
         return type(self.given) is DataLoader and not self.is_stream and type(self._sampler) in _COUNTED
 
     @property
@@ -298,7 +298,7 @@ def copy_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether `loader` saves its own position, as torchdata's StatefulDataLoader does."""
+    """Return True if `loader` saves its own position, as torchdata's StatefulDataLoader does."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -308,7 +308,7 @@ def copied(batch: Any) -> Any:
 
 
 def _shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
-    """Whether a sampler of the user's own already gives this data rank its part."""
+    """Return True if a sampler of the user's own already gives this data rank its part."""
     batches = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         theirs = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

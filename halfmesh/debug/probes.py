@@ -84,7 +84,7 @@ class Probes(EngineHook):
 
     @property
     def attached(self) -> bool:
-        """Whether the hooks are there."""
+        """True if the hooks are there."""
         return bool(self._names)
 
     def attach(self) -> None:
@@ -219,7 +219,7 @@ def measure(tensor: torch.Tensor) -> TensorStats:
 
 @torch.no_grad()
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether there is no inf and no nan in what this rank holds of it (reads the device)."""
+    """Return True if there is no inf and no nan in what this rank holds of it (reads the device)."""
     values = _values(tensor)
     return values is None or bool(values.isfinite().all())
 

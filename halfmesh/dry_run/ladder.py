@@ -217,7 +217,7 @@ class _Climb:
         return not rung.refused and rung.needs <= self._asked.room
 
     def _cannot_shrink(self, rung: Rung, part: float) -> bool:
-        """Whether the rung does not fit with that part of its rows either: nothing shrinks by more than the rows do."""
+        """Return True if the rung does not fit with `part` of its rows either: memory shrinks by no more."""
         return rung.needs * part > self._asked.room
 
     def _note_least(self, rung: Rung, of: Callable[[Figures], int]) -> None:
@@ -228,8 +228,8 @@ class _Climb:
             self._least.setdefault(rung.config.parallel.data.strategy, least)
 
     def _is_hopeless(self, changes: Changes) -> bool:
-        """Whether a layout cannot fit, because a simpler one with the same data strategy needs too much even if the
-        axes sharded everything evenly."""
+        """Return True if a layout cannot fit: a simpler one with the same data strategy needs too much, even if axes
+        shard all evenly."""
         parallel = load_config(self._asked.config, changes).parallel
         if parallel.data.strategy not in self._least:
             return False
@@ -244,7 +244,7 @@ class _Climb:
 
 
 def _look_at(configs: Sequence[Config], world_size: int, model: str) -> tuple[bool, list[list[str]]]:
-    """Whether a model has BatchNorm, and why it cannot be sharded as each of the configs says."""
+    """Return True if a model has BatchNorm, and why it cannot be sharded as each of the configs says."""
     with dry_run_mode(), Tracker():
         given = build_model(model).model
         has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in given.modules())

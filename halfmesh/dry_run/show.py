@@ -66,7 +66,7 @@ def as_json(run: DryRun, limit: int | None) -> dict[str, Any]:
 
 
 def fits(run: DryRun, limit: int) -> bool:
-    """Whether the largest rank fits into `limit` bytes."""
+    """Return True if the largest rank fits into `limit` bytes."""
     return needed(run.largest[1]) <= limit
 
 

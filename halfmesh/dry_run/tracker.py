@@ -173,7 +173,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _is_wide_grouped_product(func: Any, args: Any) -> bool:
-    """Whether torch has kernels of this product, but knows its shape for half precision only."""
+    """Return True if torch has kernels of this product, but knows its shape for half precision only."""
     return func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32 and has_no_memory(args[0])
 
 

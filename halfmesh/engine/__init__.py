@@ -1,20 +1,20 @@
-"""What an engine does, and when. In reading order:
+"""The engine: the loop of forward, backward and step. In reading order:
 
-initialize         from the user's objects and a config to an engine; launch: the ranks before there is a model
-inputs             whether model, optimizer and loaders can be trained
+initialize         from the user's objects and a config to an engine; launch: joins the ranks, before there is a model
+inputs             checks of model, optimizer and loaders
 parallel_plans     how the model will be sharded, compiled and recomputed, before anything changes
-parallelize        the model, sharded in place; activation, compilation: what is recomputed, and compiled
+parallelize        shards the model in place; activation, compilation: the modules to recompute, and to compile
 engine             forward, backward, step. Below it:
-parts              what an engine is made of
-accumulation       a cycle of microbatches: backward, reduction, what the gradients are divided by
+parts              the parts of an engine
+accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
 executor           forward, criterion and backward in one process
 pipeline_executor  the same under a pipeline, with pipeline_handles, last_stage and row_trial
-lr_scheduler       who advances the scheduler, and schedulers with a warm-up
+lr_scheduler       advances the scheduler; schedulers with a warm-up
 ema                the moving average of the weights, and the model with it
 model_guard, loop_checks, same_trained   mistakes in the user's loop
 summary, memory    the resolved configuration, printed at the start
 convert_to_amp     a precision mode without an engine
 
-Imports checkpoint, debug, data, config, parallel and amp, and what is below them; nothing of it imports the engine's
-users: trainer, report, dry_run, verify, cli.
+It imports checkpoint, debug, data, config, parallel and amp, and the packages below them; never the engine's users:
+trainer, report, dry_run, verify, cli.
 """

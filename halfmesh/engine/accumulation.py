@@ -17,19 +17,19 @@ LossReduction = Literal["mean", "sum", "weighted"]
 
 
 class Backward(Protocol):
-    """How gradients are computed.
+    """Computes gradients.
 
     Attributes:
-        is_single: whether there is one backward through the graph, and not one for each microbatch.
+        is_single: one backward runs through the graph, not one for each microbatch.
     """
 
     is_single: bool
 
     def check(self, loss: Any) -> Any:
-        """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
+        """`loss` in the form for `backward`. Raises InputError if backward cannot run from it."""
 
     def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool) -> None:
-        """Add the gradients of `loss`. With `reduces` the open `reducer` may send what is complete."""
+        """Add the gradients of `loss`. With `reduces` the open `reducer` may send complete gradients."""
 
 
 class Accumulation:
@@ -42,11 +42,11 @@ class Accumulation:
     Args:
         context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.
         reducer: completes the gradients; None: they are complete after backward.
-        same: compares over ranks what is trained.
+        same: compares the trained parameters over ranks.
 
     Attributes:
         index: finished microbatches of this cycle.
-        seed_divisor: what each loss is divided by in backward.
+        seed_divisor: each loss is divided by it in backward.
         has_backward: a backward ran since the last `count_microbatch`.
         is_last_microbatch: the microbatch of the last backward is the last of the cycle.
         is_last_batch: no batch follows it.
@@ -75,17 +75,17 @@ class Accumulation:
         self._is_reduced = False
         self._weight: torch.Tensor | None = None
         self._trained = _trainable(update)
-        self._may_shrink = False  # what is frozen within a cycle takes part until its end
+        self._may_shrink = False  # a parameter frozen within a cycle takes part until its end
         self.clear()  # gradients older than the engine
 
     @property
     def in_progress(self) -> bool:
-        """Whether this cycle has finished microbatches whose update has not run."""
+        """True if this cycle has finished microbatches whose update has not run."""
         return self.index > 0
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether there are gradients that no update has used yet."""
+        """True if there are gradients that no update has used yet."""
         return self.in_progress or self.has_backward
 
     @property
@@ -174,7 +174,7 @@ class Accumulation:
         self._is_reduced = True
 
     def grad_divisor(self) -> float | torch.Tensor:
-        """Complete the gradients, and return what they still have to be divided by. Weighted: one all-reduce."""
+        """Complete the gradients, and return their remaining divisor. Weighted: one all-reduce."""
         self.refuse_averaged("engine.step()")
         divisor: float | torch.Tensor = 1.0
         if self.reduction == "mean":
@@ -200,7 +200,7 @@ class Accumulation:
         self.end_update()
 
     def end_update(self) -> None:
-        """The update has used its gradients: begin a new cycle."""
+        """Begin a new cycle, after the update has used its gradients."""
         self._precision.clear_weight_cache()  # the weights may have changed
         if self.reducer is not None:
             self.reducer.forget()
@@ -208,7 +208,7 @@ class Accumulation:
         self._weight = None
         self.has_backward = self.is_last_microbatch = self.is_last_batch = False
 
-    # -- what a cycle does not allow ------------------------------------------------------------------------
+    # -- calls that a cycle does not allow --------------------------------------------------------------------
 
     def refuse_unfinished(self, call: str) -> None:
         """Raise InputError if `call` would lose gradients, or take averaged weights for the model's own."""
@@ -231,7 +231,7 @@ class Accumulation:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _cover_trained(self, reducer: Reduction) -> None:
-        """Let `reducer` follow: parameters may have been added to the optimizer, frozen or unfrozen."""
+        """Pass the trained parameters to `reducer`: some may have been added to the optimizer, frozen or unfrozen."""
         masters = self._update.master_weights
         trained = _trainable(self._update)
         if trained == self._trained and not self._may_shrink:
@@ -247,7 +247,7 @@ class Accumulation:
 
 
 def _trainable(update: MixedPrecisionOptimizer) -> list[tuple[int, bool]]:
-    """The id of each trained shard, and whether its parameter requires gradients now."""
+    """The id of each trained shard, and True if its parameter requires gradients now."""
     masters = update.master_weights
     return [(id(s), r.param.requires_grad) for s, r in zip(masters.trained, masters.receivers, strict=True)]
 

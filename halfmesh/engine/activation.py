@@ -1,4 +1,4 @@
-"""The key `activation_checkpoint`: which modules are recomputed in backward, and whether that works here."""
+"""The key `activation_checkpoint`: finds the modules to recompute in backward, and checks that they can be."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 def resolve(
     model: nn.Module, options: CheckpointConfig, partition: Partition | None, compiled: Sequence[str]
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The names of the modules of `model` to recompute, none within another, or every reason why that is not possible.
+    """The names of the modules of `model` to recompute, none within another, or all problems.
 
     Args:
         partition: how a pipeline splits the model, if one does.
@@ -50,7 +50,7 @@ def resolve(
 def _find_matches(
     model: nn.Module, patterns: Sequence[str], partition: Partition | None
 ) -> tuple[list[str], list[str]]:
-    """Names of the outermost modules that match; and what is wrong."""
+    """The names of the outermost modules that match, and the problems."""
     called = {name: module for name, module in model.named_modules() if name and is_called(module)}
     passed_by = not_called(model, partition)
     found: set[str] = set()

@@ -1,7 +1,7 @@
-"""The key `compile`: which modules are compiled, and compiling them in place.
+"""The key `compile`: finds the modules to compile, and compiles them in place.
 
 `module.compile()` keeps modules and their names, and copies of the model are not compiled. Hooks, random numbers and
-what is sent between ranks stay outside of the compiled code (`torch.compiler.disable`).
+communication stay outside of the compiled code (`torch.compiler.disable`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def compile_modules(modules: Sequence[nn.Module], options: CompileConfig) -> Non
     arguments = options.model_dump(include={"backend", "mode", "dynamic", "fullgraph"})
     for module in modules:
         forward = vars(module).get("forward")
-        if isinstance(forward, Checkpointed):  # what is computed again has to be the same code
+        if isinstance(forward, Checkpointed):  # the recomputation has to run the same code
             forward.compiled = _compiled(forward.own, len(modules), arguments)
         else:
             _compile_in_place(module, len(modules), arguments)
@@ -38,15 +38,15 @@ def compile_modules(modules: Sequence[nn.Module], options: CompileConfig) -> Non
 def resolve(
     model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None, checkpoints: bool
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The names of the modules of `model` to compile ("" is the model itself), or every reason why that cannot be.
+    """The names of the modules of `model` to compile ("" is the model itself), or all problems.
 
-    With several ranks these are the repeated blocks, if there are any: the gradients of a graph are ready only when its
-    whole backward has run, and with one graph per block they are sent while backward goes on.
+    With several ranks these are the repeated blocks, if there are any: the gradients of a graph are ready only when all
+    of its backward has run, and with one graph per block they are sent while backward goes on.
 
     Args:
-        ranks: of all axes together.
-        partition: how a pipeline cuts the model, if one does. Its stages call blocks, and not the model.
-        checkpoints: whether activations of modules are computed again, which may be compiled, but not inside a graph.
+        ranks: the number of ranks of all axes together.
+        partition: how a pipeline splits the model, if one does. Its stages call blocks, and not the model.
+        checkpoints: modules are recomputed in backward; these may be compiled, but not as part of a larger graph.
     """
     if any(is_compiled(module) for module in model.modules()):
         return (), ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
@@ -69,18 +69,18 @@ def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, .
 
 
 def not_called(model: nn.Module, partition: Partition | None) -> set[str]:
-    """The modules that no stage of a pipeline calls as a whole."""
+    """The modules that no stage of a pipeline calls directly."""
     return set() if partition is None else {name for name, _ in partition.not_called(model)}
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module can be called; lists and dicts of modules cannot."""
+    """Return True if the module can be called; lists and dicts of modules cannot."""
     return type(module).forward is not nn.Module.forward
 
 
 def find_blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the repeated blocks: modules of one class, with submodules of their own, that stand next to each other
-    in a ModuleList or Sequential. Of nested lists, the outermost modules that are not lists of blocks themselves."""
+    """Names of the repeated blocks: modules of one class, with submodules, that follow each other in a ModuleList or
+    Sequential. Of nested lists, the outermost modules that are not lists of blocks themselves."""
     children = {name: model.get_submodule(name) for name in children_of(model)}
     within = {name: list(find_blocks(child)) for name, child in children.items()}
     candidates = {
@@ -99,7 +99,7 @@ def find_blocks(model: nn.Module) -> Iterator[str]:
 
 
 def _compile_in_place(module: nn.Module, recompiles: int, arguments: dict[str, Any]) -> None:
-    """`module.compile()`, also where `forward` is torch's own (Sequential, TransformerEncoderLayer), which torch before
+    """`module.compile()`, also for classes of torch (Sequential, TransformerEncoderLayer), whose `forward` torch before
     2.15 silently does not compile."""
     call: Any = module._call_impl
     if type(module).forward.__module__.partition(".")[0] == "torch":
@@ -112,8 +112,8 @@ def _compile_in_place(module: nn.Module, recompiles: int, arguments: dict[str, A
 
 
 def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """`torch.compile(call)` that notices hooks that come and go on modules within, and has `recompiles` times torch's
-    limit of variants (8 for all modules together that share code; more calls run uncompiled)."""
+    """`torch.compile(call)` that sees hooks added to or removed from submodules, with `recompiles` times torch's limit
+    of variants (8 for all modules together that share code; beyond it calls run uncompiled)."""
     from torch._dynamo import config as dynamo_config
 
     # torch reads these when it compiles, in one of the calls, and torch.compile has no arguments for them.
@@ -124,5 +124,5 @@ def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, An
 
 
 def uncompile(module: nn.Module) -> None:
-    """Undo what `compile_modules` did to a module."""
+    """Undo `compile_modules` for a module."""
     module._compiled_call_impl = None

@@ -1,4 +1,4 @@
-"""convert_to_amp(): precision alone, for a training loop of your own."""
+"""convert_to_amp(): mixed precision without an engine, for your own training loop."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class AMPModel(nn.Module):
         return self._precision.casts
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own; updates masters, too. Messages use the model's names."""
+        """Load as the model does, and update masters too. Messages use the model's names."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +150,7 @@ class AMPModel(nn.Module):
 
 
 class _Writes:
-    """Brings what others write into masters to the model. A copy of the model has no masters."""
+    """Copies what user code writes into masters to the model. A copy of the model has no masters."""
 
     def __init__(self, sync: Callable[[], None]) -> None:
         self.sync = sync
@@ -160,7 +160,7 @@ class _Writes:
 
 
 def _do_nothing() -> None:
-    """In a copy."""
+    """Do nothing, in a copy of the model."""
 
 
 def _remove_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -191,12 +191,12 @@ class AMPCriterion(nn.Module):
 
 
 class AMPOptimizer(optim.Optimizer):
-    """The optimizer of a converted model: the one that was given, with scaled losses and checked gradients.
+    """The optimizer of a converted model: the user's optimizer, with scaled losses and checked gradients.
 
-    What is not defined here is the given optimizer's: `param_groups`, `state`, `defaults`, hooks.
+    All else is the user's optimizer's: `param_groups`, `state`, `defaults`, hooks.
 
     Attributes:
-        optimizer: the one that was given. It steps through this one only.
+        optimizer: the user's. A direct step of it is refused.
     """
 
     def __init__(self, update: MixedPrecisionOptimizer, precision: Precision) -> None:
@@ -288,7 +288,7 @@ class AMPOptimizer(optim.Optimizer):
         return (param for group in self.param_groups for param in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the given optimizer's: parameters of the model that it did not hold so far."""
+        """Add parameters of the model that the optimizer did not hold so far, as in torch."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class AMPOptimizer(optim.Optimizer):
         return self._update.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; masters are copied into the model.
+        """Restore `state_dict`; masters are copied into the model.
 
         Raises:
             InputError: the state of something else, or of another number of loss scales.

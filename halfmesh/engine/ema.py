@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, in the precision in which they are trained; and the model with it."""
+"""An exponential moving average of the weights, in the precision of training, and the model with these weights."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WeightAverage:
     """The average of the weights that this rank steps: masters, or parameters where there are no masters.
 
     Attributes:
-        values: the average of each trained shard, in fp32 (fp64 of fp64); empty until it is asked for or loaded.
-        decay: None until it is asked for.
+        values: the average of each trained shard, in fp32 (fp64 of fp64); empty until it is started or loaded.
+        decay: None until it is started.
     """
 
     def __init__(self, update: MixedPrecisionOptimizer) -> None:
@@ -82,7 +82,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state_dict` gave; the average of other shards restarts from their weights."""
+        """Restore `state_dict`; the average of other shards restarts from their weights."""
         found = {shard: state[shard.name] for shard in self._update.master_weights.trained if shard.name in state}
         for shard, value in found.items():
             self.make(shard).copy_(value)
@@ -128,7 +128,7 @@ class AveragedModel:
         """A scope in which the model computes with the averaged weights, for evaluation. All ranks together.
 
         The weights are saved and restored bit for bit, at 4 bytes for each that this rank steps. In the scope
-        `backward`, `step` and what saves or loads training raise InputError.
+        `backward`, `step` and calls that save or load training raise InputError.
         """
         parts, average = self._parts, self._average
         parts.refuse_if_closed()
@@ -148,12 +148,12 @@ class AveragedModel:
             parts.accumulation.averaged = False
             with torch.no_grad():
                 foreach_copy_(written, kept)
-            state.publish(others=False)  # each rank restores its own; after an error others may not be here
+            state.publish(others=False)  # each rank restores its weights; after an error others may not call this
 
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
     ) -> None:
-        """Write the whole model with the averaged weights, as `Engine.save_weights` does. All ranks together."""
+        """Write the full model with the averaged weights, as `Engine.save_weights` does. All ranks together."""
         with self.applied():
             self._parts.context.agree_on_call("engine.save_weights")
             self._checkpointer.save_weights(path, format, max_file_gb)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What `halfmesh.initialize` returns. The loop is the same for every precision and layout:
+    """The engine that `halfmesh.initialize` returns. The loop is the same for every precision and layout:
 
         for images, labels in engine.dataloader:
             engine.zero_grad()
@@ -36,7 +36,7 @@ class Engine:
             engine.step()
 
     Attributes:
-        model: this rank's stage and shards of the model, under the whole model's parameter names.
+        model: this rank's stage and shards of the model, under the full model's parameter names.
         context: the parallel layout.
         config: the config, as loaded.
         plan: the effective plan that initialize prints.
@@ -128,8 +128,8 @@ class Engine:
 
         Args:
             closure: as in torch's optimizers, but only None.
-            last: end the cycle here, also without a new backward: after the last batch of a loader of your own, or
-                after a `break` (`engine.dataloader` knows its end).
+            last: end the cycle here, also without a new backward: after the last batch of your own loader, or after a
+                `break` (`engine.dataloader` knows its end).
 
         Returns:
             The step's result, or None inside an accumulation cycle.
@@ -137,7 +137,7 @@ class Engine:
         Raises:
             InputError: no backward since the last step, or a closure.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
-            SyncError: with `debug="sync"`: the ranks differ where they should agree.
+            SyncError: with `debug="sync"`: values differ that should be equal on all ranks.
         """
         refuse_closure("engine.step", closure)
         if not isinstance(last, bool):
@@ -213,10 +213,10 @@ class Engine:
         return self.train(False)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """The scope of forward and criterion, for computations of your own; `enabled=False` leaves it again."""
+        """The scope of forward and criterion, for your own computations; `enabled=False` leaves it again."""
         return self._parts.precision.autocast(enabled)
 
-    # -- what can be read --------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -241,17 +241,17 @@ class Engine:
 
     @property
     def has_dataloader(self) -> bool:
-        """Whether a training loader was given to initialize."""
+        """True if a training loader was given to initialize."""
         return self._parts.dataloader is not None
 
     @property
     def has_eval_dataloader(self) -> bool:
-        """Whether an evaluation loader was given to initialize."""
+        """True if an evaluation loader was given to initialize."""
         return self._parts.eval_dataloader is not None
 
     @property
     def has_criterion(self) -> bool:
-        """Whether a criterion was given to initialize."""
+        """True if a criterion was given to initialize."""
         return self._parts.criterion is not None
 
     @property
@@ -270,12 +270,12 @@ class Engine:
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode."""
+        """True if the model is in training mode."""
         return self.model.training
 
     @property
     def casts(self) -> CastTable:
-        """O1's lists of functions, to which a model's own can be added. Raises InputError outside O1."""
+        """O1's lists of functions, to which you can add functions. Raises InputError outside O1."""
         if self._parts.precision.casts is None:
             raise InputError("this engine has no cast lists; only mode='apex' with opt_level='O1' has")
         return self._parts.precision.casts
@@ -301,7 +301,7 @@ class Engine:
         return self._parts.results[-1].grad_norm if self._parts.results else None
 
     def master_params(self) -> Iterator[nn.Parameter]:
-        """What the optimizer steps: the fp32 masters where there are any, else the model's parameters.
+        """The parameters that the optimizer steps: fp32 masters where there are any, else the model's parameters.
 
         Raises InputError between backward and step, where masters have no gradients yet.
         """
@@ -316,7 +316,7 @@ class Engine:
 
     @contextmanager
     def precision_report(self) -> Iterator[PrecisionReport]:
-        """Measure what the precision does to the numbers of each layer, in a real update. All ranks together.
+        """Measure the effect of the precision on the numbers of each layer, in a real update. All ranks together.
 
             with engine.precision_report() as report:
                 loss = engine.criterion(engine(images), labels)
@@ -351,7 +351,7 @@ class Engine:
         return self._checkpointer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restore `state_dict`: the next step is the one that would have followed it."""
         self._parts.accumulation.refuse_averaged("engine.load_state_dict()")
         self._checkpointer.load_state_dict(state)
 
@@ -361,8 +361,8 @@ class Engine:
         It can be loaded in any layout and precision. Returns its folder.
 
         Args:
-            directory: a folder that all ranks share; it is made if it is not there.
-            keep: how many checkpoints to leave there, this one included; the oldest go. None: all.
+            directory: a folder that all ranks share; it is created if missing.
+            keep: how many checkpoints to leave there, this one included; the oldest are deleted. None: all.
             in_background: copy the state to the host (its size once more, kept for the next save), return, and write it
                 while training continues. The next `save`, `load`, `wait_for_save` or `close` waits for it.
 
@@ -397,8 +397,8 @@ class Engine:
             engine.attach("best", best)  # engine.load updates it in place
 
         `holder` is a dict, or an object with `state_dict()`, which every save calls and which must not communicate, and
-        `load_state_dict(state)`. A load gives each rank its own state back, in another layout rank 0's; what was loaded
-        before this call is given at once. Raises InputError if the name is taken.
+        `load_state_dict(state)`. A load restores each rank's state, in another layout rank 0's; a state that was loaded
+        before this call is restored at once. Raises InputError if the name is taken.
         """
         self._parts.refuse_if_closed()
         self._checkpointer.attached.attach(name, holder)
@@ -419,10 +419,10 @@ class Engine:
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
     ) -> None:
-        """Write the whole model's weights, in full precision, under their own names, on rank 0. All ranks together.
+        """Write the full model's weights, unsharded and in full precision, on rank 0. All ranks together.
 
-        More than `max_file_gb` goes into several files with an index, named as Hugging Face does. Format "torch" is
-        what `torch.save(model.state_dict(), path)` writes. Raises CheckpointError.
+        More than `max_file_gb` goes into several files with an index, named as in Hugging Face. Format "torch" is that
+        of `torch.save(model.state_dict(), path)`. Raises CheckpointError.
         """
         self._parts.refuse_if_closed()
         self.context.agree_on_call("engine.save_weights")
@@ -459,17 +459,17 @@ class Engine:
     def close(self, restore: bool = False) -> None:
         """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
-        A model that this rank holds whole is restored to its own dtype, with the trained weights; the
-        optimizer holds its parameters again. What is sharded over ranks stays so, is of no more use, and nothing is
-        sent (in one process it is restored, too): save before. `restore` has no meaning where nothing is sharded.
+        A model that is not sharded is restored to its original dtype, with the trained weights, and the optimizer holds
+        its parameters again. A sharded model stays sharded, cannot be used any more, and nothing is sent (in one
+        process it is restored, too): save before. `restore` has no effect where nothing is sharded.
 
         Args:
-            restore: give a sharded model and its optimizer back whole, on the CPU of every rank, whose memory has to
-                hold both; one tensor is gathered at a time. All ranks together.
+            restore: unshard the model and its optimizer, on the CPU of every rank, whose memory has to hold both; one
+                tensor is gathered at a time. All ranks together.
 
         Raises:
             CheckpointError: after closing, if a save in the background failed.
-            InputError: with `restore`: the optimizer has state that cannot be put together.
+            InputError: with `restore`: the optimizer has state that cannot be gathered.
         """
         parts = self._parts
         parts.accumulation.refuse_averaged("engine.close()")
@@ -479,7 +479,7 @@ class Engine:
         try:
             self._close_hooks(None)
             self._checkpointer.wait()
-            if not (parts.closed or restore):  # which does it, too
+            if not (parts.closed or restore):  # `restore` does it, too
                 parts.update.sync_writes()
         finally:
             self._give_back(restore)
@@ -511,7 +511,7 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        # With an error in flight the process group stays: what reports the error to the other ranks goes with it.
+        # With an error in flight the process group stays: it is needed to report the error to the other ranks.
         if kind is None:
             self.close()
         else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Executor(Backward, Protocol):
-    """How an engine computes.
+    """Computes forward, criterion and backward for an engine.
 
     Attributes:
         stages: the pipeline stages on this rank.
@@ -40,11 +40,11 @@ class Executor(Backward, Protocol):
         """The criterion's value."""
 
     def close(self) -> None:
-        """No more calls follow."""
+        """Finish; no more calls follow."""
 
 
 class DirectBackward:
-    """Immediate, from a loss with a graph."""
+    """Runs backward immediately, from a loss with a graph."""
 
     is_single = True
 
@@ -53,7 +53,7 @@ class DirectBackward:
         self._accumulation = accumulation
 
     def check(self, loss: Any) -> torch.Tensor:
-        """The scalar; of a weighted loss the weight is counted."""
+        """The scalar loss; the weight of a weighted loss is counted."""
         total, weight = self._accumulation.check_loss(loss)
         self._accumulation.add_weight(weight)
         return total
@@ -61,16 +61,16 @@ class DirectBackward:
     def backward(
         self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
     ) -> None:
-        """The hooks of `reducer` send what is complete."""
+        """Run backward; the hooks of `reducer` send complete gradients."""
         self._update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
 
 
 class DirectExecutor(DirectBackward):
-    """Immediate: this process holds the whole model.
+    """Computes immediately: no pipeline splits the model.
 
     Args:
-        scope: around each forward.
-        same: compare calls over the ranks that compute one batch with this one. (Those of the model, its hooks do.)
+        scope: entered around each forward.
+        same: compare criterion calls over the ranks that compute one batch. (Hooks compare calls of the model.)
     """
 
     stages = ()
@@ -102,7 +102,7 @@ class DirectExecutor(DirectBackward):
         return self._precision.criterion(criterion, *args, **kwargs)
 
     def close(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: nothing is in flight."""
 
 
 def make_executor(

@@ -236,7 +236,7 @@ def _is_empty(loader: DataLoader[Any]) -> bool:
 
 
 def _goes_on(loader: DataLoader[Any]) -> bool:
-    """Whether a loader with an `__iter__` of its own has an iterator already, or a sampler without an end."""
+    """Return True if a loader with an `__iter__` of its own has an iterator already, or a sampler without an end."""
     if type(loader).__iter__ is DataLoader.__iter__:
         return False
     kept = [value for name, value in vars(loader).items() if name != "_iterator"]

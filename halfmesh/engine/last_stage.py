@@ -236,7 +236,7 @@ def as_it_was(function: Any) -> Iterator[None]:
 
 
 def differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether random numbers were drawn between two states."""
+    """Return True if random numbers were drawn between two states."""
     plain = [(state["python"], state["numpy"][2:]) for state in (before, after)]
     pairs = zip(tensors_of(before), tensors_of(after), strict=True)
     return plain[0] != plain[1] or any(not torch.equal(one, other) for one, other in pairs)

@@ -136,12 +136,12 @@ class Division:
 
     @property
     def divides(self) -> bool:
-        """Whether this rank has a part of the model only, or of its update."""
+        """True if this rank has a part of the model only, or of its update."""
         return self.divides_model or self.data.shards_state
 
     @property
     def divides_model(self) -> bool:
-        """Whether the model has this rank's part of the parameters only."""
+        """True if the model has this rank's part of the parameters only."""
         return any(axis.splits or axis.first_names is not None for axis in self.axes.values()) or self.data.shards_model
 
     def placement(self, shard: ParamShard) -> Placement:

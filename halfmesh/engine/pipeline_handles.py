@@ -32,7 +32,7 @@ class Handle:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `value` is there."""
+        """True if `value` is there."""
         return self._value is not _UNSET
 
     def resolve(self, value: Callable[[], Any]) -> None:

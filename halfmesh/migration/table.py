@@ -42,7 +42,7 @@ def on(row: Any) -> dict[Any, Any]:
 
 
 def matches(name: str, patterns: str) -> bool:
-    """Whether one of the patterns matches that key; `section.*` also matches the section."""
+    """Return True if one of the patterns matches that key; `section.*` also matches the section."""
     return any(fnmatchcase(name, one) or f"{name}.*" == one for one in patterns.split())
 
 

@@ -48,7 +48,7 @@ class CompleteGradients:
 
     @property
     def stale(self) -> bool:
-        """Whether gradients arrived since `finish`."""
+        """True if gradients arrived since `finish`."""
         return any(reduction.stale for reduction in self._reductions)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:

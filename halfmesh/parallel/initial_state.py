@@ -71,7 +71,7 @@ def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is a number, a string or None, or a tuple or list of these: equal if their reprs are."""
+    """Return True if `value` is a number, a string or None, or a tuple or list of these: equal if their reprs are."""
     return (
         value is None
         or isinstance(value, (int, float, str))

@@ -95,18 +95,18 @@ class ParallelContext:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last stage of the pipeline, where outputs and losses are computed."""
+        """True if this rank has the last stage of the pipeline, where outputs and losses are computed."""
         return self.pp_rank == self.last_stage
 
     @property
     def counts_outputs(self) -> bool:
-        """Whether this rank counts outputs and losses for its data rank: it has the last stage, and is the first of the
+        """True if this rank counts outputs and losses for its data rank: it has the last stage, and is the first of the
         ranks that computed the same."""
         return self.is_last_stage and all(n == 0 for axis, n in self._places.items() if axis not in ("pp", "dp"))
 
     @property
     def is_first_of_replica(self) -> bool:
-        """Whether this is the first rank of its replica."""
+        """True if this is the first rank of its replica."""
         return all(place == 0 for axis, place in self._places.items() if axis != "dp")
 
     @property
@@ -304,7 +304,7 @@ class ParallelContext:
             self._calls.agree_on(call)
 
     def agree(self, value: str) -> bool:
-        """Whether all ranks call this with the same `value`."""
+        """Return True if all ranks call this with the same `value`."""
         return all(other == value for other in self.everyone(value))
 
     def everyone(self, value: Any) -> list[Any]:

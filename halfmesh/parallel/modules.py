@@ -12,7 +12,7 @@ from torch import nn
 
 
 def comes_from(module: nn.Module, kinds: Collection[type[nn.Module] | str]) -> bool:
-    """Whether the class that `module` has its `forward` from is one of `kinds`: classes, or their full names."""
+    """Return True if the class that `module` has its `forward` from is one of `kinds`: classes, or their full names."""
     origin = next((kind for kind in type(module).__mro__ if "forward" in vars(kind)), nn.Module)
     return origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
 

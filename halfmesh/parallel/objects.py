@@ -12,7 +12,7 @@ from ..errors import InputError, show
 
 
 def is_alone(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether `group` (None: all ranks) is that of a dry run, which sends nothing."""
+    """Return True if `group` (None: all ranks) is that of a dry run, which sends nothing."""
     return dist.get_backend(group) == "fake"
 
 

@@ -63,7 +63,7 @@ class Reducer:
         self._own_buffers = {name: b for name, b in buffers.items() if _last_part(name) not in averaged}
         self._stamps: dict[str, tuple[int, int]] | None = None
         self.stale = False
-        """Whether a gradient arrived since `finish`, from a backward without `open`. (Such a backward has to run on all
+        """True if a gradient arrived since `finish`, from a backward without `open`. (Such a backward has to run on all
         ranks: it leads to another collective.)"""
         self._finished = False
         self._collecting = False

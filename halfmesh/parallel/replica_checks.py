@@ -44,7 +44,7 @@ def digest(tree: Any) -> bytes:
 
 
 def is_looked_at(number: int) -> bool:
-    """Whether call `number` is checked: the first, the tenth, the hundredth and so on."""
+    """Return True if call `number` is checked: the first, the tenth, the hundredth and so on."""
     return str(number).rstrip("0") == "1"
 
 
@@ -68,7 +68,7 @@ class SameCalls:
     @torch.compiler.disable
     @torch.no_grad()
     def are_same(self, tree: Any, of: str, training: bool = True) -> bool:
-        """Whether all ranks have the same tensors in `tree`; True where this call, of its kind, is not looked at."""
+        """Return True if all ranks have the same tensors in `tree`, or if this call, of its kind, is not checked."""
         if self._alone:
             return True
         self._inputs_seen[training, of] += 1
@@ -101,7 +101,7 @@ class SameCalls:
 
 
 def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of `group` have the same tensors. False where there are none."""
+    """Return True if all ranks of `group` have the same tensors. False where there are none."""
     if is_alone(group):
         return False
     tensors = tensors_of(tree)
@@ -117,7 +117,7 @@ def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
 
 
 def _is_near(mine: list[Any], theirs: list[Any]) -> bool:
-    """Whether shapes are equal, and finite norms are equal up to rounding in bf16."""
+    """Return True if shapes are equal, and finite norms are equal up to rounding in bf16."""
     if [shape for shape, _ in mine] != [shape for shape, _ in theirs]:
         return False
     pairs = [pair for (_, a), (_, b) in zip(mine, theirs, strict=True) for pair in zip(a, b, strict=True)]

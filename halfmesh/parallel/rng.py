@@ -102,7 +102,7 @@ class SharedRNG(IsolatedRNG):
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are equal."""
+    """Return True if two states of a generator are equal."""
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
@@ -183,7 +183,7 @@ class RandomFork:
 
     @property
     def is_open(self) -> bool:
-        """Whether random numbers are now this rank's own."""
+        """True if random numbers are now this rank's own."""
         return self._generator.initial_seed() in self._outside
 
     @torch.compiler.disable

@@ -92,7 +92,7 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all of it, in its own shape."""
+        """True if this rank holds all of it, in its own shape."""
         return self.regions == whole(self.shape).regions
 
     def split(self, split: Split, rank: int, size: int) -> Placement:

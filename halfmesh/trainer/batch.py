@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def has_output(self) -> bool:
-        """Whether this rank has the output. With `eval_outputs="last"` only the last stage has it."""
+        """True if this rank has the output. With `eval_outputs="last"` only the last stage has it."""
         return not isinstance(self.output, Handle) or self.output.is_ready
 
 
@@ -109,5 +109,5 @@ def _own_loss(engine: Engine, output: Any) -> Any:
 
 
 def _is_elsewhere(output: Any) -> bool:
-    """Whether the output is on another stage (in evaluation)."""
+    """Return True if the output is on another stage (in evaluation)."""
     return isinstance(output, Handle) and not output.is_ready

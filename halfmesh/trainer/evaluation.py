@@ -128,7 +128,7 @@ def _look(output: Any) -> tuple[list[int], str]:
 
 
 def _is_odd(sizes: list[int]) -> bool:
-    """Whether there is no row for each sample."""
+    """Return True if there is no row for each sample."""
     return len(set(sizes)) != 1 or not sizes[0]
 
 

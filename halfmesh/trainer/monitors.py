@@ -64,7 +64,7 @@ class Monitor:
         return results[self.name]
 
     def improves(self, results: Mapping[str, float]) -> bool:
-        """Whether this is the best value so far; nan never is."""
+        """Return True if this is the best value so far; nan never is."""
         value = self.read(results)
         is_better = self._sign * value < self._sign * self.best - self._min_delta
         self.best = value if is_better else self.best

@@ -184,7 +184,7 @@ class Trainer:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this `fit` evaluates."""
+        """True if this `fit` evaluates."""
         return self._evaluated is not None
 
     # -- parts -------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _is_shown(logger: logging.Logger) -> bool:
-    """Whether the user has installed a handler that shows records."""
+    """Return True if the user has installed a handler that shows records."""
     at: logging.Logger | None = logger
     while at is not None:
         if any(not isinstance(handler, Listener) for handler in at.handlers):

@@ -107,7 +107,7 @@ def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in any order of the dims (channels_last is)."""
+    """Return True if the elements fill their memory without gaps or overlap, in any order of the dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -138,6 +138,6 @@ def replace_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def is_compound(value: object) -> bool:
-    """Whether `value` is a tensor that is made of others, such as a quantised one, and has no memory of its own. (So is
-    a DTensor, and a tensor of a dry run, of which this is not said.)"""
+    """Return True if `value` is a tensor made of other tensors, such as a quantised one, without its own memory.
+    (False for a DTensor, and for a tensor of a dry run.)"""
     return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")

@@ -118,7 +118,7 @@ def grad_hooks(given: torch.Tensor | nn.Module) -> list[Any]:
 
 
 def has_grad_hooks(tensor: torch.Tensor) -> bool:
-    """Whether hooks run when `tensor` gets a gradient."""
+    """Return True if hooks run when `tensor` gets a gradient."""
     return bool(grad_hooks(tensor))
 
 
@@ -128,17 +128,17 @@ def call_hooks(module: nn.Module) -> list[Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` comes from `torch.compile(...)`, or `module.compile()` was called."""
+    """Return True if `module` comes from `torch.compile(...)`, or `module.compile()` was called."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def is_in_backward() -> bool:
-    """Whether this is called from a running backward: from a hook, or during recomputation."""
+    """Return True if this is called from a running backward: from a hook, or during recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def assigns(local_metadata: dict[str, Any]) -> bool:
-    """Whether a load hook runs in `load_state_dict(..., assign=True)`."""
+    """Return True if a load hook runs in `load_state_dict(..., assign=True)`."""
     return bool(local_metadata.get("assign_to_params_buffers", False))
 
 
@@ -172,7 +172,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def in_shapes_only() -> bool:
-    """Whether this is within `shapes_only`."""
+    """Return True if this is within `shapes_only`."""
     return isinstance(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), _ShapesOnly)
 
 
@@ -191,7 +191,7 @@ def unobserved() -> Iterator[None]:
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` was made in a `FakeTensorMode`."""
+    """Return True if `tensor` was made in a `FakeTensorMode`."""
     return isinstance(tensor, fake_tensor.FakeTensor)
 
 

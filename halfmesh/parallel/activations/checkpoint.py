@@ -183,8 +183,8 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether attention draws random numbers. A kept result draws none in the recomputation, so that later operators
-    would draw others than in the forward."""
+    """Return True if attention draws random numbers. A kept result draws none in the recomputation, so later operators
+    would draw other numbers than in the forward."""
     index = _ATTENTION[op]
     value = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(value)

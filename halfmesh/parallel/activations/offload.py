@@ -186,7 +186,7 @@ def _written(tensor: torch.Tensor) -> RuntimeError:
 
 
 def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a trained parameter in another dtype, as autocast makes it, or a view of that."""
+    """Return True if `tensor` is a trained parameter in another dtype, as autocast makes it, or a view of that."""
     node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return False

@@ -69,7 +69,7 @@ class BatchShard:
         return self.cut(whole.reshape(-1, self.whole) if self.dim else whole.reshape(self.whole, -1)).reshape(-1)
 
     def are_outputs(self, count: int) -> bool:
-        """Whether `count` outputs may be all that this rank has of the batch, or of a microbatch."""
+        """Return True if `count` outputs may be all that this rank has of the batch, or of a microbatch."""
         if self.dim == ROWS:
             return count % self.own == 0
         total = self.rows * self.own

@@ -55,7 +55,7 @@ def _shorten(shard: BatchShard, kept: int, tensor: torch.Tensor) -> torch.Tensor
 
 
 def rounds_products() -> bool:
-    """Whether products of fp32 are rounded, to TF32 or bf16."""
+    """Return True if products of fp32 are rounded, to TF32 or bf16."""
     fp32 = {backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)}
     return not fp32 <= {"none", "ieee"}
 

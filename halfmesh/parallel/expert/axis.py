@@ -89,7 +89,7 @@ class ExpertParallelism(Axis):
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether its parameters are those of experts, one after the other, and it is called with tokens and their
+    """Return True if its parameters are those of experts, one after the other, and it is called with tokens and their
     experts."""
     count, params = getattr(module, "num_experts", None), list(module.parameters())
     return (

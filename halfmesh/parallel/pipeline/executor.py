@@ -92,7 +92,7 @@ class Pipeline:
         self._left = 0
 
     def takes(self, microbatches: int) -> bool:
-        """Whether the schedule can run this number of microbatches."""
+        """Return True if the schedule can run this number of microbatches."""
         size = self._context.pp_size
         return not any(self._schedule.find_problems(size, self._count // size, microbatches))
 
@@ -119,7 +119,7 @@ class Pipeline:
         return self._known[key]
 
     def can_run(self, call: Call) -> bool:
-        """Whether the forward takes `call`: it may be written for one size of batches, or for training only."""
+        """Return True if the forward takes `call`: it may be written for one size of batches, or for training only."""
         try:
             self.look_up(call)
         except InputError:

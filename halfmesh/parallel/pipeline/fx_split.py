@@ -47,7 +47,7 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
 
 
 def takes_any_arguments(model: nn.Module) -> bool:
-    """Whether the model's forward has *args or **kwargs, whose content a trace does not know."""
+    """Return True if the model's forward has *args or **kwargs, whose content a trace does not know."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(parameter.kind in kinds for parameter in inspect.signature(model.forward).parameters.values())
 
@@ -171,7 +171,7 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
 
 
 def _follows_from_arguments(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> bool:
-    """Whether a node needs no weights, no random numbers and nothing of a piece."""
+    """Return True if a node needs no weights, no random numbers and nothing of a piece."""
     name = str(getattr(node.target, "__name__", node.target))
     return node.op == "placeholder" or (
         node.op in ("call_function", "call_method")

@@ -259,7 +259,7 @@ class _Question(BaseException):
 
 
 def _is_of_shapes(node: fx.Node) -> bool:
-    """Whether the value of `node` depends on the shapes of tensors only."""
+    """Return True if the value of `node` depends on the shapes of tensors only."""
     if node.op == "call_method":
         return node.target in _METHODS
     if node.op != "call_function":
@@ -272,7 +272,7 @@ def _is_of_shapes(node: fx.Node) -> bool:
 
 
 def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) -> bool:
-    """Whether what is asked is true for arguments with the shapes of `values`. Nothing is computed."""
+    """Return True if what is asked is true for arguments with the shapes of `values`. Nothing is computed."""
 
     def compute(node: fx.Node, values: Mapping[str, Any]) -> bool:
         run = fx.Interpreter(model, garbage_collect_values=False, graph=node.graph)
@@ -312,6 +312,6 @@ def at(place: Place | None) -> str:
 
 
 def is_models_own(error: BaseException) -> bool:
-    """Whether the model's code itself raised it, by `raise` or `assert`."""
+    """Return True if the model's code itself raised it, by `raise` or `assert`."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return not last.filename.startswith(_NOT_ITS_OWN) and (last.line or "").startswith(("raise", "assert"))

@@ -47,7 +47,7 @@ class Splitter:
         ]
 
     def has_table(self, call: Call, rows: int) -> bool:
-        """Whether an argument that is not split has a dim of `rows`, such as the adjacency matrix of a graph."""
+        """Return True if an argument that is not split has a dim of `rows`, such as the adjacency matrix of a graph."""
         shared = [value for name, value in self._named(call) if name in self.non_split]
         return any(rows in tensor.shape for tensor in tensors_of(shared))
 
@@ -82,7 +82,7 @@ class Splitter:
 
 
 def _has_items_of_rows(tree: Any, rows: int) -> bool:
-    """Whether `tree` holds something with an item for each row: names of samples, boxes of each image, a numpy array.
+    """Return True if `tree` holds a list or array with an item for each row: names of samples, boxes of each image.
     (A list of tensors that each have all rows does not count.)"""
     if isinstance(tree, np.ndarray):
         return tree.ndim > 0 and len(tree) == rows
@@ -94,7 +94,7 @@ def _has_items_of_rows(tree: Any, rows: int) -> bool:
 
 
 def _is_of_rows(item: Any, rows: int) -> bool:
-    """Whether an item of a list has all rows, or may stand for a tensor that has (a handle of the model's output)."""
+    """Return True if an item of a list has all rows, or may have them later (a handle of the model's output)."""
     if isinstance(item, torch.Tensor):
         return item.dim() > 0 and item.shape[0] == rows
     return not isinstance(item, (int, float, str, list, tuple, dict, np.ndarray, type(None)))

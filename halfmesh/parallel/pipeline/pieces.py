@@ -144,7 +144,7 @@ class BlockPartition:
 
 
 def _has_method_of(model: nn.Module, method: str, kinds: Sequence[type[nn.Module] | str]) -> bool:
-    """Whether one of `kinds` defines the model's `method`; also true if nothing does."""
+    """Return True if one of `kinds` defines the model's `method`; also true if nothing does."""
     origin = next((kind for kind in type(model).__mro__ if method in vars(kind)), None)
     return origin is None or origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
 

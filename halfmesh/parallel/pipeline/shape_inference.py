@@ -151,7 +151,7 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether `value` consists of tensors, other than parameters, and plain values."""
+    """Return True if `value` consists of tensors, other than parameters, and plain values."""
     if isinstance(value, Mapping):
         return all(map(_is_data, (*value.keys(), *value.values())))
     if isinstance(value, (list, tuple, set)):

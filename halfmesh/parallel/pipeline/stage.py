@@ -193,5 +193,5 @@ def _give_back(places: Iterable[Any]) -> None:
 
 
 def _receives(place: Any) -> bool:
-    """Whether it is received: the first stage has entries for its arguments, too."""
+    """Return True if it is received: the first stage has entries for its arguments, too."""
     return getattr(place, "buffer", None) is not None

@@ -59,7 +59,7 @@ def unowned_params(model: nn.Module, units: Sequence[nn.Module]) -> set[nn.Param
 
 
 def can_be_sharded(param: torch.Tensor) -> bool:
-    """Whether FSDP2 can shard it."""
+    """Return True if FSDP2 can shard it."""
     return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
 
 

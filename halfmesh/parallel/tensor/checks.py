@@ -1,4 +1,4 @@
-"""Whether the styles of a plan fit the model and each other, before anything is sharded."""
+"""True if the styles of a plan fit the model and each other, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
 
 
 def _gathers_before(split: Assignment, assignments: Sequence[Assignment]) -> bool:
-    """Whether a layer of the same region gathers features, as the input of `split`."""
+    """Return True if a layer of the same region gathers features, as the input of `split`."""
     regions = [a.name for a in assignments if a.style.is_region and is_within(split.name, a.name)]
     gathers = [a.name for a in assignments if isinstance(a.style, ColwiseGather)]
     return any(is_within(name, region) for name in gathers for region in regions)

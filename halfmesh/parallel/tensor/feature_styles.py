@@ -238,7 +238,7 @@ def _convert_linear(module: Any, layer: type[ColwiseLinear | RowwiseLinear], **a
 
 
 def _extends_embedding(module: nn.Module) -> bool:
-    """Whether its class works on what nn.Embedding's forward returns, and reads at most the dtype of the weight."""
+    """Return True if its class uses nn.Embedding's forward, and reads at most the dtype of the weight."""
     kind = type(module)
     if not issubclass(kind, nn.Embedding) or kind.forward is nn.Embedding.forward:
         return False
@@ -247,7 +247,7 @@ def _extends_embedding(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D: a linear layer whose weight is [in, out]."""
+    """Return True if it is transformers' Conv1D: a linear layer whose weight is [in, out]."""
     return comes_from(module, ("transformers.pytorch_utils.Conv1D",))
 
 

@@ -172,5 +172,5 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def is_within(name: str, top: str) -> bool:
-    """Whether the module `name` is `top`, or in it."""
+    """Return True if the module `name` is `top`, or in it."""
     return not top or name == top or name.startswith(f"{top}.")
