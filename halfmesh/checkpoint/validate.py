@@ -1,4 +1,4 @@
-"""True if a state dict or a checkpoint fits this engine, checked before anything changes."""
+"""Checks that a state dict or a checkpoint fits this engine, before anything changes."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def initialize(
 
     Everything is checked first: a refusal names all problems and leaves the arguments untouched. Then the model moves
     to the device, takes rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters where the
-    mode keeps them. If a later part fails, such as `resume`, both are given back, as by `close`, unless they are
-    sharded by then.
+    mode keeps them. If something fails after that, such as `resume`, both are restored, as by `close`, unless they are
+    sharded already.
 
     Args:
         model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
@@ -92,7 +92,7 @@ def initialize(
         optimizer: a torch optimizer over `model.parameters()`, or a callable `params -> Optimizer`.
         criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
         dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
-        config: path of a .py, .yaml or .json file, a dict, a Config, or what a `launch*` function returned.
+        config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function.
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
         lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`.
         device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
@@ -162,7 +162,7 @@ def _prepare(
     device: torch.device,
     group: launchers.OwnedGroup | None,
 ) -> tuple[ParallelContext, list[Any], Materializer | None]:
-    """Checks of all ranks together, before anything is changed."""
+    """Run the checks of all ranks together, before anything is changed."""
     others = config.parallel.mesh_sizes
     pp, tp = others.pop("pp"), others.pop("tp")
     context = ParallelContext(pp, tp, device, group, config.timeout, others)
@@ -239,8 +239,8 @@ def _convert(
 
 @contextmanager
 def _given_back(sharded: bool) -> Iterator[ExitStack]:
-    """A scope in which model and optimizer change. After an error what is on the stack is undone, as by `close`; if
-    they are `sharded` the error says that they are of no more use."""
+    """A scope in which model and optimizer change. After an error the stack is undone, as by `close`; if they are
+    `sharded` the error says that they cannot be used any more."""
     try:
         with ExitStack() as undo:
             yield undo
@@ -314,7 +314,7 @@ def _load(config: Any) -> Config:
 
 
 def _build(given: _Given, undo: ExitStack) -> _Given:
-    """Call what was given as a callable."""
+    """Call the model, optimizer and scheduler that were given as callables."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
         given.model = build(given.model)
     if isinstance(given.model, nn.Module):
@@ -330,7 +330,7 @@ def _build(given: _Given, undo: ExitStack) -> _Given:
 
 
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
-    """Raise if anything is wrong with the arguments. Returns how the model will be parallelized."""
+    """Raise if anything is wrong with the arguments. Returns the plans to parallelize the model."""
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])

@@ -202,7 +202,7 @@ def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Ten
 
 
 def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
-    """Why this device cannot train in the recipe's dtype."""
+    """The reason why this device cannot train in the recipe's dtype."""
     if device.type != "cuda" or recipe.compute_dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(False):
         return None
     return (
@@ -236,7 +236,7 @@ def _is_empty(loader: DataLoader[Any]) -> bool:
 
 
 def _goes_on(loader: DataLoader[Any]) -> bool:
-    """Return True if a loader with an `__iter__` of its own has an iterator already, or a sampler without an end."""
+    """Return True if a loader that overrides `__iter__` has an iterator already, or a sampler without an end."""
     if type(loader).__iter__ is DataLoader.__iter__:
         return False
     kept = [value for name, value in vars(loader).items() if name != "_iterator"]
@@ -250,8 +250,8 @@ def _kind(value: Any) -> str:
 
 
 def refuse_uneven_evaluation(loader: ShardedLoader | None, context: ParallelContext) -> None:
-    """Raise InputError, on all ranks, if `loader` has a length, and more batches on some of them: under fsdp a batch
-    needs all ranks, which hold the weights together."""
+    """Raise InputError, on all ranks, if `loader` has a length, and more batches on some ranks: under fsdp each rank
+    holds a shard of the weights, so a batch needs all of them."""
     if loader is None or loader.length is None:
         return
     counts = context.everyone(loader.length)

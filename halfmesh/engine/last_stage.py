@@ -1,5 +1,5 @@
-"""The last stage of a pipeline: the losses of the microbatches, and whether they add up to the
-loss of the whole batch, which one process trains on."""
+"""The last stage of a pipeline: the losses of the microbatches, and a check that they add up to the loss of the full
+batch, which one process trains on."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _OTHER_WAYS = (
 
 @dataclass
 class CriterionCalls:
-    """The criterion's call of each microbatch, with the output's handle in the output's place.
+    """The criterion's call of each microbatch, with a handle instead of the output.
 
     Attributes:
         stamps: versions of the tensors in `calls`, which may not change before backward.
-        whole: the call for the whole batch, if the losses of the microbatches are compared with it.
+        whole: the call for the full batch, if the losses of the microbatches are compared with it.
     """
 
     function: Callable[..., Any]
@@ -53,7 +53,7 @@ class CriterionCalls:
 
 
 class LastStage:
-    """Computes the loss of each microbatch, and keeps what is sent to the other stages.
+    """Computes the loss of each microbatch, and keeps the values to send to the other stages.
 
     Args:
         params: this rank's; the first loss is refused if it depends on them other than through the output.
@@ -101,7 +101,7 @@ class LastStage:
         return self._update.scaled(total, self._divisor)
 
     def figures(self, device: torch.device) -> torch.Tensor:
-        """The batch's loss, its weight if weighted, and if compared the whole batch's loss, nan where that is the same:
+        """The sum of the losses, its weight if weighted, and if compared the full batch's loss, nan if that is equal:
         float64 [2] or [3]."""
         reduction, whole = self._accumulation.reduction, self._criterion.whole
         losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
@@ -114,7 +114,7 @@ class LastStage:
         return torch.cat([figures, figures.new_tensor([whole.other_loss(losses.tolist(), divisor, self._precision)])])
 
     def output(self) -> Any:
-        """The outputs of all microbatches as one."""
+        """The outputs of all microbatches, joined."""
         parts = [tensors_of(self._outputs[index]) for index in range(len(self._outputs))]
         joined = iter([torch.cat([t if t.dim() else t[None] for t in tensors]) for tensors in zip(*parts, strict=True)])
         return map_tensors(lambda _: next(joined), self._outputs[0])
@@ -139,14 +139,14 @@ def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
         todo += [following for following, _ in node.next_functions]
 
 
-# -- the whole batch ----------------------------------------------------------------------------------------------
+# -- the full batch -----------------------------------------------------------------------------------------------
 
 
 class WholeBatch:
-    """On the last stage: the criterion's call for a whole batch, with `handle` in the place of the output.
+    """On the last stage: the criterion's call for a full batch, with `handle` instead of the output.
 
     Args:
-        output: what the model returns for the batch, without memory.
+        output: the model's output for the batch, without memory.
     """
 
     def __init__(self, criterion: Callable[..., Any], call: Call, handle: Handle, output: Any) -> None:
@@ -162,9 +162,9 @@ class WholeBatch:
         self._outputs[index] = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
 
     def other_loss(self, losses: Sequence[float], divisor: float, precision: Precision) -> float:
-        """The whole batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
+        """The full batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
 
-        Also nan if the criterion draws random numbers, or fails on the joined outputs. Weighted: its sum by its weight.
+        Also nan if the criterion draws random numbers, or fails on the joined outputs. Weighted: its sum / its weight.
         """
         state = random_state(precision.device)
         try:
@@ -186,7 +186,7 @@ class WholeBatch:
         return nan if drew or equal or not isfinite(whole) else whole
 
     def _joined(self, device: torch.device) -> Any:
-        """The output of the whole batch."""
+        """The output of the full batch."""
         joined = []
         parts = zip(*(tensors_of(self._outputs[index]) for index in range(len(self._outputs))), strict=True)
         for some, whole in zip(parts, self._whole, strict=True):
@@ -197,8 +197,7 @@ class WholeBatch:
 
 
 def refuse_other_loss(made: float, whole: float, count: int, reduction: LossReduction) -> None:
-    """Raise InputError if `count` microbatches make the loss `made`, and their batch has the loss `whole` (nan: the
-    same)."""
+    """Raise InputError: `count` microbatches have the loss `made`, their full batch the loss `whole` (nan: equal)."""
     if isnan(whole):
         return
     way = _OTHER_WAYS
@@ -213,7 +212,7 @@ def refuse_other_loss(made: float, whole: float, count: int, reduction: LossRedu
 
 
 def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
-    """The dim in which a whole batch's tensor is larger than that of a microbatch."""
+    """The dim in which a full batch's tensor is larger than that of a microbatch."""
     part = parts[0].shape
     dims = [dim for dim, (mine, all_) in enumerate(zip(part, whole, strict=True)) if mine != all_]
     if len(dims) != 1 or whole[dims[0]] != len(parts) * part[dims[0]]:
@@ -223,7 +222,7 @@ def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
 
 @contextmanager
 def as_it_was(function: Any) -> Iterator[None]:
-    """A scope after which the modules of `function`, a model or a criterion, are as before."""
+    """A scope that restores the modules of `function`, a model or a criterion, at its end."""
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
     before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:

@@ -22,22 +22,22 @@ from ..errors import LaunchError
 from ..utils.log import get_logger
 
 GLOO_NCCL = "cpu:gloo,cuda:nccl"
-"""The backend of groups that send from the host, too."""
+"""The backend of groups that also send from the host."""
 _shared: list[OwnedGroup] = []
-"""The group that the engines of this process share, if one of them made it: torch has one for a process, too."""
+"""The group that the engines of this process share, if one of them made it: torch too has one for each process."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch function set up; `initialize` takes it as its config.
+    """The result of a launch function; `initialize` takes it as its config.
 
     Attributes:
-        config: as loaded.
-        device: where this process trains.
-        rank: of this process among all, from 0.
+        config: the config, as loaded.
+        device: the device that this process trains on.
+        rank: this process among all, from 0.
         world_size: the number of processes.
-        local_rank: of this process on its machine, from 0.
-        group: the process group that was made; None if none was.
+        local_rank: this process on its machine, from 0.
+        group: the process group that was created; None if none was.
     """
 
     config: Config
@@ -49,7 +49,7 @@ class Launch:
 
     @property
     def dp_size(self) -> int:
-        """The number of data ranks: processes, or groups of them, that see data of their own."""
+        """The number of data ranks: processes, or groups of them, that see different data."""
         return mesh_sizes(self.config, self.world_size)["dp"]
 
     @property
@@ -87,7 +87,7 @@ def launch(
     """Join `world_size` processes at `host:port`, where rank 0 listens.
 
     Args:
-        config: a path, dict or Config, whatever `initialize` takes.
+        config: a path, dict or Config, as for `initialize`.
         backend: "nccl" for CUDA, "gloo" for the CPU unless given.
         local_rank: index of this process on its machine; `rank` modulo the number of GPUs unless given.
         seed: for python's, numpy's and torch's generators, the same on all ranks, so that a model built next is the
@@ -136,19 +136,19 @@ def ensure_process_group(
     sizes: Mapping[str, int] | None = None,
     alone: bool = False,
 ) -> OwnedGroup | None:
-    """The process group that torchrun's variables ask for: made here, or by an earlier call. Who gets it has to `join`
-    and to `close` it.
+    """The process group that torchrun's variables ask for: created here, or by an earlier call. The caller has to
+    `join` and to `close` it.
 
-    None if there was nothing to make: a world of 1, the group of a launch, or of the user's own.
+    None if there was nothing to create: a world of 1, or there is the group of a launch or of the user.
 
     Args:
         timeout_s: seconds that a collective may take.
-        backend: what `choose_backend` says.
-        sizes: of the axes besides dp, by which messages about failed ranks name their places.
-        alone: make one for a world of 1, too.
+        backend: the result of `choose_backend`.
+        sizes: of the axes besides dp, for the coordinates in messages about failed ranks.
+        alone: create one for a world of 1, too.
 
     Raises:
-        LaunchError: the group of the user's own cannot do what the config needs.
+        LaunchError: the user's group lacks a backend that the config needs.
     """
     if dist.is_initialized():
         wait_for_threads_at_exit()
@@ -181,9 +181,9 @@ def expected_world_size() -> int:
 
 
 def choose_device(device: torch.device | str | None = None, local_rank: int | None = None) -> torch.device:
-    """`device`, or cuda:local_rank where there is CUDA, else the CPU; made the current CUDA device.
+    """`device`, or cuda:local_rank where there is CUDA, else the CPU; becomes the current CUDA device.
 
-    Where a process sees one GPU only (`srun --gpus-per-task=1`), that one, whatever its local rank.
+    If a process sees one GPU only (`srun --gpus-per-task=1`), that one, for any local rank.
     `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
 
     Raises:
@@ -209,7 +209,7 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
 
 def get_default_parser() -> argparse.ArgumentParser:
     """A parser with the options that the launch functions need (`--config`, `--set`, `--host`, `--port`,
-    `--world-size`, `--rank`, `--local-rank`, `--backend`); add your own to it.
+    `--world-size`, `--rank`, `--local-rank`, `--backend`); you can add options.
 
     `--set` is for `load_config(args.config, args.overrides)`, whose result the launch functions take as config."""
     parser = argparse.ArgumentParser()

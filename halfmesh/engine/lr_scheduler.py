@@ -1,4 +1,4 @@
-"""Learning rates: when the scheduler advances, and Colossal-AI's warm-up schedulers as closed formulas of the step.
+"""Learning rates: advances the scheduler; Colossal-AI's warm-up schedulers, as closed formulas of the step.
 
 A schedule with a warm-up gives each parameter group's rate as a function of its base rate `lr` and of the step `s`,
 counted from 0 in calls of `scheduler.step()`. Groups keep their ratio, and resuming needs `s` only. After `total_steps`
@@ -37,11 +37,11 @@ class LRAdvance:
         self._position: int | None = None  # where the engine left it; None: before its first step
 
     def check(self) -> None:
-        """`engine.step` is called.
+        """Check the scheduler's position, at each call of `engine.step`.
 
         Raises:
-            InputError: the user has stepped the scheduler, too: it is one on, or, where `step(epoch)` puts it anywhere,
-                elsewhere. (A load goes back, or on by more; what was done before the first call is free.)
+            InputError: the user has stepped the scheduler, too: it is one step ahead, or at any other step if it takes
+                `step(epoch)`. (A load goes back, or ahead by more. Steps before the first call are allowed.)
         """
         left, self._position = self._position, self._get_position()
         if self._interval == "manual" or left is None or self._position in (None, left):
@@ -54,7 +54,7 @@ class LRAdvance:
             )
 
     def after(self, result: StepResult) -> None:
-        """An update ran, taken or skipped."""
+        """Advance, or note that `settle` has to, after an update that was taken or skipped."""
         if self.scheduler is None or self._interval != "step":
             return
         self._pending = result
@@ -68,7 +68,7 @@ class LRAdvance:
             self._advance()
 
     def end_epoch(self) -> None:
-        """An epoch of the engine's dataloader has ended."""
+        """Advance at the end of an epoch of the engine's dataloader, with interval "epoch"."""
         self.settle()
         if self.scheduler is not None and self._interval == "epoch":
             self._advance()
@@ -78,7 +78,7 @@ class LRAdvance:
         return None if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Load what `state_dict` gave."""
+        """Restore `state_dict`."""
         self._pending = None
         if self.scheduler is not None and state is not None:
             self.scheduler.load_state_dict(state)

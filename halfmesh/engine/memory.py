@@ -29,14 +29,14 @@ _STATE_TENSORS = {
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank, activations and communication buffers not counted."""
+    """Bytes on one rank, without activations and communication buffers."""
 
     parameters: int
     masters: int
     optimizer: int | None
     """None for an optimizer whose state is not known."""
     gradients: int
-    """At their peak, masters' temporary fp32 gradients included."""
+    """At their peak, with the masters' temporary fp32 gradients."""
 
     @property
     def known(self) -> int:
@@ -47,7 +47,7 @@ class StateBytes:
 def state_bytes(
     model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None
 ) -> StateBytes:
-    """Count the bytes of `model` and `update` on this rank; `reduce_dtype`: gradients are reduced over dp in it."""
+    """Count the bytes of `model` and `update` on this rank; gradients are reduced over dp in `reduce_dtype`."""
     parts: dict[torch.Tensor, torch.Tensor] = {  # of sharded parameters
         shard.source.param: shard.param
         for shard in update.master_weights.trained

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """How a model will be sharded over each axis larger than 1, in the order in which that is done; and what is
-    compiled and recomputed, if anything."""
+    """The plan of each axis larger than 1, in the order in which they shard the model, and the modules to compile and
+    to recompute."""
 
     axes: Mapping[str, Any]
     partition: Partition | None
     """The plan of the axis that removes modules, if there is one."""
     blocks: tuple[str, ...]
-    """Names of the repeated blocks, where the data ranks may gather weights block by block."""
+    """Names of the repeated blocks, if the data ranks may gather weights block by block."""
     compiled: tuple[str, ...]
     """Names of the modules that are compiled; "" is the model itself."""
     recomputed: tuple[str, ...]
@@ -40,8 +40,8 @@ class Plans:
 
 
 def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
-    """What the config's data strategy is on so many ranks. With one of them, only a strategy that changes the model
-    differs from `replicate`: it may gather block by block, from host memory, and casts."""
+    """The config's data strategy on `data_ranks` ranks. On one rank only a strategy that changes the model differs from
+    `replicate`: it may gather block by block, from host memory, and casts."""
     strategy: type[DataStrategy] = DATA_STRATEGIES.get(config.parallel.data.strategy)
     return strategy if data_ranks > 1 or strategy.shards_model else DataStrategy
 
@@ -49,11 +49,11 @@ def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
 def make_plans(
     model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int
 ) -> Plans:
-    """How the config shards and compiles `model` on this many ranks.
+    """Plan how the config shards and compiles `model` on `ranks` ranks.
 
     Raises:
-        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be sharded so, or the model
-            cannot be compiled.
+        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be sharded in this way, or the
+            model cannot be compiled.
     """
     problems: list[str] = []
     parallel = config.parallel
@@ -70,7 +70,7 @@ def make_plans(
         problems += _find_limited_rows(model)
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     if splits_params and not is_elementwise(optimizer):
-        problem = elementwise.find_problem(optimizer)  # one of others: by trying
+        problem = elementwise.find_problem(optimizer)  # of a third party's optimizer: by trying it
         problems += [] if problem is None else [problem]
     compiled: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()

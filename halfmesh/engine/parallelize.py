@@ -1,5 +1,4 @@
-"""What the mesh means for the model: which part of it this rank holds over each axis, and what of that is compiled, or
-computed again in backward."""
+"""Applies the parallel axes, activation checkpointing and torch.compile to the model."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
-    """How gradients are sent between the data ranks."""
+    """The options for reducing gradients over the data ranks."""
     data = config.parallel.data
     bucket_mb = data.bucket_mb or max(25, data_ranks)  # under zero1 each rank gets 1 / data_ranks of it
     return ReduceOptions(
@@ -49,7 +48,7 @@ def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
 
 
 def refuse_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
-    """Raise InputError if two axes split the same parameter: where its parts lie would be wrong for one of them."""
+    """Raise InputError if two axes shard the same parameter: its shards would be placed wrongly for one of them."""
     for (one, mine), (other, theirs) in combinations(axes.items(), 2):
         if both := mine.splits.keys() & theirs.splits.keys():
             raise InputError(
@@ -59,21 +58,21 @@ def refuse_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
 
 
 class Division:
-    """A model that is divided in place.
+    """A model that is parallelized in place.
 
     Args:
-        model: whole, and equal on all ranks; it need not be on the device yet.
-        optimizer: over its parameters; it holds this rank's afterwards.
-        late: gives the model its values, where it has none yet.
+        model: full, and equal on all ranks; it need not be on the device yet.
+        optimizer: over its parameters; it holds this rank's shards afterwards.
+        late: materializes the model's parameters, if they have no values yet.
 
     Attributes:
-        axes: what was done for each axis larger than 1, in that order.
-        data: what the data ranks hold.
+        axes: each applied axis larger than 1, in the order of application.
+        data: the applied data strategy.
         apart: axes of the mesh whose ranks compute different things, with different random numbers.
-        random: the model's own random numbers, where there are several ranks.
+        random: the model's random number generators, if there are several ranks.
         compiled: the modules that `compile` has compiled.
-        checkpointed: what stands in for the forwards of modules that are computed again.
-        offload: moves activations to the host, if they are to be moved.
+        checkpointed: the replaced forwards of modules that are recomputed.
+        offload: moves activations to the host, if configured.
     """
 
     def __init__(
@@ -108,8 +107,8 @@ class Division:
     def make_shards(
         self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
     ) -> Sequence[ParamShard]:
-        """The parameters of `model`, which goes to this rank's device, each with 1 / (number of ranks that hold the
-        same numbers). Where data ranks hold parts, these, which `optimizer` holds afterwards.
+        """Move `model` to this rank's device. Returns its parameters, or the data ranks' shards of them, which
+        `optimizer` holds afterwards; each with weight 1 / (number of ranks that hold the same numbers).
         """
         context, late, plans = self._context, self.late, self.plans
         if late is not None:
@@ -136,16 +135,16 @@ class Division:
 
     @property
     def divides(self) -> bool:
-        """True if this rank has a part of the model only, or of its update."""
+        """True if this rank has only a shard or stage of the model, or of its update."""
         return self.divides_model or self.data.shards_state
 
     @property
     def divides_model(self) -> bool:
-        """True if the model has this rank's part of the parameters only."""
+        """True if the model has only this rank's parameters or shards of them."""
         return any(axis.splits or axis.first_names is not None for axis in self.axes.values()) or self.data.shards_model
 
     def placement(self, shard: ParamShard) -> Placement:
-        """Where in the whole model's parameter the numbers of `shard`, one of those made here, lie."""
+        """The region of the full model's parameter that `shard`, one of those made here, holds."""
         source = shard.param if shard.source is None else shard.source.param
         place = whole(source.shape)
         for axis in self.axes.values():
@@ -154,7 +153,7 @@ class Division:
         return place if shard.source is None else self.data.placement(shard, place)
 
     def first_names(self, model: nn.Module) -> dict[str, str]:
-        """For each name of a parameter or buffer in the whole model the first one that the same tensor has there."""
+        """For each name of a parameter or buffer in the full model, the first name of the same tensor there."""
         for axis in self.axes.values():
             if axis.first_names is not None:
                 return axis.first_names
@@ -163,7 +162,7 @@ class Division:
         return first_names(model)
 
     def publish(self, shards: Sequence[ParamShard]) -> None:
-        """The weights of `shards`, all that the optimizer holds, are new: take them to the ranks that use them."""
+        """Send the new weights of `shards`, all that the optimizer holds, to the ranks that use them."""
         publisher = self.data.publisher
         if publisher is not None:
             publisher.begin()
@@ -175,24 +174,24 @@ class Division:
         return 1 / math.prod([self._context.dp_size, *(axis.replicas(param) for axis in self.axes.values())])
 
     def make_reductions(self, trained: Sequence[ParamShard]) -> list[Reduction]:
-        """What completes gradients over the axes. All ranks together."""
+        """The reductions that complete gradients over the axes. All ranks together."""
         made = (axis.make_reduction(trained) for axis in self.axes.values())
         return [reduction for reduction in made if reduction is not None]
 
     @property
     def same(self) -> list[SameCalls]:
-        """They compare what ranks are given that compute the same; one for each such axis."""
+        """Comparisons of calls over the ranks that compute the same; one for each such axis."""
         return [axis.same for axis in self.axes.values() if axis.same is not None]
 
     def call(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """The output of the whole model; `forward` computes what this rank has of it."""
+        """The output of the full model; `forward` computes this rank's share of it."""
         for axis in self.axes.values():
             forward = partial(_call, axis, model, forward)
         return forward(*args, **kwargs)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Around criterion and backward."""
+        """The scope around criterion and backward."""
         with ExitStack() as scopes:
             for axis in self.axes.values():
                 scopes.enter_context(axis.scope())
@@ -204,13 +203,13 @@ class Division:
             axis.check_loss(loss)
 
     def settle(self) -> None:
-        """A forward or backward may have ended early."""
+        """Reset the axes: a forward or backward may have ended early."""
         for axis in self.axes.values():
             axis.settle()
 
     @contextmanager
     def drawing(self, model: nn.Module) -> Iterator[None]:
-        """Around the forward of a stage: it draws the model's own random numbers."""
+        """The scope of a stage's forward: it draws from the model's random number generators."""
         assert self.random is not None
         self.settle()
         self.random.enter(model, always=True)
@@ -221,7 +220,7 @@ class Division:
             self.random.leave()
 
     def around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-        """What is around a forward of the whole model: its own random numbers in training, and `saving`."""
+        """The scope of a forward of the full model: its random number generators in training, and `saving`."""
         saving = self.saving(model)
         if self.random is None:
             return saving
@@ -238,14 +237,14 @@ class Division:
         return around
 
     def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-        """What is around a forward of `model`, or of a stage, for what autograd saves of it."""
+        """The scope of a forward of `model`, or of a stage, that offloads what autograd saves."""
         if self.offload is None or self.plans.recomputed:
             return nullcontext
         return partial(self.offload.everything, model)
 
     def checkpoint_and_compile(self, model: nn.Module) -> None:
-        """Do with what this rank computes what the config says. `model` is cast already, and was copied where a copy is
-        needed that runs without data."""
+        """Apply activation checkpointing and compilation to this rank's modules. `model` is cast already, and was
+        copied if a copy is needed that runs without data."""
         partition, rank = self.plans.partition, self._context.pp_rank
 
         def computed_here(names: Iterable[str]) -> list[nn.Module]:
@@ -259,18 +258,18 @@ class Division:
         compile_modules(self.compiled, self._config.compile)
 
     def explain(self, error: RuntimeError) -> None:
-        """Say what an error of torch in forward or backward means here, where that is known.
+        """Explain a known error of torch in forward or backward.
 
         Raises:
-            InputError: it is something that a model cannot do in this layout.
+            InputError: the model does something that this layout does not support.
         """
         for axis in self.axes.values():
             axis.explain(error)
         self.data.explain(error)
 
     def close(self, restore: bool) -> None:
-        """Nothing is computed any more. With `restore` the model gets its modules and parameters again, without the
-        values that other ranks hold; otherwise it stays in parts."""
+        """End computation. With `restore` the model gets its modules and parameters again, without the values that
+        other ranks hold; otherwise it stays sharded."""
         for module in self.compiled:
             uncompile(module)
         for forward in self.checkpointed:
@@ -283,7 +282,7 @@ class Division:
 
 
 def _params_of(criterion: Any, model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that a criterion has, which may be a part of `model`, or have one."""
+    """The parameters of a criterion, which may be a submodule of `model`, or contain one."""
     apart = isinstance(criterion, nn.Module) and model not in set(criterion.modules())
     return set(criterion.parameters()) if apart else set()
 

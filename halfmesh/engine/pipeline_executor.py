@@ -39,8 +39,8 @@ class _Forward:
     Attributes:
         rows: samples of the batch.
         stamps: versions of the tensors in `calls`, which may not change before backward; nor may the model's modes.
-        whole: what the model returns for the whole batch, without memory, if the criterion is compared on it.
-        trial: until the model was tried, the call of some microbatches together, and those.
+        whole: the model's output for the full batch, without memory, if the criterion is compared on it.
+        trial: until the model was tried, the joint call of some microbatches, and their separate calls.
     """
 
     calls: Sequence[Call]
@@ -86,7 +86,7 @@ class PipelineExecutor:
         self._split_batches = 0  # so far
         self._sent: list[dist.Work | None] = []
         self._has_run = False
-        self._has_tried = options.microbatches in (None, 1)  # whether rows are mixed
+        self._has_tried = options.microbatches in (None, 1)  # True: no trial of mixed rows is needed any more
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ class PipelineExecutor:
     # -- before backward ---------------------------------------------------------------------------------------
 
     def _compare_output(self, output: Any) -> None:
-        """On the last stage: refuse an output that is still sharded over the tensor group."""
+        """On the last stage: refuse an output that is still sharded over the tensor ranks."""
         for ranks in self._same:
             ranks.compare_outputs(self._model.training, output)
 
@@ -232,7 +232,7 @@ class PipelineExecutor:
         return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count), trial)
 
     def _whole(self, call: Call, count: int) -> Any:
-        """What the model returns for the whole batch, without memory; None if the criterion is not compared on it."""
+        """The model's output for the full batch, without memory; None if the criterion is not compared on it."""
         if count == 1 or is_alone(self._context.group("pp")) or not is_looked_at(self._split_batches + 1):
             return None
         return self._pipeline.look_up(call).stages[-1] if self._pipeline.can_run(call) else None
@@ -244,7 +244,7 @@ class PipelineExecutor:
         if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
             self._has_tried = True
             device, half = self._context.device, self._update.recipe.compute_dtype in HALF
-            # Compiled code would be made anew for these sizes, and with sizes that vary from then on.
+            # torch.compile would compile again for these sizes, and with dynamic shapes from then on.
             with unobserved(), torch.compiler.set_stance("force_eager"):
                 refuse_mixed_rows(self._model, self._pipeline, *forward.trial, device, half)
 
@@ -282,7 +282,7 @@ class PipelineExecutor:
         else:
             figures = torch.empty(3 if compares else 2, dtype=torch.float64, device=self._context.device)
         works = self._broadcast(figures)
-        loss.call = None  # who keeps the loss does not keep the batch
+        loss.call = None  # so that a reference to the loss does not keep the batch
         if compares:
             _wait(works)
             made, weight, whole = figures.tolist()
@@ -292,7 +292,7 @@ class PipelineExecutor:
             _wait(works)
             self._accumulation.add_weight(figures[1])
 
-        # Every rank knows what the model returns, and only the last stage the loss.
+        # Every rank knows the structure of the model's output, and only the last stage the loss.
         wide = any(tensor.dtype == torch.float64 for tensor in tensors_of(forward.known.stages[-1]))
 
         def value() -> Any:

@@ -16,14 +16,14 @@ class HandleError(InputError, TypeError, AttributeError):
 
 
 class Handle:
-    """A value that `engine.backward(loss)` computes: before, every use but passing it on raises; after, it is used like
-    the value."""
+    """A value that `engine.backward(loss)` computes. Before that every use except passing it on raises; after it, it
+    works like the value."""
 
     _value: Any = _UNSET
     _help = ""
 
     def value(self) -> Any:
-        """The value. Raises HandleError if it is not there yet, or was not kept."""
+        """The value. Raises HandleError if it is not computed yet, or was not kept."""
         if self._value is _UNSET:
             raise HandleError(self._help)
         if callable(self._value):
@@ -32,11 +32,11 @@ class Handle:
 
     @property
     def is_ready(self) -> bool:
-        """True if `value` is there."""
+        """True if `value` can be read."""
         return self._value is not _UNSET
 
     def resolve(self, value: Callable[[], Any]) -> None:
-        """The value is there: `value` returns it, and is called when it is first asked for."""
+        """Set the function `value` that returns the value; it is called at the first read."""
         self._value = value
 
     def __getattr__(self, name: str) -> Any:
@@ -55,7 +55,7 @@ class Handle:
 
 
 class PipelineOutput(Handle):
-    """What `engine(...)` returns in training under a pipeline: the model's output, once backward has run."""
+    """The result of `engine(...)` in training under a pipeline: the model's output, once backward has run."""
 
     _help = (
         "the output of engine(...) is not computed before engine.backward(loss) under a pipeline, and the model's own "
@@ -70,7 +70,7 @@ class PipelineOutput(Handle):
         self.was_used = False
 
     def drop(self) -> None:
-        """Backward has run, and its value was not kept."""
+        """Note that backward has run and did not keep the value."""
         self.batch, self.was_used = None, True
         self._help = (
             "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use "
@@ -79,8 +79,8 @@ class PipelineOutput(Handle):
 
 
 class PipelineLoss(Handle):
-    """What `engine.criterion(output, ...)` returns in training under a pipeline: the loss of the whole batch, on every
-    rank, once backward has run. Reading it needs no other rank."""
+    """The result of `engine.criterion(output, ...)` in training under a pipeline: the loss of the full batch, on every
+    rank, once backward has run. Reading it needs no communication."""
 
     _help = (
         "the loss is not computed before engine.backward(loss) under a pipeline; call that first, then read it "
@@ -106,7 +106,7 @@ class LastStageOutput(Handle):
 
 
 def replace(tree: Any, old: Handle, new: Any) -> Any:
-    """`tree` with `new` in the place of `old`."""
+    """`tree` with `new` instead of `old`."""
     return map_tensors(lambda handle: new if handle is old else handle, tree, Handle)
 
 

@@ -1,7 +1,7 @@
-"""Before the first update under a pipeline: whether the model computes each row of a batch by itself.
+"""Checks before the first update under a pipeline that the model computes each row of a batch independently.
 
-Microbatches are other batches to a model that compares rows with each other, or takes a table with a row for each
-sample by chance: it would train on another loss than in one process.
+A model that compares rows with each other, or takes a table that has a row for each sample by chance, computes another
+loss on microbatches than on the full batch.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NOT_BY_ROWS = (
 def refuse_mixed_rows(
     model: nn.Module, pipeline: Pipeline, whole: Call, parts: Sequence[Call], device: torch.device, half: bool
 ) -> None:
-    """Compute some rows at once and in microbatches, and compare. All ranks together; nothing is left of it.
+    """Compute some rows at once and in microbatches, and compare. All ranks together; the model's state is restored.
 
-    BatchNorm, which is meant to see microbatches, and dropout run as in evaluation; so does everything, if the model
-    still draws random numbers.
+    BatchNorm, which may see microbatches, and dropout run as in evaluation; so do all modules, if the model still draws
+    random numbers.
 
     Args:
         whole: the rows of `parts`, the first microbatches.
-        half: whether something is computed in half precision.
+        half: something is computed in half precision.
 
     Raises:
         InputError: on all ranks, if the outputs differ by more than rounding.
@@ -83,7 +83,7 @@ class _RowTrial:
         self._model, self._pipeline, self._calls, self._device = model, pipeline, calls, device
 
     def find_gap(self) -> float:
-        """How far the outputs are apart, on the last stage (else 0); nan if this rank drew random numbers."""
+        """The largest difference of the outputs, on the last stage (else 0); nan if this rank drew random numbers."""
         before = random_state(self._device)
         try:
             outputs = list(self._outputs())
@@ -93,7 +93,7 @@ class _RowTrial:
         return nan if drew else _gap_of(*outputs) if self._pipeline.has_last else 0.0
 
     def find_module(self, limit: float) -> tuple[int, str] | None:
-        """The first module of this rank whose output is further apart: its place among all modules, and its name."""
+        """The first module of this rank whose outputs differ by more than `limit`: its index among all, and name."""
         seen: list[tuple[int, str, Any]] = []
 
         def look(place: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -123,7 +123,7 @@ class _RowTrial:
 
 
 def _gap_of(together: Any, *apart: Any) -> float:
-    """How far what several microbatches give together is from what each gives."""
+    """The difference of the output of several microbatches together from their separate outputs."""
     gaps = [0.0]
     for whole, *parts in zip(*map(tensors_of, (together, *apart)), strict=False):
         dims = [dim for dim, size in enumerate(parts[0].shape) if size != whole.shape[dim]]

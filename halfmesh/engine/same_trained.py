@@ -1,4 +1,4 @@
-"""Parameters that are frozen or unfrozen during a run: the same ones on every rank that holds them."""
+"""Compares over ranks which parameters are frozen or unfrozen during a run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SameTrained:
             _ = context.stage_group  # now: later each stage compares when something has changed there
 
     def compare(self, names: Sequence[str], trained: bytes) -> None:
-        """What this rank trains has changed. Called by all ranks of the stage together.
+        """Compare, after the trained parameters of this rank have changed. All ranks of the stage together.
 
         Args:
             names, trained: as for `refuse_unlike`.
 
         Raises:
-            InputError: on another rank it has changed in another way, or not at all, which shows when the time limit
-                of collectives has passed.
+            InputError: they changed differently on another rank; or not at all there, which is found when the time
+                limit of collectives has passed.
         """
         if self._is_alone:
             return

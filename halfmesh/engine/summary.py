@@ -27,7 +27,7 @@ class EffectivePlan:
     Attributes:
         name: the engine's, if it has one.
         rows: by name, in words: precision, loss scale, layout, batch, update, memory; others where they apply.
-        values: what programs read of it, as plain values for JSON. Bytes are this rank's.
+        values: the same for programs, as plain values for JSON. Bytes are this rank's.
     """
 
     rows: Mapping[str, str]
@@ -102,7 +102,7 @@ def _loss_scale(recipe: Recipe) -> str:
 
 
 def _layout(parts: EngineParts) -> dict[str, str]:
-    """The mesh, this rank's place in it, and notes of the axes."""
+    """The mesh, this rank's coordinates in it, and notes of the axes."""
     context, division, parallel = parts.context, parts.division, parts.config.parallel
     mesh = in_words(context.sizes) + f" on {context.device.type}"
     if context.size == 1:
@@ -124,7 +124,7 @@ def _layout(parts: EngineParts) -> dict[str, str]:
 
 
 def _compile(parts: EngineParts) -> str | None:
-    """What is compiled on this rank, and how."""
+    """The compiled modules of this rank and the options, in words."""
     options, compiled = parts.config.compile, parts.division.compiled
     if not parts.division.plans.compiled:
         return None
@@ -138,7 +138,7 @@ def _compile(parts: EngineParts) -> str | None:
 
 
 def _activations(parts: EngineParts) -> str | None:
-    """Which modules of this rank are recomputed in backward, and what is offloaded to the host."""
+    """The modules of this rank that are recomputed in backward, and the activations offloaded to the host."""
     division, options = parts.division, parts.config.activation_checkpoint
     words = []
     if division.plans.recomputed:

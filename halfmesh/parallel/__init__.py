@@ -1,15 +1,15 @@
-"""Which rank holds what. Independent of number formats and of the loop.
+"""Sharding of a model over the ranks. Independent of number formats and of the loop.
 
 mesh               the mesh and its groups of ranks
 objects, calls, initial_state      messages between ranks outside training
-axis, data_strategy      the two contracts: what shards a model, and what data ranks hold of it
+axis, data_strategy      the two contracts: an axis that shards the model; how data ranks replicate or shard it
 rng                random numbers that ranks share, and those that differ
-shard_spec         which boxes of the whole tensor a rank holds
+shard_spec         the boxes of the full tensor that a rank holds
 gradient_sums      reductions of gradients: over data ranks (reducer, buckets) and other axes
 collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
-replica_checks     comparisons of what ranks should have in common
-optimizer_checks   whether an optimizer may step shards
+replica_checks     comparisons of values that should be equal on several ranks
+optimizer_checks   a test that an optimizer may step shards
 
 tensor/            layers sharded over a tensor group
 batch_shard/       batches that the ranks of an axis share: what context and expert build on
@@ -19,5 +19,5 @@ pipeline/          stages, and microbatches that go through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp
 activations/       recomputed in backward, or kept on the host
 deferred/          models whose values each rank makes or receives after sharding
-models/            what is known of timm, torch.nn, torchvision and transformers
+models/            plans for the models of timm, torch.nn, torchvision and transformers
 """

@@ -1,6 +1,6 @@
 """The contract of a mesh axis that shards the model: its config keys, its plan, and its effect on a model.
 
-`tensor` and `pipeline` implement it; packages register others in AXES. What data ranks hold is a `DataStrategy`.
+`tensor` and `pipeline` implement it; packages register others in AXES. The data axis has a `DataStrategy` instead.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class AxisInputs:
     Attributes:
         model: equal on all ranks, or already sharded over other axes; it may not be on the device yet.
         optimizer: over its parameters.
-        plan: what `Axis.plan` returned.
+        plan: the result of `Axis.plan`.
         context: the mesh.
-        random: the model's random numbers, the same on all ranks of this axis.
+        random: the model's random number generators, the same on all ranks of this axis.
         host_random: the same for python and numpy.
-        is_split: whether another axis removes modules from ranks.
+        is_split: another axis removes modules from ranks.
     """
 
     model: nn.Module
@@ -71,7 +71,7 @@ class AppliedAxis:
         dim: the name of the axis in the mesh.
         splits: the parameters of which this rank holds a shard, and how they were split.
         ties: parameters that other ranks of the axis hold too, where each rank holds only some modules.
-        first_names: for each name in the whole model the first name of the same tensor, tied ones have several;
+        first_names: for each name in the full model the first name of the same tensor, tied ones have several;
             None: this rank has all modules.
         same: compares inputs and outputs over the ranks of the axis; None if they do not compute the same.
     """
@@ -83,7 +83,7 @@ class AppliedAxis:
     first_names: dict[str, str] | None = None
 
     def __init__(self, context: ParallelContext, dim: str, compared_as: str | None = None) -> None:
-        """`compared_as`: what messages call the ranks of the axis, if they compute the same."""
+        """`compared_as`: the name of the axis's ranks in messages, if they compute the same."""
         self.dim, self.size, self.rank = dim, context.sizes[dim], context.place(dim)
         self.splits: dict[nn.Parameter, Split] = {}
         self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
@@ -110,7 +110,7 @@ class AppliedAxis:
         param.data, param.grad = cut(param.data), None
 
     def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> Iterator[Any]:
-        """Hooks that let state dicts with whole tensors be loaded, too: each rank takes its shard."""
+        """Hooks that also accept state dicts with full tensors: each rank loads its shard."""
         yield optimizer.register_load_state_dict_post_hook(refuse_other_state)
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -123,26 +123,26 @@ class AppliedAxis:
         return split.cut(value, self.rank, self.size) if is_whole else value
 
     def compare_calls(self, model: nn.Module) -> Iterator[Any]:
-        """Hooks that compare inputs and outputs of the whole model over the axis."""
+        """Hooks that compare inputs and outputs of the model over the axis."""
         if (same := self.same) is not None:
             yield model.register_forward_pre_hook(
                 lambda m, args, kwargs: same.compare_inputs(m.training, args, kwargs), with_kwargs=True
             )
             yield model.register_forward_hook(lambda m, args, output: same.compare_outputs(m.training, output))
 
-    # -- what the engine asks ----------------------------------------------------------------------------------
+    # -- for the engine ----------------------------------------------------------------------------------------
 
     def replicas(self, param: nn.Parameter) -> int:
-        """How many ranks of the axis hold the same elements of `param`, so that norms count each element once."""
+        """The number of ranks of the axis that hold the same elements of `param`: norms count each element once."""
         return 1 if param in self.splits else self.size
 
     @property
     def cuts(self) -> Mapping[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
-        """A function from a whole tensor to this rank's shard, for each sharded parameter."""
+        """A function from a full tensor to this rank's shard, for each sharded parameter."""
         return {param: self.cut(split) for param, split in self.splits.items()}
 
     def cut(self, split: Split) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function from a whole tensor to this rank's shard."""
+        """A function from a full tensor to this rank's shard."""
         return partial(split.cut, rank=self.rank, size=self.size)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
@@ -152,18 +152,18 @@ class AppliedAxis:
     def call(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The output of the whole `model` for these arguments. `forward` computes what this rank has of it."""
+        """The output of the full `model` for these arguments. `forward` computes this rank's share of it."""
         return forward(*args, **kwargs)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The context of the criterion, and of backward, with what it computes again."""
+        """The context of the criterion, and of backward with its recomputation."""
         return nullcontext()
 
     def check_loss(self, loss: Any) -> None:
-        """Raise InputError if `loss`, after its backward, is not the one that the ranks of the axis should have."""
+        """Raise InputError if `loss`, after its backward, differs from the loss that this rank should have."""
 
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        """The context of a forward of the whole model; `default` draws the model's own random numbers."""
+        """The context of a forward of the full model; `default` draws from the model's random number generators."""
         return default
 
     def settle(self) -> None:
@@ -173,17 +173,17 @@ class AppliedAxis:
         """Raise InputError if an `error` of forward or backward is due to something that this axis does not support."""
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> Mapping[str, str]:
-        """Rows of the effective plan. "layout" says what this rank holds.
+        """Rows of the effective plan. "layout" describes what this rank holds.
 
         Args:
             params: this rank's parameters by name, sharded over the axes.
-            sizes: how many elements of each are left after sharding over the data ranks.
+            sizes: the number of elements of each after sharding over the data ranks.
             options: the axis's keys.
         """
         return {}
 
     def undo(self) -> None:
-        """Restore the model's modules; parameters stay sharded, and are gathered elsewhere."""
+        """Restore the model's modules; parameters stay sharded, the engine gathers them."""
 
 
 def take_parts(
@@ -195,7 +195,7 @@ def take_parts(
     *_: Any,
 ) -> None:
     """A hook before a state dict is loaded into a module with sharded parameters: for each name in `takes`, a function
-    of the parameter and the tensor in the state dict returns what is loaded."""
+    of the parameter and the tensor in the state dict returns the tensor to load."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name, take in takes.items():
         value = state.get(prefix + name)
@@ -223,9 +223,9 @@ class Axis:
         splits_params: a rank may hold a shard of a parameter, which needs an elementwise optimizer.
         draws_alike: its ranks compute the same, with the same random numbers.
         takes_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
-        splits_batch: the key, beside `size`, that says into how many microbatches the axis splits a data rank's batch;
-            "" if it does not.
-        cost: for `halfmesh plan`: what ranks wait for, in a few words.
+        splits_batch: the key, beside `size`, for the number of microbatches into which the axis splits a data rank's
+            batch; "" if it does not.
+        cost: for `halfmesh plan`: the communication that ranks wait for, in a few words.
     """
 
     dim: ClassVar[str]
@@ -248,12 +248,12 @@ class Axis:
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
-        """Keys, dotted, and what is wrong with them in a `halfmesh.Config` whose size of this axis is larger than 1."""
+        """Keys, dotted, and their problems in a `halfmesh.Config` whose size of this axis is larger than 1."""
         yield from ()
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
-        """How to shard the model, and all problems."""
+        """The plan that shards the model, and all problems."""
         return None, []
 
     @staticmethod

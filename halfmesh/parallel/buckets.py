@@ -52,7 +52,7 @@ class Bucket:
         return self.flat
 
     def _move_to(self, flat: torch.Tensor) -> list[int]:
-        """Move the gradients into the beginning of `flat`, zeros where there are none. Returns which these are."""
+        """Move the gradients into the beginning of `flat`, zeros for missing ones. Returns the indices of these."""
         grads = [shard.param.grad for shard in self.shards]
         absent: list[int] = []
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -81,7 +81,7 @@ class Bucket:
         give_grads([(shard.param, view) for index, (shard, view) in views if index not in nowhere])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need equal ones."""
+        """Each shard's slice of `flat`, with its parameter's strides: fused optimizers need equal ones."""
         views, offset = [], 0
         for shard in self.shards:
             param = shard.param
@@ -92,7 +92,7 @@ class Bucket:
 
 
 def give_grads(given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    """Make what was reduced the gradients of the parameters: in its own dtype, or that of a wider parameter."""
+    """Set the reduced tensors as the parameters' gradients: in their own dtype, or that of a wider parameter."""
     narrow = []
     for param, grad in given:
         # bf16 and fp16 do not fit into each other either
@@ -119,7 +119,7 @@ def group_shards(
 
     Args:
         dtype: in which gradients are reduced.
-        size_limit: bytes of a bucket; a larger shard gets one of its own.
+        size_limit: bytes of a bucket; a larger shard gets a separate one.
         kind: equal for parameters that may share a bucket.
     """
     groups: list[list[ParamShard]] = []

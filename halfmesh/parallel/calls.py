@@ -1,7 +1,7 @@
-"""Before a collective call of the engine, all ranks check that they make the same one.
+"""Checks before a collective call of the engine that all ranks make the same call.
 
 Otherwise the messages of `if rank == 0: engine.save(...)` would mix with those of training on the other ranks, and gloo
-ends the process where sizes differ. The check goes through the store of the process group, which no collective uses.
+ends the process if sizes differ. The check goes through the store of the process group, which no collective uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..utils.log import get_logger
 _log = get_logger(__name__)
 
 LOOK_S = 0.5
-"""Seconds between two checks whether other ranks have ended."""
+"""Seconds between two checks for ranks that have ended."""
 PATIENCE_S = 10.0
 """Seconds after which a warning names the ranks that are missing."""
 
@@ -28,9 +28,9 @@ class Calls:
     """Counts the collective calls of one engine, and compares them over its ranks.
 
     Args:
-        name: of the engine, the same on all ranks.
-        timeout_s: how long a rank waits for the others.
-        ended: the ranks that have ended, and whether each did so without a failure.
+        name: the engine's, the same on all ranks.
+        timeout_s: the seconds that a rank waits for the others.
+        ended: the ranks that have ended; True for those that did so without a failure.
     """
 
     def __init__(self, name: str, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> None:
@@ -46,7 +46,7 @@ class Calls:
         """Return when all ranks make this `call`.
 
         Raises:
-            InputError: some make another one, have ended, or do not come within the timeout.
+            InputError: some make another call, have ended, or make none within the timeout.
             ConnectionResetError: some have failed.
         """
         self._number += 1

@@ -1,23 +1,23 @@
 """Collectives over the ranks of an axis that autograd can run backward.
 
-An activation, or its gradient, is "whole", the same on every rank; "sharded", each rank's shard of it; or "partial", to
-be summed over the ranks.
+An activation, or its gradient, is "replicated", the same on every rank; "sharded", each rank's shard of it; or
+"partial", to be summed over the ranks.
 
 | function | forward | backward |
 |---|---|---|
-| `copy_to_tp` | whole -> whole | partial gradients are summed |
-| `reduce_from_tp` | partial -> whole, summed | the gradient as it is |
-| `split` | whole -> this rank's shard | shards are gathered |
-| `gather` | sharded -> whole | this rank's shard (all ranks compute the same with it, and have the same gradient) |
-| `all_gather_sequence` | sharded -> whole | partial gradients are summed, each rank keeps its shard |
+| `copy_to_tp` | replicated -> replicated | partial gradients are summed |
+| `reduce_from_tp` | partial -> replicated, summed | the gradient as it is |
+| `split` | replicated -> this rank's shard | shards are gathered |
+| `gather` | sharded -> replicated | this rank's shard (all ranks compute the same, and have the same gradient) |
+| `all_gather_sequence` | sharded -> replicated | partial gradients are summed, each rank keeps its shard |
 | `reduce_scatter_sequence` | partial -> summed, this rank's shard | shards are gathered |
-| `total_loss` | each rank's part -> their sum | the gradient times the number of ranks |
+| `total_loss` | partial -> replicated, summed | the gradient times the number of ranks |
 | `scale_gradient` | as it is | the gradient times a factor |
 | `exchange` | sharded along one dim -> sharded along another | the reverse |
 | `send_rows` | rows in order of the rank that they are for -> those for this rank | the reverse |
 
-Tensors without memory (halfmesh.parallel.pipeline.shape_inference) are not sent. Compiled code breaks off before each
-of these, and continues after it.
+Tensors without memory (halfmesh.parallel.pipeline.shape_inference) are not sent. torch.compile breaks its graph at each
+of these.
 
 (The pairs of Megatron-LM, https://arxiv.org/abs/1909.08053 section 3 and https://arxiv.org/abs/2205.05198 section 4.2.)
 """
@@ -44,7 +44,7 @@ def copy_to_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 @torch.compiler.disable
 def reduce_from_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of `x` over the ranks, in place: nobody else may hold `x`."""
+    """The sum of `x` over the ranks, in place: nothing else may use `x`."""
     return _Reduce.apply(x, group)
 
 
@@ -78,8 +78,8 @@ def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup)
 
 @torch.compiler.disable
 def total_loss(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of the ranks' parts of a loss. Its gradient is multiplied by the number of ranks, because gradients are
-    averaged over the ranks afterwards; so terms that each rank computes alike (a penalty on weights) stay right."""
+    """The sum of the ranks' partial losses. Its gradient is multiplied by the number of ranks, because gradients are
+    averaged over the ranks afterwards; so terms that are equal on each rank (a penalty on weights) stay right."""
     return _Collective.apply(part, lambda x: _summed(x, group), lambda grad: grad * group.size())
 
 
@@ -102,8 +102,8 @@ def send_rows(x: torch.Tensor, sent: list[int], received: list[int], group: dist
     """The rows (dim 0) that the ranks have for this one, in order of rank: one all-to-all.
 
     Args:
-        sent: how many of `x`, which are in order of rank, each rank gets.
-        received: how many each rank sends to this one.
+        sent: the number of rows of `x`, in order of rank, for each rank.
+        received: the number of rows that each rank sends to this one.
     """
     return _Collective.apply(
         x, lambda x: _sent(x, sent, received, group), lambda grad: _sent(grad, received, sent, group)
@@ -145,7 +145,7 @@ class _Reduce(Function):
 
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)  # a sum in place would change an `x` that others hold
+    total = x.clone(memory_format=torch.contiguous_format)  # a sum in place would change an `x` that is used elsewhere
     if not in_shapes_only():
         dist.all_reduce(total, group=group)
     return total

@@ -1,4 +1,4 @@
-"""The contract of a data strategy: what each data rank holds of a model, and how gradients and weights are exchanged.
+"""The contract of a data strategy: how data ranks replicate or shard a model, and exchange gradients and weights.
 
 `replicate`, `zero1` and `fsdp` implement it; packages register others in DATA_STRATEGIES.
 """
@@ -32,15 +32,15 @@ class StrategyInputs:
         shards: its parameters, with weights that count the data ranks.
         options: the config's `parallel.data`.
         reduce: how gradients are reduced.
-        param_dtype: that the mode gives all parameters; None: each has its own.
+        param_dtype: the mode's dtype of all parameters; None: each keeps its dtype.
         casts: of weights that may be cast before they are gathered.
         blocks: names of the model's repeated blocks; a rank may not have all of them.
-        not_called: under a pipeline, names of the modules that stages do not call as a whole.
+        not_called: under a pipeline, names of the modules that stages do not call directly.
         kept: parameters that the mode leaves in fp32 by their names.
         tied: parameters that other pipeline ranks hold, too.
         outside: parameters that the criterion computes with, outside of the model's forward.
-        make: gives the tensors of a module their values, where the model was built without.
-        finish: gives all others theirs. A strategy calls it once.
+        make: materializes the tensors of a module of a deferred model.
+        finish: materializes all others. A strategy calls it once.
     """
 
     model: nn.Module
@@ -61,15 +61,15 @@ class StrategyInputs:
 
 
 class DataStrategy:
-    """Every data rank holds the whole model (`replicate`). Base class of other strategies.
+    """Every data rank holds the full model (`replicate`). Base class of other strategies.
 
     Attributes:
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
-        keys: those of `parallel.data` that it has.
-        shards_state: whether each data rank steps a part of the weights, and holds the optimizer's state of that part.
-        shards_model: whether the model's parameters are sharded, too.
+        keys: the keys of `parallel.data` that it has.
+        shards_state: each data rank steps a shard of the weights, and holds the optimizer's state of that shard.
+        shards_model: the model's parameters are sharded, too.
         cost: for `halfmesh plan`: what data ranks wait for, besides the sum of gradients, in a few words.
-        shards: what the optimizer steps on this rank; it holds their parameters.
+        shards: those that the optimizer steps on this rank; it holds their parameters.
         publisher: sends new weights to the ranks that use them; None: they need not be sent.
     """
 
@@ -89,10 +89,10 @@ class DataStrategy:
 
     @staticmethod
     def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
-        """Keys of a `halfmesh.Config`, dotted, and what is wrong with them.
+        """Keys of a `halfmesh.Config`, dotted, and their problems.
 
         Args:
-            param_dtype: that the mode gives all parameters; None: each has its own.
+            param_dtype: the mode's dtype of all parameters; None: each keeps its dtype.
         """
         yield from ()
 
@@ -108,26 +108,26 @@ class DataStrategy:
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
-        """Why a model cannot be trained this way; called before anything is changed."""
+        """The reasons why a model cannot be trained this way; called before anything is changed."""
         yield from ()
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
     ) -> Reduction:
-        """What completes the gradients of `shards`, and averages BatchNorm's statistics in `buffers`.
+        """The reduction that completes the gradients of `shards`, and averages BatchNorm's statistics in `buffers`.
 
         Args:
             withholds: before the step gradients are not final (scaled, or partial). A strategy under which changes of
-                them cannot be detected puts placeholders in their place.
+                them cannot be detected replaces them by placeholders.
         """
         return Reducer(shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
-        """Where in the whole tensor `shard` lies, a data rank's shard of what lies at `source`."""
+        """The region of the full tensor in `shard`, a data rank's shard of the tensor at `source`."""
         return source
 
     def compared(self, shard: ParamShard) -> ParamShard:
-        """What data ranks hold copies of: the shard, or the parameter that the model computes with."""
+        """The tensor that data ranks replicate: the shard, or the parameter that the model computes with."""
         return shard
 
     @property
@@ -137,7 +137,7 @@ class DataStrategy:
 
     @property
     def text(self) -> str:
-        """A line of the effective plan: what each data rank holds, or steps."""
+        """A line of the effective plan: the shards that each data rank holds, or steps."""
         asked = self.inputs.options.strategy
         return (
             ""
@@ -149,15 +149,15 @@ class DataStrategy:
         """See `Publisher`."""
 
     def join(self, names: list[str]) -> list[str]:
-        """See `Publisher`: by default ranks have what they step to themselves."""
+        """See `Publisher`: by default there is nothing to join."""
         return names
 
     def find_lost_writes(self, watch: bool) -> Collection[str]:
-        """The weights that forward has written into in vain since it is watched; `watch`: from now on it is, or not."""
+        """The weights for which a write by forward was lost since the watch began; `watch`: it goes on from now."""
         return ()
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise InputError if `error`, of forward or backward, comes from something not supported here."""
+        """Raise InputError if `error`, of forward or backward, is due to something that is not supported here."""
 
     def undo(self) -> None:
         """Give model and optimizer the original parameters again, without the values that other ranks hold."""
@@ -168,11 +168,11 @@ def repoint(
     new: Mapping[nn.Parameter, nn.Parameter],
     cut: Callable[[nn.Parameter, str, Any], Any] | None = None,
 ) -> None:
-    """Replace parameters of `optimizer`, in the same places of the same groups.
+    """Replace parameters of `optimizer`, at the same index of the same groups.
 
     Args:
         new: for each parameter the one that replaces it.
-        cut: called with a parameter, and the name and value of a state of it; returns the new one's. None: state stays.
+        cut: called with a parameter, and the name and value of its state; returns the new value. None: state stays.
     """
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(param, param) for param in group["params"]]

@@ -12,7 +12,7 @@ from .reducer import ReduceOptions, Reducer
 
 
 class SharedGradients(Reducer):
-    """Sums the gradients of `params` over the ranks of `group`. Each holds these parameters whole and has a partial
+    """Sums the gradients of `params` over the ranks of `group`. Each replicates these parameters and has a partial
     gradient. One all-reduce in fp32 per update.
 
     Args:
@@ -34,14 +34,14 @@ class SharedGradients(Reducer):
         super().open(last=False)  # nothing is sent before the data ranks have their sums
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """Nothing is sent before `finish`."""
+        """Do nothing: nothing is sent before `finish`."""
 
     def _takes_part(self, shard: ParamShard) -> bool:
         return shard.model_param in self._params and super()._takes_part(shard)
 
 
 class CompleteGradients:
-    """Several reductions, one after the other, as one."""
+    """Several reductions, one after the other."""
 
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self._reductions = list(reductions)

@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 class ParallelContext:
-    """The layout of one engine: pp * dp * tp == world size, tp fastest. Axes of others lie between dp and tp.
+    """The layout of one engine: pp * dp * tp == world size, tp fastest. Other packages' axes lie between dp and tp.
 
-    It is passed explicitly; there is no global one, and two of them may live in one process. A world of one rank
+    It is passed explicitly; there is no global one, and two of them may exist in one process. A world of one rank
     needs no process group. Implements `halfmesh.utils.param_shard.Ranks` over all of its ranks.
 
     Args:
         pp: size of the pipeline axis.
         tp: size of the tensor axis; data parallelism takes the remaining ranks.
         device: this rank's device.
-        group: the process group, if it was made for this context or another one; the last `close` destroys it.
+        group: the process group, if it was created for this context or another one; the last `close` destroys it.
         timeout: seconds that a collective within an axis may take.
         others: the sizes of further axes, the last one fastest.
 
     Attributes:
         sizes: of the axes, by their names, outermost first.
-        last_stage: the place on the pipeline axis that has the last stage.
+        last_stage: the coordinate on the pipeline axis that has the last stage.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class ParallelContext:
         return tuple(self.sizes.values())
 
     def place(self, axis: str) -> int:
-        """This rank's place on `axis`."""
+        """This rank's coordinate on `axis`."""
         return self._places[axis]
 
     @property
     def rank_names(self) -> RankNames:
-        """How messages name ranks."""
+        """The names of ranks in messages."""
         return RankNames(self.size, {name: size for name, size in self.sizes.items() if name != "dp"})
 
     @property
@@ -111,12 +111,12 @@ class ParallelContext:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place on the data axis."""
+        """This rank's coordinate on the data axis."""
         return self.place("dp")
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place on the tensor axis."""
+        """This rank's coordinate on the tensor axis."""
         return self.place("tp")
 
     @cached_property
@@ -138,7 +138,7 @@ class ParallelContext:
         return self.group("tp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in their place on `axis` only. Created on first use, by all ranks
+        """The ranks that differ from this one in their coordinate on `axis` only. Created on first use, by all ranks
         together."""
         return self._made(axis, lambda: self._make_group(axis))
 
@@ -173,7 +173,7 @@ class ParallelContext:
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Those ranks, over gloo. Created on first use, by all ranks together."""
+        """The `stage_ranks`, over gloo. Created on first use, by all ranks together."""
         if self.pp_size == 1:
             return self.host_group
         return self._made("stage", lambda: self._new_groups(self._grid.flatten(1).tolist(), "gloo"))
@@ -187,11 +187,11 @@ class ParallelContext:
 
     @property
     def _grid(self) -> torch.Tensor:
-        """All ranks, by their places on the axes."""
+        """All ranks, by their coordinates on the axes."""
         return torch.arange(self.size).view(self.shape)
 
     def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The ranks of `group(axis)` at these `places`; None if this rank is not among them. All ranks call this."""
+        """The ranks of `group(axis)` at the coordinates `places`; None if this rank is not among them. All ranks."""
         return self._made(f"{axis}{tuple(places)}", lambda: self._make_group(axis, places))
 
     def _make_group(self, axis: str, places: Sequence[int] | None = None) -> Any:
@@ -207,7 +207,7 @@ class ParallelContext:
         return dist.new_subgroups_by_enumeration(ranks, self._timeout, backend)[0]
 
     def _made(self, key: str, make: Callable[[], Any]) -> Any:
-        """The group of that key, which is made on first use."""
+        """The group of that key, created on first use."""
         if key not in self._axis_groups:
             self._axis_groups[key] = make()
         return self._axis_groups[key]
@@ -249,7 +249,7 @@ class ParallelContext:
         return rows if self._size_of(axis) == 1 else join_rows(rows, None if axis is None else self.group(axis))
 
     def _size_of(self, axis: str | None) -> int:
-        """How many ranks an axis has; None: all."""
+        """The number of ranks of an axis; None: of all ranks."""
         if axis is not None and axis not in self.sizes:
             axes = tuple(self.sizes)
             raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), axes)}: {axes}")
@@ -266,7 +266,7 @@ class ParallelContext:
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
-        """Overwrite `tensor` (any device, dtype, strides) with that of rank 0, or of the rank at `place` of `axis`."""
+        """Overwrite `tensor` (any device, dtype, strides) with that of rank 0, or of the rank `place` of `axis`."""
         if self.size > 1:
             group = None if axis is None else self.group(axis)
             # As bytes: not every backend has every dtype. Flat: a 0-dim tensor has no bytes to view.
@@ -284,11 +284,11 @@ class ParallelContext:
         return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
     def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
-        """The `value` of the rank at `place` of `axis`, on the ranks of that axis."""
+        """The `value` of the rank with coordinate `place` on `axis`, on the ranks of that axis."""
         return broadcast_object(value, place, self.device, self.group(axis))
 
     def begin_calls(self, owner: OwnedGroup | None) -> None:
-        """From now on `agree_on_call` compares the calls of the ranks. All ranks together.
+        """Make `agree_on_call` compare the calls of the ranks from now on. All ranks together.
 
         Args:
             owner: of the process group; knows which ranks have ended.
@@ -331,5 +331,5 @@ class ParallelContext:
 
 
 def in_words(sizes: Mapping[str, int]) -> str:
-    """pp 2 x dp 4 x tp 1."""
+    """For example "pp 2 x dp 4 x tp 1"."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())

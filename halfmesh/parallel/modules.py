@@ -39,7 +39,7 @@ def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _rebind(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
-    """`function` with the copies of what it has from around it, by their ids."""
+    """`function` with `copies`, by id, of the objects in its closure."""
     around = [cell.cell_contents for cell in function.__closure__ or ()]
     if not any(id(value) in copies for value in (*around, *(function.__defaults__ or ()))):
         return function

@@ -27,7 +27,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def broadcast_object(value: Any, place: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """The `value` of the rank at `place` of `group` (None: all ranks)."""
+    """The `value` of the rank `place` of `group` (None: all ranks)."""
     if is_alone(group):
         return value
     objects = [value]

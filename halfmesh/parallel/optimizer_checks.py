@@ -1,4 +1,4 @@
-"""Tests whether an optimizer may step a shard of a parameter."""
+"""Tests that an optimizer may step a shard of a parameter."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def refuse_other_state(optimizer: optim.Optimizer) -> None:
 
 
 def find_problem(optimizer: optim.Optimizer) -> str | None:
-    """Why `optimizer` cannot step sharded parameters; None if it can.
+    """The reason why `optimizer` cannot step sharded parameters; None if it can.
 
-    LAMB, Adafactor and Muon, for example, use a parameter's norm, rows or singular values: they step two halves of a
-    matrix otherwise than the whole. So a matrix is stepped both ways, and the results are compared.
+    LAMB, Adafactor and Muon, for example, use a parameter's norm, rows or singular values: for two halves of a matrix
+    their steps differ from that for the full matrix. So a matrix is stepped both ways, and the results are compared.
     """
     name = type(optimizer).__name__
     try:

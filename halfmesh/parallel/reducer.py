@@ -25,7 +25,7 @@ STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients are reduced. Defaults: fp32 sums, 25 MiB buckets (as torch DDP), 8 in flight (as SageMaker)."""
+    """Options of the reduction. Defaults: fp32 sums, 25 MiB buckets (as torch DDP), 8 in flight (as SageMaker)."""
 
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = 25 * 2**20
@@ -40,13 +40,13 @@ class Reducer:
     Call `open` before each backward. In the last one of an accumulation cycle a complete bucket is sent when the next
     gradient arrives: by then all hooks of its own parameters have run, also those registered after this reducer's.
     `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A parameter without a gradient
-    on any rank keeps none, as in one process; one that is unused on this rank only gets the others' gradient.
+    on any rank keeps none, as in one process; one that is unused on this rank only gets the other ranks' gradient.
 
-    Running statistics (BatchNorm's mean and variance) are averaged along, so that evaluation needs no collective.
+    Running statistics (BatchNorm's mean and variance) are averaged too, so that evaluation needs no collective.
 
     Args:
         shards: in the order of the model. Only those that require gradients take part.
-        buffers: the model's, by name. Running statistics are averaged, the others stay each rank's own.
+        buffers: the model's, by name. Running statistics are averaged, the others may differ between ranks.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Reducer:
         self.cover(shards)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
-        """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
+        """Reduce these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
         self._shards = [shard for shard in shards if self._takes_part(shard)]
         self._taking = {id(shard) for shard in self._shards}
@@ -85,7 +85,7 @@ class Reducer:
         self._reset()
 
     def open(self, last: bool) -> None:
-        """A backward begins. In the `last` one before the update buckets are sent as they fill.
+        """Begin a backward. In the `last` one before the update buckets are sent as they fill.
 
         Raises:
             InputError: as `finish`.
@@ -104,10 +104,10 @@ class Reducer:
 
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
         """Under a pipeline one `open` covers several backwards. The next of them is the last that adds gradients to
-        `params`; other parameters of the same buckets may still get some later."""
+        `params`; other parameters of the same buckets may get more later."""
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """The last of several backwards begins. It adds gradients to `params` only; those of the other parameters are
+        """Begin the last of several backwards. It adds gradients to `params` only; those of other parameters are
         complete. Complete buckets are sent while it runs."""
         self._armed = True
         expected = {id(param) for param in params}
@@ -116,7 +116,7 @@ class Reducer:
         self._launch_ready()
 
     def finish(self) -> None:
-        """Send what was not sent yet, wait for all of it, and hand each shard its reduced gradient.
+        """Send the remaining buckets, wait for all, and set each shard's reduced gradient.
 
         Raises:
             InputError: a backward outside the engine has added to gradients that are summed already.
@@ -137,7 +137,7 @@ class Reducer:
         self._warn_of_own_buffers()
 
     def forget(self) -> None:
-        """The gradients were used or cleared: start again."""
+        """Start again: the gradients were used or cleared."""
         self._finished = self.stale = self._collecting = False
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Reducer:
         self._hooks = []
 
     def _takes_part(self, shard: ParamShard) -> bool:
-        """A parameter that is frozen within a cycle stays until its end: some rank may hold a gradient of it."""
+        """True if `shard` is reduced. A parameter frozen within a cycle stays until its end: it may have a gradient."""
         return shard.param.requires_grad or (self._collecting and id(shard) in self._taking)
 
     def _refuse_mixed_sums(self) -> None:
@@ -208,7 +208,7 @@ class Reducer:
         return self._all_reduce(bucket.pack())
 
     def _receive(self) -> None:
-        """Wait for all that was sent, and hand it out."""
+        """Wait for all buckets in flight, and set their gradients."""
         while self._inflight:
             self._inflight.popleft().wait()
         for bucket in self._buckets:

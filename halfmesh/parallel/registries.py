@@ -77,7 +77,7 @@ BUILTIN_TENSOR_PLANS = {
     "t5_mlp": "transformers:T5_MLP",
     "t5_gated_mlp": "transformers:T5_GATED_MLP",
 }
-"""The built-in ones, and where they are in `models`."""
+"""The built-in ones, and their modules in `models`."""
 for _name, _plan in BUILTIN_TENSOR_PLANS.items():
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_plan}")
 for _name, _schedule in {

@@ -1,4 +1,4 @@
-"""Checks that ranks agree where they should: on batches, on what is trained, and on everything after a step."""
+"""Checks that ranks have equal batches, trained parameters and, after a step, equal state, where they should."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_tensor(found: Any, tensor: torch.Tensor) -> None:
 
 
 def digest(tree: Any) -> bytes:
-    """Of the dtypes, shapes and bits of the tensors in `tree`; without tensors, of its repr (so nan equals nan)."""
+    """The digest of dtypes, shapes and bits of the tensors in `tree`; without tensors, of its repr (nan equals nan)."""
     found, tensors = hashlib.sha256(), tensors_of(tree)
     for tensor in tensors:
         add_tensor(found, tensor)
@@ -50,12 +50,12 @@ def is_looked_at(number: int) -> bool:
 
 class SameCalls:
     """Compares the model's inputs and outputs over the ranks of a group: in the first call, inputs also in the tenth,
-    the hundredth and so on; training and evaluation count apart. Ranks with different inputs would silently mix them,
-    and an output that is sharded is not the model's.
+    the hundredth and so on; training and evaluation count separately. Ranks with different inputs would silently mix
+    them, and an output that is sharded is not the model's.
 
     Args:
         group: the ranks.
-        what: what messages call them ("tensor group").
+        what: their name in messages ("tensor group").
     """
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
@@ -76,7 +76,7 @@ class SameCalls:
         return not looks or len(set(gather_objects(digest(tensors_of(tree)), self._group))) == 1
 
     def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
-        """Raise InputError on all ranks if they differ; messages call them `of`."""
+        """Raise InputError on all ranks if the inputs differ; `of`: their name in messages."""
         if not self.are_same((args, kwargs), of, training):
             raise InputError(
                 f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "
@@ -87,7 +87,7 @@ class SameCalls:
     @torch.compiler.disable
     @torch.no_grad()
     def compare_outputs(self, training: bool, output: Any) -> None:
-        """Raise InputError on all ranks if they differ by more than rounding."""
+        """Raise InputError on all ranks if outputs differ by more than rounding."""
         if self._alone or training in self._outputs_seen:
             return
         self._outputs_seen.add(training)
@@ -101,7 +101,7 @@ class SameCalls:
 
 
 def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
-    """Return True if all ranks of `group` have the same tensors. False where there are none."""
+    """Return True if all ranks of `group` have the same tensors; False if there are none."""
     if is_alone(group):
         return False
     tensors = tensors_of(tree)
@@ -124,7 +124,7 @@ def _is_near(mine: list[Any], theirs: list[Any]) -> bool:
     return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
 
 
-# -- which parameters are trained ----------------------------------------------------------------------------------
+# -- trained parameters --------------------------------------------------------------------------------------------
 
 
 def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequen
     Args:
         names: of the parameters.
         everyone: for each rank one byte per parameter: 1 if it is trained there, else 0.
-        ranks: how messages name the ranks.
+        ranks: the names of the ranks in messages.
     """
     unlike = [index for index, said in enumerate(zip(*everyone, strict=True)) if len(set(said)) > 1]
     if not unlike:
@@ -153,7 +153,7 @@ def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequen
 
 @torch.no_grad()
 def norms(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The norm of each tensor, in float64 [n] on `device`; -1 for nan, and 0 of what is no plain tensor of floats."""
+    """The norm of each tensor, in float64 [n] on `device`; -1 for nan, and 0 for all but plain tensors of floats."""
     held = list(tensors)
     plain = [type(t.detach()) is torch.Tensor and t.is_floating_point() for t in held]
     found = iter(foreach_norms([t.detach() for t, is_plain in zip(held, plain, strict=True) if is_plain]))
@@ -162,7 +162,7 @@ def norms(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor
 
 
 def differ(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Which of `values` [n] differ between the ranks of `group` by more than the order of a sum."""
+    """For each of `values` [n], True if it differs between the ranks of `group` by more than the order of a sum."""
     ends = torch.stack([values, -values])
     dist.all_reduce(ends, dist.ReduceOp.MAX, group)
     return ends.sum(0) > 1e-8 * ends[0].abs()
@@ -173,11 +173,11 @@ def differ(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ReplicatedValue:
-    """A value that ranks should agree on.
+    """A value that should be equal on several ranks.
 
     Attributes:
         name: for messages; the same on all ranks that have it.
-        value: a tensor, or a value with the same repr wherever it is equal.
+        value: a tensor, or a value that is equal if its repr is.
         among: ranks that have a `name` for the same `among` should have the same value. None: all ranks that have it.
     """
 
@@ -189,14 +189,14 @@ class ReplicatedValue:
 def find_difference(
     mine: Iterable[Iterable[ReplicatedValue]], ranks: Sequence[str], device: torch.device
 ) -> tuple[str, str] | None:
-    """The first value that differs where it should not: its name, and lines that say which ranks have what. None: all
-    agree. All ranks call this together, and get the same answer.
+    """The first value that differs but should not: its name, and lines with the value of each rank. None: all are
+    equal. All ranks call this together, and get the same result.
 
-    It sends some bytes for each value; where one differs, also one copy of it.
+    It sends some bytes for each value; if one differs, also one copy of it.
 
     Args:
-        mine: what this rank has, causes before what follows from them.
-        ranks: how messages name the ranks.
+        mine: this rank's values, causes before consequences.
+        ranks: the names of the ranks in messages.
     """
     held = {(value.name, value.among): (order, value.value) for order, values in enumerate(mine) for value in values}
     everyone = gather_objects({key: (order, digest(value)) for key, (order, value) in held.items()})
@@ -230,7 +230,7 @@ def _group_by_digest(digests: Sequence[Any]) -> list[list[int]]:
 
 
 def _describe(reference: Any, value: Any) -> str:
-    """How `value` differs: "differs by 1e-06 at most, in 1 of 64 elements, first at [0, 3]: 1.0 instead of 2.0"."""
+    """The difference in words: "differs by 1e-06 at most, in 1 of 64 elements, first at [0, 3]: 1.0 instead of 2.0"."""
     if not isinstance(reference, torch.Tensor) or not isinstance(value, torch.Tensor):
         return f"{_shown(value)} instead of {_shown(reference)}"
     if _form(value) != _form(reference):

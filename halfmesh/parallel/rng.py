@@ -1,4 +1,4 @@
-"""Random numbers over the mesh: which must differ between ranks, and which must not."""
+"""Random numbers over the mesh: those that must differ between ranks, and those that must not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class IsolatedRNG:
     Leaving it restores their former state; entering it again continues the sequence.
 
     Args:
-        start: a seed, or what `random_state` gave.
+        start: a seed, or a result of `random_state`.
     """
 
     def __init__(self, start: int | Mapping[str, Any]) -> None:
@@ -82,8 +82,8 @@ class IsolatedRNG:
 
 
 class SharedRNG(IsolatedRNG):
-    """A scope in which all ranks draw as rank 0 would. On leaving, each generator of this rank that began in rank 0's
-    state keeps what was drawn, as if the user had drawn it; the others get their own state back.
+    """A scope in which all ranks draw as rank 0 would. At its end each generator of this rank that began in rank 0's
+    state keeps its new state, as if the user had drawn; the others return to their former state.
 
     Args:
         start: `random_state` of rank 0, or one that was saved.
@@ -109,8 +109,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def model_seed(seed: int, context: ParallelContext, apart: Iterable[str] = ()) -> int:
-    """The seed of the model's random numbers: one for each data rank and stage, and for each rank of the axes `apart`;
-    the same in a tensor group."""
+    """The seed of the model's random numbers: another one for each data rank, stage and rank of the axes `apart`; the
+    same on the ranks of a tensor group."""
     place = 0
     for axis in apart:
         place = place * context.sizes[axis] + context.place(axis)
@@ -119,8 +119,8 @@ def model_seed(seed: int, context: ParallelContext, apart: Iterable[str] = ()) -
 
 class CommonRandom:
     """The random numbers of the model's forward in training, on several ranks: a separate sequence, so that ranks of a
-    tensor group drop the same elements and data ranks different ones, whatever else one of them draws (to write a
-    sample, say). The user's generators go on as if the model had drawn nothing.
+    tensor group drop the same elements and data ranks different ones, whatever else one of them draws (to log a sample,
+    for example). The user's generators continue as if the model had drawn nothing.
 
     Args:
         seed: the same on all ranks of a tensor group.
@@ -163,15 +163,15 @@ class CommonRandom:
 class RandomFork:
     """Random numbers that differ between the ranks of a tensor group, while the common ones stay equal.
 
-    Outside a fork torch's generator draws the same on all ranks of the group, for whole activations. Inside a fork it
-    draws from this rank's own sequence, for sharded activations. However much is drawn inside, the ranks agree again
-    outside.
+    Outside a fork torch's generator draws the same on all ranks of the group, for replicated activations. Inside a fork
+    it draws from a sequence of this rank, for sharded activations. After a fork the ranks draw the same again, however
+    much was drawn inside.
 
-    The generator's own state says whether a fork is open, and where its sequence begins. So activation checkpointing,
+    The state of the generator shows if a fork is open, and where its sequence begins. So activation checkpointing,
     which restores that state, repeats a forward exactly, even if it begins or ends inside a fork.
 
     Args:
-        rank: this rank's place in the tensor group.
+        rank: this rank in the tensor group.
         device: whose generator is used.
     """
 
@@ -183,12 +183,12 @@ class RandomFork:
 
     @property
     def is_open(self) -> bool:
-        """True if random numbers are now this rank's own."""
+        """True inside a fork."""
         return self._generator.initial_seed() in self._outside
 
     @torch.compiler.disable
     def open(self) -> None:
-        """Draw from this rank's own sequence. Does nothing inside a fork, and where only shapes are inferred."""
+        """Draw from this rank's sequence. Does nothing inside a fork, and where only shapes are inferred."""
         if self.is_open or in_shapes_only():
             return
         generator = self._generator

@@ -1,4 +1,4 @@
-"""Which boxes of the whole tensor a rank holds, after sharding over every axis."""
+"""The boxes of the full tensor that a rank holds, after sharding over every axis."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Split:
     blocks: int = 1
 
     def cut(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Shard `rank` of `size`, in its own memory."""
+        """A copy of shard `rank` of `size`."""
         parts = whole.unflatten(self.dim, (self.blocks, -1)).chunk(size, self.dim + 1)
         return parts[rank].flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
     def whole_shape(self, part: torch.Size, size: int) -> torch.Size:
-        """The shape of the whole, from that of one of `size` parts."""
+        """The shape of the full tensor, from that of one of `size` shards."""
         return torch.Size(n * size if dim == self.dim else n for dim, n in enumerate(part))
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class Run:
     """A box that is contiguous in a tensor of one dim, perhaps with its dims in another order.
 
     Attributes:
-        start: where in that tensor it begins.
+        start: the offset in that tensor at which it begins.
         sizes: of the dims, in memory order.
-        order: for each of these, which dim of the box it is.
+        order: for each of these, the dim of the box.
     """
 
     start: int
@@ -56,13 +56,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of the whole tensor that a rank holds.
+    """A box of the full tensor that a rank holds.
 
     Attributes:
-        at: where in the whole it begins, for each dim.
+        at: its first index in the full tensor, for each dim.
         sizes: of its dims.
-        start: where it begins in what the rank holds, or in `run`.
-        run: which part of what the rank holds, if that is a tensor of one dim.
+        start: its first index in the rank's shard, or in `run`.
+        run: its range in the rank's shard, if that is a tensor of one dim.
     """
 
     at: Shape
@@ -71,7 +71,7 @@ class Box:
     run: Run | None = None
 
     def view(self, held: torch.Tensor) -> torch.Tensor:
-        """The box in `held`, which has the shape of what the rank holds of the tensor. Shape: `sizes`."""
+        """The box in `held`, which has the shape of the rank's shard. Shape: `sizes`."""
         box = held if self.run is None else self.run.view(held)
         for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
             box = box.narrow(dim, start, size)
@@ -80,10 +80,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank holds of one tensor.
+    """The shard of one tensor that a rank holds.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         regions: the boxes that this rank holds, without overlaps; none where it holds nothing.
     """
 
@@ -92,11 +92,11 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """True if this rank holds all of it, in its own shape."""
+        """True if this rank holds the full tensor, in its shape."""
         return self.regions == whole(self.shape).regions
 
     def split(self, split: Split, rank: int, size: int) -> Placement:
-        """Shard `rank` of `size` of a whole tensor, as `Split.cut` makes it."""
+        """Shard `rank` of `size` of a full tensor, as `Split.cut` makes it."""
         rows = self.shape[split.dim] // (split.blocks * size)
         sizes = _with(self.shape, split.dim, rows)
         zeros = (0,) * len(sizes)
@@ -107,16 +107,15 @@ class Placement:
         return replace(self, regions=tuple(found) if math.prod(sizes) else ())
 
     def rows(self, start: int, stop: int) -> Placement:
-        """Of what the rank would hold, the rows `start` to `stop` (dim 0)."""
+        """The rows `start` to `stop` (dim 0) of this shard."""
         at, sizes = (start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:])
         return self._within(at, sizes, None)
 
     def run(self, shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Placement:
-        """Of what the rank would hold, the elements `start` to `stop` in the order in which they lie in memory, as a
-        tensor of one dim.
+        """The elements `start` to `stop` of this shard, in memory order, as a tensor of one dim.
 
         Args:
-            shape, strides: of what the rank would hold; dense.
+            shape, strides: of this shard; dense.
         """
         order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
         found: list[Box] = []
@@ -128,20 +127,20 @@ class Placement:
         return replace(self, regions=tuple(found))
 
     def _within(self, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Placement:
-        """Of what the rank would hold, the box `at` of `sizes`; `run`: where that lies in a tensor of one dim."""
+        """The box `at` of `sizes` of this shard; `run`: its range in a tensor of one dim."""
         found = [_overlap(region, at, sizes, run) for region in self.regions]
         return replace(self, regions=tuple(box for box in found if box is not None))
 
 
 def whole(shape: Sequence[int]) -> Placement:
-    """A tensor that the rank holds all of."""
+    """The placement of a tensor that is not sharded."""
     sizes = tuple(shape)
     zeros = (0,) * len(sizes)
     return Placement(sizes, (Box(zeros, sizes, zeros),))
 
 
 def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Box | None:
-    """The part of `region` in the box `at` of `sizes` of what the rank would hold; `run` is that of this box."""
+    """The overlap of `region` with the box `at` of `sizes` of a shard; `run` is that of this box."""
     first = [max(a, b) for a, b in zip(region.start, at, strict=True)]
     last = [min(a + n, b + m) for a, n, b, m in zip(region.start, region.sizes, at, sizes, strict=True)]
     if any(a >= b for a, b in zip(first, last, strict=True)):
@@ -155,7 +154,7 @@ def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run | No
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Splits the elements `start` to `stop` of a contiguous tensor of n dims into at most 2n - 1 boxes. For each: the
+    """Split the elements `start` to `stop` of a contiguous tensor of n dims into at most 2n - 1 boxes. For each: the
     number of its first element, that element's index, and the box's sizes."""
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""True if the styles of a plan fit the model and each other, before anything is sharded."""
+"""Checks that the styles of a plan fit the model and each other, before anything is sharded."""
 
 from __future__ import annotations
 
