@@ -42,9 +42,9 @@ def test_modules_that_are_used_by_their_names(used):
         "import halfmesh; verify = halfmesh.verify",
         "import halfmesh; from halfmesh.verify.report import VerifyReport; verify = halfmesh.verify",
         "import halfmesh.verify.report, halfmesh; verify = halfmesh.verify",
-        "from halfmesh import verify; import halfmesh.verify.ranks",
-        "import halfmesh; first = halfmesh.verify; import halfmesh.verify.ranks as ranks; verify = halfmesh.verify; "
-        "assert first is verify and verify.ranks is ranks",
+        "from halfmesh import verify; import halfmesh.verify.phases",
+        "import halfmesh; first = halfmesh.verify; import halfmesh.verify.phases as phases; verify = halfmesh.verify; "
+        "assert first is verify and verify.phases is phases",
     ],
 )
 def test_verify_is_called_by_the_name_of_its_package(code):

@@ -102,9 +102,9 @@ def verify(
 
 def _told(run: Callable[..., VerifyReport], config: Path, trained: Any, **options: Any) -> VerifyReport:
     """What `run` returns; what it raises as a refusal, if it says what to change."""
+    from ..distributed.rank_process import RankError
     from ..errors import ConfigError, HalfmeshError
     from ..verify import VerifyReport
-    from ..verify.ranks import RankError
 
     try:
         return run(config, trained, **options)
@@ -120,6 +120,8 @@ def _cleaned_up() -> Iterator[None]:
     """Ctrl-C and SIGTERM end this block, and with it its processes and files, and then the command."""
 
     def stop(number: int, _: object) -> None:
+        for again in before:
+            signal.signal(again, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

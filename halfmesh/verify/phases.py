@@ -17,6 +17,8 @@ from ..compat import check, mesh_sizes
 from ..config import Config
 from ..config.key_checks import recipe_of
 from ..config.load import load_config
+from ..distributed.local_ranks import ENGINE, LocalRanks
+from ..distributed.rank_process import RankError
 from ..dry_run.model_spec import count_rows
 from ..errors import InputError
 from ..parallel.mesh import in_words
@@ -25,7 +27,6 @@ from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Measures
 from .judge import Limits, Verdict, differences, drawn_in, judge, loss_of
-from .ranks import RankError, Ranks
 from .record import Key, Store
 from .report import Difference, Phase, VerifyReport
 from .run import Case, estimate, record_engine, record_plain, run_rank
@@ -268,20 +269,26 @@ class Work:
         """Side by side, in a process each. Raises InputError if one fails."""
         try:
             with ExitStack() as running:
-                started = [running.enter_context(self._ranks(1, function, args)) for function, args in jobs]
+                started = [running.enter_context(self._ranks(1)) for _ in jobs]
+                for ranks, (function, args) in zip(started, jobs, strict=True):
+                    ranks.begin(function, args, **self._options(1))
                 for ranks in started:
                     ranks.wait()
         except RankError as error:
             raise _untrainable(error) from error
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        with self._ranks(world_size, function, args) as ranks:
-            return ranks.wait()
+        with self._ranks(world_size) as ranks:
+            return ranks.call(function, args, **self._options(world_size))
 
-    def _ranks(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Ranks[Any]:
+    def _ranks(self, world_size: int) -> LocalRanks:
         build = self.given.build
-        preload = [build] if isinstance(build, str) else [f"{build.__module__}:{build.__qualname__}"]
-        return Ranks(function, world_size, args, timeout=self.timeout, device=self.device, preload=preload)
+        own = build if isinstance(build, str) else f"{build.__module__}:{build.__qualname__}"
+        return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.run", own))
+
+    def _options(self, world_size: int) -> dict[str, Any]:
+        """Of a call."""
+        return {"timeout": self.timeout, "group": world_size > 1}
 
     def _case(self, config: Config, dtype: torch.dtype | None) -> Case:
         pipeline = config.parallel.pipeline

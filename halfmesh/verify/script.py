@@ -18,13 +18,14 @@ import torch
 
 from ..config import Config
 from ..config.load import load_config
+from ..distributed.local_ranks import ENGINE, LocalRanks
+from ..distributed.rank_process import RankError
 from ..engine.engine import Engine
 from ..errors import InputError
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .phases import RefusedError, Work, prove
-from .ranks import RankError, Ranks
 from .record import Store
 from .report import Phase, VerifyReport
 from .run import Case, comparison, perturb
@@ -162,9 +163,11 @@ class ScriptWork(Work):
             return RefusedError(error.refusal)
         return InputError(f"{self.given.path}, rank {error.rank} of the layout: {error.text}")
 
-    def _ranks(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Ranks[Any]:
+    def _ranks(self, world_size: int) -> LocalRanks:
+        return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.script_run"))
+
+    def _options(self, world_size: int) -> dict[str, Any]:
         environment = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         if world_size == 1:
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        options: dict[str, Any] = {"timeout": self.timeout, "device": self.device, "environment": environment}
-        return Ranks(function, world_size, args, groups=False, **options)
+        return {"timeout": self.timeout, "group": False, "environment": environment}

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from halfmesh import ConfigError, NonFiniteError
+from halfmesh.distributed.local_ranks import free_port
 from tests.support.models import MLP, adamw, full_weights, make_data, make_engine, make_loader, reference, train
-from tests.support.ranks import free_port, meet, run_ranks
+from tests.support.ranks import meet, run_ranks
 
 
 def fp16(mode, **options):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import multiprocessing
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,7 +133,6 @@ def engine_of(layout: str, loader: Any, **options: Any) -> halfmesh.Engine:
 
 def through_engines(rank: int, world_size: int) -> dict[Any, Any]:
     """By layout, loader, and whether rank 1 has drawn other numbers before."""
-    multiprocessing.current_process().daemon = False  # so that it may have workers
     found: dict[Any, Any] = {}
     for layout in ("dp2", "tp2"):
         for kind, make in LOADERS.items():
@@ -209,7 +207,6 @@ LONG_STEPS, LONG_SAVED = 600, 550
 
 def begin_long_epochs(rank: int, world_size: int) -> dict[str, Any]:
     """The batches of a run, and of one that goes on from a state of it."""
-    multiprocessing.current_process().daemon = False
     found = {}
     for kind, make in LONG.items():
         with engine_of("dp2", make(BATCH // 2)) as engine:

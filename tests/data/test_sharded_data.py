@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from halfmesh.distributed.rank_process import RankError
 from tests.support.models import make_data, make_engine, said, train
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -165,7 +165,6 @@ def first_batches(loader: Any) -> list[Any]:
 
 def shards(rank: int, world_size: int) -> dict[str, Any]:
     """What this rank sees of each loader. The ranks draw other numbers from here on."""
-    multiprocessing.current_process().daemon = False  # so that it may have workers
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(rank)
     seen: dict[str, Any] = {}
@@ -212,7 +211,6 @@ def test_every_kind_of_loader_is_sharded_once():
 
 
 def workers_after_a_foreign_state(rank: int, world_size: int) -> list[float]:
-    multiprocessing.current_process().daemon = False
     engine = make_engine(loader=DataLoader(Noise(), 2, num_workers=1, multiprocessing_context="fork"))
     states: list = [engine.state_dict()]
     dist.broadcast_object_list(states, src=0)
@@ -275,5 +273,5 @@ def test_a_loader_with_its_own_iter_is_sharded(workers):
     ],
 )
 def test_a_loader_whose_own_iter_cannot_be_sharded_is_refused(way, message):
-    with pytest.raises(RankFailure, match=message):
+    with pytest.raises(RankError, match=message):
         run_ranks(with_own_iter, 2, way)

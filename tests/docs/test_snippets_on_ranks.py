@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
+from halfmesh.distributed.local_ranks import free_port
 from tests.support import nano_gpt
 from tests.support.pages import find_rows, read_page, snippet, stand_ins
-from tests.support.ranks import free_port, here, rank_device, run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from halfmesh.distributed.rank_process import RankError
 from halfmesh.errors import InputError
 from tests.support.models import CLASSES, FEATURES, make_data, said
 from tests.support.pipeline_parts import make, step
-from tests.support.ranks import RankFailure, here, run_ranks
+from tests.support.ranks import here, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
@@ -281,7 +282,7 @@ def penalty(rank: int, world_size: int) -> None:
     ],
 )
 def test_loops_that_end_on_all_ranks(loop, message):
-    with pytest.raises(RankFailure, match=message):
+    with pytest.raises(RankError, match=message):
         run_ranks(loop, 2)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.ranks import LAUNCH_VARIABLES, free_port
+from halfmesh.distributed.local_ranks import LAUNCH_VARIABLES, free_port
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from halfmesh.distributed.failures import is_echo, is_timeout
+from halfmesh.distributed.local_ranks import free_port
 from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_case, started, write_program
-from tests.support.ranks import free_port
 
 pytestmark = pytest.mark.distributed
 

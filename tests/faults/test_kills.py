@@ -13,12 +13,12 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 
+from halfmesh.distributed.local_ranks import start_server
 from tests.support.ranks import PRELOAD
 
 KILLS = int(os.environ.get("KILLS", "5"))
@@ -78,8 +78,7 @@ class Program:
         self.starts += 1
         self.started_at = time.time_ns()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        forkserver.ensure_running()
+        start_server(PRELOAD)
         options = {"log": str(self.log), "out": str(self.out), "epochs": EPOCHS, "pause": PAUSE_S}
         options |= {"folder": str(self.checkpoints), "every": EVERY} if saves else {}
         arguments = [(rank, str(self.folder), self.starts, options) for rank in range(2)]

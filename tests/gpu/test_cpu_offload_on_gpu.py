@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import halfmesh
-from tests.support.ranks import free_port, run_ranks
+from halfmesh.distributed.local_ranks import free_port
+from tests.support.ranks import run_ranks
 from tests.support.sharding import MODES, Odd, differences, train, whole
 
 pytestmark = [

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.ranks import free_port
+from halfmesh.distributed.local_ranks import free_port
 
 TRAINS_AND_CLOSES = """
 import contextlib, gc, os, sys, time

@@ -18,6 +18,7 @@ from torch import nn
 import halfmesh
 from halfmesh.config.load import load_config
 from halfmesh.distributed.env import RankNames
+from halfmesh.distributed.local_ranks import free_port
 from halfmesh.engine import launch as launching
 from halfmesh.engine.launch import (
     choose_device,
@@ -28,7 +29,7 @@ from halfmesh.engine.launch import (
     launch_from_torch,
 )
 from halfmesh.errors import InputError, LaunchError
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}

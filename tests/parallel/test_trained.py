@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfmesh.distributed.local_ranks import free_port
 from halfmesh.errors import InputError
 from halfmesh.parallel.replica_checks import refuse_unlike
 from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
-from tests.support.ranks import free_port, here, meet, run_ranks
+from tests.support.ranks import here, meet, run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate": {},

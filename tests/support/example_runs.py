@@ -13,10 +13,14 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from .ranks import ATTEMPTS, NOT_CONNECTED, RankFailure, free_port, run_ranks
+from halfmesh.distributed.local_ranks import free_port
+
+from .ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
+STORES: list[TCPStore] = []
+"""Which this process hosts, as torchrun does."""
 
 
 def run(script, *args, ranks=None, cwd):
@@ -36,7 +40,9 @@ def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port
     if world_size > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world_size)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already, and outlives process groups
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # there is a store already, which outlives process groups
+        if rank == 0:
+            STORES.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
     sys.argv = [script, *args]
     printed = io.StringIO()
     status = 0
@@ -50,14 +56,7 @@ def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port
 
 def launch(script: str, ranks: int, *args: object, status: int = 0) -> list[str]:
     """What each rank printed."""
-    for attempt in range(ATTEMPTS):
-        store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)  # torchrun has one, too
-        try:
-            reports = run_ranks(as_main, ranks, script, tuple(map(str, args)), store.port, init=False, timeout=100)
-            break
-        except RankFailure as failure:
-            if attempt + 1 == ATTEMPTS or NOT_CONNECTED not in str(failure):
-                raise
+    reports = run_ranks(as_main, ranks, script, tuple(map(str, args)), free_port(), init=False, timeout=100)
     assert [ended for _, ended in reports] == [status] * ranks
     return [printed for printed, _ in reports]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 
 from halfmesh.verify import phases
-from halfmesh.verify.ranks import RankError
 from halfmesh.verify.report import Phase, VerifyReport
 
-from .ranks import RankFailure, ranks_on, run_ranks
+from .ranks import ranks_on, run_ranks
 
 LEFT_OUT = Phase("", "", True, None, 0, 0, {}, 0.0)
 """In the place of a phase that is not proven."""
@@ -29,11 +27,7 @@ class TeamWork(phases.Work):
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if world_size == 1:
             return [function(*args)]
-        try:
-            return run_ranks(call, world_size, function, args, timeout=self.timeout)
-        except RankFailure as failure:
-            refused = re.search(r"halfmesh\.errors\.\w+: (.*?)(\nafterwards|\Z)", str(failure), re.DOTALL)
-            raise RankError(failure.rank, str(failure), "", refusal=refused[1] if refused else "") from failure
+        return run_ranks(call, world_size, function, args, timeout=self.timeout)
 
 
 def call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmesh.cli import app
-from tests.verify.test_ranks import ROOT, running, wait_for
+from tests.launch.test_local_ranks import ROOT, running, wait_for
 
 MODELS = """
 import os
@@ -177,9 +176,9 @@ def test_a_signal_ends_all(folder: Path, number: signal.Signals) -> None:
         [*command, "--world-size", "2"], cwd=folder, env=environment, stdout=-1, stderr=-1, text=True
     )
     pids = wait_for(folder / "seen", 2)
-    time.sleep(0.2)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
+    process.send_signal(number)  # as `timeout` does, which ends the group of a command, and the command
+    out, _ = process.communicate()
     assert (process.returncode, out) == (128 + number, "")
     assert len(pids) == 2
     assert not running(pids)

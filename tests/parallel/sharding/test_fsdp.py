@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from halfmesh.compat import check, raise_for
+from halfmesh.distributed.rank_process import RankError
 from halfmesh.errors import IncompatibleConfigError, InputError
-from tests.support.ranks import RankFailure, here, rank_device, run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.sharding import (
     CASES,
     MODES,
@@ -288,5 +289,5 @@ def uneven(rank, world_size, rows):
 
 def test_evaluation_needs_as_many_batches_on_each_rank():
     assert run_ranks(uneven, 2, 12) == [6, 6]
-    with pytest.raises(RankFailure, match=r"eval_dataloader has 2 batches on some ranks and 1 on others"):
+    with pytest.raises(RankError, match=r"eval_dataloader has 2 batches on some ranks and 1 on others"):
         run_ranks(uneven, 2, 5)

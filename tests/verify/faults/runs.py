@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,9 @@ from typing import Any
 import pytest
 
 from halfmesh.verify import layout, phases
-from halfmesh.verify.ranks import RankError
 from halfmesh.verify.report import VerifyReport
 from halfmesh.verify.run import record_engine, run_rank
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import run_ranks
 
 from .corpus import FAULTS, Fault
 
@@ -27,12 +25,7 @@ def run_faulty(rank: int, world_size: int, number: int | None, args: Sequence[An
     with pytest.MonkeyPatch.context() as patch:
         if number is not None:
             FAULTS[number].apply(patch)
-        try:
-            return run_rank(*args)
-        except Exception as error:
-            kept = pickle.dumps(getattr(error, "measures", None))
-            Path(f"{args[1]}.{rank}").write_bytes(kept)
-            raise
+        return run_rank(*args)
 
 
 @dataclass(frozen=True)
@@ -63,16 +56,7 @@ class QuickWork(phases.Work):
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if function is not run_rank:
             return [function(*args)]
-        try:
-            return run_ranks(run_faulty, world_size, self.fault, args, timeout=self.timeout)
-        except RankFailure as failure:
-            text = str(failure)
-            refused = re.search(r"halfmesh\.errors\.\w+: (.*?)(\nafterwards|\Z)", text, re.DOTALL)
-            reason = text.partition("\nafterwards")[0].rstrip().rpartition("\n")[2]
-            kept = Path(f"{args[1]}.{failure.rank}")
-            measures = pickle.loads(kept.read_bytes()) if kept.exists() else None
-            why = refused[1] if refused else ""
-            raise RankError(failure.rank, reason, text, refusal=why, measures=measures) from failure
+        return run_ranks(run_faulty, world_size, self.fault, args, timeout=self.timeout)
 
 
 class Runs:

@@ -1,0 +1,242 @@
+"""Processes of this machine that run functions as the ranks of a launch. Nothing of them is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, forkserver, get_context
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+
+from ..errors import InputError
+from .rank_process import MODULES, RankError, live
+
+T = TypeVar("T")
+ENGINE = (
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
+    *("halfmesh.config.load", "halfmesh.engine.initialize", "halfmesh.engine.pipeline_executor"),
+    *("halfmesh.parallel.tensor.apply", "halfmesh.parallel.sharding.fsdp", "halfmesh.checkpoint.state"),
+)
+"""Modules that each rank of an engine imports; none of them starts a thread."""
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NOT_CONNECTED = "Gloo connectFullMesh failed"  # torch's words where sockets missed each other on a busy machine
+ATTEMPTS = 3  # to connect the ranks
+_IMPORT_S = 120.0  # how long the imports of the server may take, at least
+_GRACE_S = 3.0  # after an error that only says that another rank is gone: time for that one's own error to arrive
+
+
+class LocalRanks:
+    """Ranks that wait for calls, as long as a `with` block lasts. Several of these can be at work at the same time.
+
+    The first call starts the processes: forked from a server that has imported torch, with one thread each. What they
+    print is kept for errors. An error ends all of them, and the next call starts others.
+
+    Args:
+        device: "cpu" (gloo), or "cuda" (nccl, a GPU for each rank).
+        preload: modules for the server, if this starts it; what is in them now stays there until this process ends.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu", preload: Sequence[str] = ()) -> None:
+        self.world_size, self._device, self._preload = world_size, device, preload
+        self._members: list[tuple[Any, Any]] = []  # processes, and pipes to them
+        self._folder, self._calls = "", 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def call(self, function: Callable[..., T], args: Sequence[Any] = (), **options: Any) -> list[T]:
+        """`begin` and `wait`."""
+        self.begin(function, args, **options)
+        return self.wait()
+
+    def begin(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        *,
+        timeout: float = 600.0,
+        group: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Call a function on each rank, with the variables, folder and `sys.path` that this process has now, and with
+        torchrun's variables unless a rank is alone.
+
+        Args:
+            function: of a module's top level; it gets `args`. Its result is pickled.
+            timeout: seconds, from now.
+            group: make a process group for the call.
+            environment: further variables.
+
+        Raises:
+            InputError: the function cannot be sent to other processes, or there are too few GPUs.
+            RankError: no process can be started.
+        """
+        if self._device == "cuda" and self.world_size > (found := torch.cuda.device_count()):
+            raise InputError(f"{self.world_size} ranks need a GPU each, and there are {found}; use device='cpu'")
+        try:
+            self._call = pickle.dumps((function, tuple(args)))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            allowed = "name functions of a module's top level, such as package.module:build"
+            raise InputError(
+                f"this cannot be sent to the processes that should call it ({error}); {allowed}"
+            ) from error
+        self._timeout, self._group, self._environment = timeout, group, environment or {}
+        self._attempts = ATTEMPTS
+        self._send()
+
+    def wait(self) -> list[Any]:
+        """The results in the order of ranks, when all have one.
+
+        Raises:
+            RankError: of several errors the first that is not the echo of another rank's end; or the time is up.
+        """
+        with contextlib.ExitStack() as after_errors:
+            after_errors.callback(self.end)
+            ends = self._collect()
+            errors = [end for end in ends.values() if isinstance(end, RankError)]
+            if any(NOT_CONNECTED in error.reason for error in errors) and self._attempts > 1:
+                self._attempts -= 1
+                self.end()
+                self._send()
+                after_errors.pop_all()
+                return self.wait()
+            if errors:
+                raise min(errors, key=lambda error: (error.is_echo, error.at, error.rank))
+            if len(ends) < self.world_size:
+                raise self._describe_hung([rank for rank in range(self.world_size) if rank not in ends])
+            for _, pipe in self._members:
+                pipe.send_bytes(b"")  # none needs the others any more
+            after_errors.pop_all()
+            return [pickle.loads(ends[rank]) for rank in range(self.world_size)]
+
+    def end(self) -> None:
+        """Kill the processes, with what they have started, and remove what they wrote."""
+        for process, _ in self._members:
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+        for process, pipe in self._members:
+            if process.pid is not None:
+                process.join()
+            pipe.close()
+        self._members = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="halfmesh_ranks_")
+        try:
+            start_server(self._preload, limit := max(_IMPORT_S, self._timeout))
+            for rank in range(self.world_size):
+                pipe, theirs = get_context("forkserver").Pipe()
+                args = (rank, self.world_size, self._folder, theirs, self._device)
+                # A daemon: the end of this process ends it, where `end` could not.
+                self._members.append((get_context("forkserver").Process(target=live, args=args, daemon=True), pipe))
+                self._members[-1][0].start()
+                theirs.close()  # so that the death of the process closes the pipe
+        except (EOFError, ConnectionError) as error:
+            reason = f"importing {', '.join(self._preload) or 'torch'} ended the process, or took more than {limit:g} s"
+            raise RankError(0, reason, reason) from error
+
+    def _send(self) -> None:
+        with contextlib.ExitStack() as after_errors:
+            after_errors.callback(self.end)
+            if not self._members:
+                self._start()
+            self._calls += 1
+            self._deadline = time.monotonic() + self._timeout
+            group = (f"file://{self._folder}/store_{self._calls}", self._timeout) if self._group else None
+            port = free_port()
+            inherited = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+            for rank, (_, pipe) in enumerate(self._members):
+                place = (rank, rank, self.world_size, self.world_size, "127.0.0.1", port)
+                launch = dict(zip(LAUNCH_VARIABLES, map(str, place), strict=True)) if self.world_size > 1 else {}
+                around = {**inherited, **launch, **self._environment}, os.getcwd(), sys.path
+                with contextlib.suppress(ConnectionError):  # it died: `wait` says why
+                    pipe.send_bytes(pickle.dumps((self._call, group, around)))
+            after_errors.pop_all()
+
+    def _collect(self) -> dict[int, Any]:
+        """How ranks ended: all, those until the first error, or those until the deadline."""
+        ends: dict[int, Any] = {}
+        errors: list[RankError] = []
+        deadline = self._deadline
+        while len(ends) < self.world_size and all(error.is_echo for error in errors):
+            # Also the sentinel: a pipe may be held open by processes that its rank has started.
+            waiting = [(rank, *member) for rank, member in enumerate(self._members) if rank not in ends]
+            handles = {handle: rank for rank, process, pipe in waiting for handle in (pipe, process.sentinel)}
+            ready = connection.wait(list(handles), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            ends |= {rank: self._receive(rank, *self._members[rank]) for rank in {handles[handle] for handle in ready}}
+            errors = [end for end in ends.values() if isinstance(end, RankError)]
+            deadline = min(deadline, time.monotonic() + _GRACE_S) if errors else deadline
+        return ends
+
+    def _receive(self, rank: int, process: Any, pipe: Any) -> Any:
+        with contextlib.suppress(EOFError, ConnectionError):
+            if pipe.poll():
+                return pickle.loads(pipe.recv_bytes())
+        process.join(5)
+        code, log = process.exitcode or 0, Path(self._folder, f"log_{rank}")
+        reason = f"killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with status {code}"
+        if not log.exists():
+            reason += ' while it started; is this called under `if __name__ == "__main__":`?'
+        wrote = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+        return RankError(rank, reason, "\n".join([reason, *wrote]))
+
+    def _describe_hung(self, hung: list[int]) -> RankError:
+        """With the stacks of each, which faulthandler writes also from within a blocked collective."""
+        for rank in hung:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._members[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        places: dict[str, list[str]] = {}
+        for rank in hung:
+            path = Path(self._folder, f"stacks_{rank}")
+            _, _, stack = (path.read_text() if path.exists() else "").rpartition("(most recent call first):\n")
+            places.setdefault(stack.rstrip(), []).append(str(rank))  # of the main thread, which comes last
+        where = "".join(f"\nrank {', '.join(ranks)} is at:\n{stack}" for stack, ranks in places.items())
+        reason = f"had not ended after {self._timeout:g} s"
+        return RankError(hung[0], reason, reason + where, hung=True)
+
+
+def start_server(preload: Sequence[str], limit: float = _IMPORT_S) -> None:
+    """Start the server that forks ranks, unless it runs. Its imports may take `limit` seconds."""
+    get_context("forkserver").set_forkserver_preload([live.__module__])
+    # Ranks share cores; and CUDA, once asked for devices, stands no fork.
+    mine = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", MODULES: " ".join([f"{limit:g}", *preload])}
+    before = {name: os.environ[name] for name in mine if name in os.environ}
+    os.environ.update(mine)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in mine:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses now.
+
+    Below those that the kernel gives to clients: a client that waits for a server there can connect to itself.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
