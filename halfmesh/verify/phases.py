@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -281,7 +281,7 @@ class Work:
         with self._ranks(world_size) as ranks:
             return ranks.call(function, args, **self._options(world_size))
 
-    def _ranks(self, world_size: int) -> LocalRanks:
+    def _ranks(self, world_size: int) -> AbstractContextManager[LocalRanks]:
         build = self.given.build
         own = build if isinstance(build, str) else f"{build.__module__}:{build.__qualname__}"
         return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.run", own))
