@@ -1,1 +1,1 @@
-"""Memory of activations: computed again in backward (checkpoint), or kept on the host until then (offload)."""
+"""Memory of activations: recomputed in backward (checkpoint), or kept on the host until then (offload)."""

@@ -27,17 +27,17 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default: 5,
     _aten._scaled_dot_product_fused_attention_overrideable.default: 4,
 }
-"""Operators, and the place of `dropout_p` among their arguments."""
+"""Operators, and the index of `dropout_p` among their arguments."""
 
 
 class Checkpointed:
     """Replaces the `forward` of one module: in training with gradients its activations are recomputed in backward.
 
-    The module stays the same object. Its hooks run once per call; copies and pickles of it have their own `forward`.
+    The module stays the same object. Its hooks run once per call; copies and pickles of it get a separate `forward`.
 
     Args:
         keep_products: keep the results of matrix products and attention.
-        saving: the scope of each call, for the tensors that are kept of it.
+        saving: the scope of each call, for the tensors that autograd keeps.
 
     Attributes:
         compiled: the compiled forward, if there is one.
@@ -49,14 +49,14 @@ class Checkpointed:
         functools.update_wrapper(self, module.forward)
         self.compiled: Callable[..., Any] | None = None
         self._module = module
-        self._before = vars(module).get("forward")  # the user's own, for this very module
+        self._before = vars(module).get("forward")  # set by the user on this module
         self._keep_products = keep_products
         self._saving = saving
         self._changing: set[str] | None = None
         module.forward = self
 
     def remove(self) -> None:
-        """Restore the module's own forward."""
+        """Restore the module's forward."""
         del self._module.forward
         if self._before is not None:
             self._module.forward = self._before
@@ -110,7 +110,7 @@ class Checkpointed:
     # -- buffers -----------------------------------------------------------------------------------------------
 
     def _copy_changing(self) -> dict[str, torch.Tensor]:
-        """Before a forward: copies of the buffers that it changes. The first call finds out which these are.
+        """Before a forward: copies of the buffers that it changes, which the first call determines.
 
         Statistics of norms are left out: in training a norm's output does not depend on them.
         """

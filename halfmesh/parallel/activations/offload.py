@@ -1,4 +1,4 @@
-"""Activation offloading: activations wait for backward in host memory."""
+"""Activation offloading: activations are kept in host memory until backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...utils.torch_private import edit_stamp, versions
 
 SMALLEST = 1024
-"""Tensors of fewer bytes stay: they are not worth a copy."""
+"""Tensors of fewer bytes stay on the device."""
 IN_FLIGHT = 4
 """Tensors that are copied at a time during the computation, in each direction. A transformer block saves about ten."""
 
@@ -60,8 +60,8 @@ class Offload:
     pile up. When backward needs a tensor, those saved just before it are fetched, too.
 
     Args:
-        device: where the model is.
-        copies: how tensors are copied; by default as the device needs it.
+        device: the model's.
+        copies: copies the tensors; by default as the device needs it.
     """
 
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
@@ -106,7 +106,7 @@ class Offload:
 
 
 class _Kept:
-    """A tensor that stays where it is. (Detached, or the output of an operation would keep itself alive.)"""
+    """A tensor that stays on its device. (Detached, or the output of an operation would keep itself alive.)"""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()

@@ -1,4 +1,4 @@
-"""Calls of a model with this rank's part of what all ranks of a group were given."""
+"""Calls of a model with this rank's shard of a batch that all ranks of a group were given."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOSSES: _Functions = {
     F.smooth_l1_loss: compare,
 }
 _CALL_OTHERS = BACKWARD | {F.multi_head_attention_forward}
-"""Functions that call some of these; backward does where it computes activations again."""
+"""Functions that call some of these; backward does if it recomputes activations."""
 
 
 class SharesBatch(AppliedAxis):
@@ -43,11 +43,11 @@ class SharesBatch(AppliedAxis):
     Attributes:
         key: of the axis in the config.
         sharded_dim: ROWS or TOKENS.
-        advice: what a model may do with rows, or tokens.
-        functions: torch's, with what stands in for them, besides losses: called with the BatchShard, torch's own
-            function, and its arguments.
-        non_split: names of arguments that every rank gets whole.
-        has_stages: whether a pipeline splits batches into microbatches.
+        advice: the supported uses of rows, or tokens, for messages.
+        functions: torch's, besides losses, with their replacements: called with the BatchShard, torch's function, and
+            its arguments.
+        non_split: names of arguments that every rank gets unsharded.
+        has_stages: a pipeline splits batches into microbatches.
     """
 
     key: ClassVar[str]
@@ -72,8 +72,8 @@ class SharesBatch(AppliedAxis):
     def call(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """`forward` with this rank's part of what every rank of the group was given. In training it returns this rank's
-        outputs, too, for the criterion; else all of them."""
+        """`forward` with this rank's shard of the arguments, which are the same on all ranks of the group. In training
+        it returns this rank's outputs, for the criterion; else all of them."""
         self.calls.compare_inputs(model.training, args, kwargs)
         if len(args) > len(self._names):
             raise InputError(f"the model takes {len(self._names)} arguments, and {len(args)} were given")
@@ -86,7 +86,7 @@ class SharesBatch(AppliedAxis):
         trains = model.training and torch.is_grad_enabled()
         if not trains and self.find_uneven(given):
             self.mode.shard = None
-            return run(given)  # each rank all of it
+            return run(given)  # each rank computes the full batch
         if not self._is_tried:
             self._try_out(model, run, given)
             self._is_tried = True
@@ -97,7 +97,7 @@ class SharesBatch(AppliedAxis):
         return map_tensors(shard.join_if_own, output)
 
     def _try_out(self, model: nn.Module, run: Run, given: Mapping[str, Any]) -> None:
-        """Compare the model's outputs for a small part of a batch, whole and sharded. All ranks together.
+        """Compare the model's outputs for a few rows or tokens, unsharded and sharded. All ranks together.
 
         Raises:
             InputError: they differ.
@@ -131,11 +131,11 @@ class SharesBatch(AppliedAxis):
             )
 
     def prepare(self, model: nn.Module, given: dict[str, Any], shard: BatchShard) -> dict[str, Any]:
-        """The arguments by name, with what the model needs besides."""
+        """The arguments by name, with further ones that the model needs."""
         return given
 
     def run_sharded(self, model: nn.Module, run: Run, given: Mapping[str, Any]) -> tuple[BatchShard, Any]:
-        """What `run` returns for this rank's part of the arguments."""
+        """The shard, and the result of `run` for this rank's shard of the arguments."""
         shard = self.shard_of(given)
         arguments, whole = self.prepare(model, dict(given), shard), self.non_split
         self.mode.shard = shard
@@ -147,7 +147,7 @@ class SharesBatch(AppliedAxis):
         """Raise InputError if a trial called none of torch's functions that it should."""
 
     def find_uneven(self, given: Mapping[str, Any]) -> str:
-        """Why the ranks cannot share a call evenly; "" if they can."""
+        """The reason why a call cannot be sharded evenly over the ranks; "" if it can."""
         shape, dim, size = self._shape(given), self.sharded_dim, self.size
         if shape[dim] % size == 0:
             return ""
@@ -159,10 +159,10 @@ class SharesBatch(AppliedAxis):
         )
 
     def shard_of(self, given: Mapping[str, Any]) -> BatchShard:
-        """This rank's part of a call.
+        """This rank's shard of a call.
 
         Raises:
-            InputError: the ranks cannot share it evenly.
+            InputError: it cannot be sharded evenly over the ranks.
         """
         if problem := self.find_uneven(given):
             raise InputError(problem)
@@ -194,10 +194,10 @@ class SharesBatch(AppliedAxis):
 
 
 class _Mode(TorchFunctionMode):
-    """A scope in which torch's losses and attention compute for the whole batch, from this rank's part of it.
+    """A scope in which torch's losses and attention compute for the full batch, from this rank's shard of it.
 
     Attributes:
-        shard: this rank's part in the last call of the model; None: functions are given whole batches.
+        shard: this rank's shard in the last call of the model; None: functions are given full batches.
         seen: notes of a trial.
     """
 

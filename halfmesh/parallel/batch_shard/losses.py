@@ -1,5 +1,5 @@
-"""Each rank computes the loss of the whole batch from its own outputs. Its gradients are multiplied by the number of
-ranks, since the reduction afterwards takes the mean over the ranks."""
+"""Losses of the full batch, which each rank computes from its outputs. Gradients are multiplied by the number of ranks,
+since the reduction afterwards takes the mean over the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def classify(
 
     Args:
         input: [tokens, classes], or [batch, classes, tokens]: of this rank.
-        target: int64, of this rank or of the whole batch.
+        target: int64, of this rank or of the full batch.
 
     Raises:
         InputError: targets are missing.
@@ -63,8 +63,8 @@ def count_targets(
     *_: Any,
     **__: Any,
 ) -> int:
-    """How many targets of cross_entropy or nll_loss count on all ranks. `shard`: None where these are of the whole
-    batch."""
+    """The number of targets of cross_entropy or nll_loss that count on all ranks. `shard`: None if these are those of
+    the full batch."""
     count = (target != ignore_index).sum()
     if shard is not None:
         dist.all_reduce(count, group=shard.group)

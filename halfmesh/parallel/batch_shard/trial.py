@@ -1,4 +1,4 @@
-"""Helpers of a trial: a small part of a call, and how far two outputs are apart."""
+"""Helpers of a trial: shortens a call, and measures the difference of two outputs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ experts in half precision."""
 
 @dataclass
 class Seen:
-    """What was seen in one run of a trial.
+    """The observations of one run of a trial.
 
     Attributes:
         functions: the functions of torch that were called.
-        counts: for each loss, how many targets of all ranks count.
-        half: whether anything was computed in half precision.
+        counts: for each loss, the number of targets that count on all ranks.
+        half: something was computed in half precision.
     """
 
     functions: set[Any] = field(default_factory=set)
@@ -61,7 +61,7 @@ def rounds_products() -> bool:
 
 
 def find_gap(whole: Any, sharded: Any) -> float:
-    """The largest difference of two outputs, relative to the norm of the whole one."""
+    """The largest difference of two outputs, relative to the norm of the unsharded one."""
     gaps = [0.0]
     for one, other in zip(tensors_of(whole), tensors_of(sharded), strict=True):
         if one.shape != other.shape:

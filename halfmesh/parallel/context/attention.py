@@ -1,8 +1,8 @@
 """Attention of all tokens of a sequence, from the queries, keys and values of each rank's tokens.
 
 An all-to-all gives each rank all tokens of some heads, which it attends with as one process does; a second one takes
-the results back (Ulysses, https://arxiv.org/abs/2309.14509 section 3). Where the ranks cannot share the heads evenly,
-each rank gathers all keys and values, and attends with its own queries (https://arxiv.org/abs/2407.21783 section
+the results back (Ulysses, https://arxiv.org/abs/2309.14509 section 3). If the heads are not divisible by the number of
+ranks, each rank gathers all keys and values, and attends with its queries (https://arxiv.org/abs/2407.21783 section
 3.3.2).
 """
 
@@ -38,14 +38,14 @@ def attend(
 
     Args:
         query, key, value: [batch, heads, tokens of this rank, features of a head].
-        attn_mask: for whole sequences.
+        attn_mask: for full sequences.
 
     Raises:
         InputError: the attention is not that of a sequence with itself, or the mask was made for other lengths.
     """
     _refuse_other_shapes(sequence, query, key, value)
     if in_shapes_only() or (attn_mask is not None and has_no_memory(attn_mask) and attn_mask.shape[-2] == sequence.own):
-        attn_mask = None  # of what it cannot read transformers makes masks, as if sequences were joined in one
+        attn_mask = None  # transformers makes masks of placeholders, as if sequences were joined in one
     _refuse_other_mask(sequence, attn_mask)
     query, key, value = (_as_computed(x) for x in (query, key, value))
     options |= {"dropout_p": dropout_p}
@@ -68,13 +68,13 @@ def attend(
 
 
 def _as_computed(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the dtype that autocast gives attention, before it is sent: rotations of positions make fp32 of it."""
+    """`x` in autocast's dtype for attention, before it is sent: rotary embeddings return it in fp32."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """The mask of the last `queries` of so many `keys`. Kernels know torch's own form of it, without memory."""
+    """The mask of the last `queries` of `keys` tokens. Kernels support torch's form of it, without memory."""
     if _get_current_dispatch_mode() is None:
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)  # a mode sees tensors only

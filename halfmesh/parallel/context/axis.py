@@ -23,9 +23,9 @@ class ContextOptions(Options):
     """`parallel = dict(context=2)`, or `dict(context=dict(size=2, non_split=("bias",)))`."""
 
     size: PositiveInt = 1
-    """Ranks that share each sequence."""
+    """The number of ranks over which each sequence is sharded."""
     non_split: Names = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "attn_mask", "mask")
-    """Arguments of the model that every rank gets whole: masks, which attention needs for all tokens."""
+    """Arguments of the model that every rank gets unsharded: masks, which attention needs for all tokens."""
 
 
 class ContextParallelism(Axis):

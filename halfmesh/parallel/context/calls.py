@@ -21,12 +21,12 @@ from .attention import attend
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How calls of a model are sharded.
+    """The plan that shards calls of a model.
 
     Attributes:
         names: of the arguments of its forward.
-        positions: the one that takes the positions of tokens.
-        non_split: those that every rank gets whole.
+        positions: the argument that takes the positions of tokens.
+        non_split: the arguments that every rank gets unsharded.
     """
 
     names: Sequence[str]

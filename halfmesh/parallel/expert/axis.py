@@ -26,12 +26,13 @@ class ExpertOptions(Options):
     """`parallel = dict(expert=2)`."""
 
     size: PositiveInt = 1
-    """Ranks that share the experts of each layer, and each batch."""
+    """The number of ranks over which the experts of each layer, and each batch, are sharded."""
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """
+    """The plan that shards experts.
+
     Attributes:
         names: of the arguments of the model's forward.
         layers: names of the modules that hold experts.
@@ -89,8 +90,7 @@ class ExpertParallelism(Axis):
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return True if its parameters are those of experts, one after the other, and it is called with tokens and their
-    experts."""
+    """Return True if the parameters are stacked experts, and forward takes tokens and their experts."""
     count, params = getattr(module, "num_experts", None), list(module.parameters())
     return (
         isinstance(count, int)

@@ -23,10 +23,10 @@ def dispatch(
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, of which each rank of `group` has `count`, in order of rank.
 
-    The host waits for the numbers of tokens: they are the sizes of what is sent.
+    The host waits for the numbers of tokens: they are the sizes of the messages.
 
     Args:
-        experts: this rank's; called with tokens, the one expert of each, and its weight (1).
+        experts: this rank's; called with tokens, the expert of each, and its weight (1).
         hidden_states: [tokens of this rank, features].
         top_k_index: int64 [tokens, k]: the experts of each token, among those of all ranks.
         top_k_weights: [tokens, k].
@@ -50,7 +50,7 @@ def dispatch(
 
 
 def _counts(ranks: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """How many tokens this rank sends to each rank, and gets from it."""
+    """The numbers of tokens that this rank sends to each rank, and receives from it."""
     size = group.size()
     if is_alone(group):  # a dry run, which does not know: as many to each
         even = [len(ranks) // size + (rank < len(ranks) % size) for rank in range(size)]

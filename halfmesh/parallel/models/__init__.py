@@ -1,5 +1,5 @@
-"""What halfmesh knows of each library's models: how their layers are sharded over tensor ranks (`LayerPlan`), and how
-they are split into the stages of a pipeline (`BlockPartition`). Classes are named, not imported.
+"""Plans for each library's models: they shard layers over tensor ranks (`LayerPlan`), and split models into the stages
+of a pipeline (`BlockPartition`). Classes are named, not imported.
 
 torch_nn, timm, torchvision, transformers      a library each
 """

@@ -59,7 +59,7 @@ class SequentialPartition:
         for name in children_of(row):
             child = row.get_submodule(name)
             opens = comes_from(child, (nn.Sequential,)) and len(list(child.children())) > 0
-            if opens and not call_hooks(child):  # which run when it is called as a whole
+            if opens and not call_hooks(child):  # hooks run when the child itself is called
                 yield from self._rows(child, f"{prefix}{name}.")
             else:
                 yield prefix + name

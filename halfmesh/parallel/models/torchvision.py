@@ -17,4 +17,4 @@ SWIN_BLOCK = LayerPlan(
     ),
     styles=_MLP,
 )
-"""Its attention reads the weights of its layers without calling them, and stays whole."""
+"""Its attention reads the weights of its layers without calling them, and stays unsharded."""

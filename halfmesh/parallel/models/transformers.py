@@ -1,4 +1,4 @@
-"""transformers: tensor plans (the models' own; for GPT-2, BERT and T5, which have none, those here), and the stages of
+"""transformers: tensor plans (from the models; for GPT-2, BERT and T5, which have none, from here), and the stages of
 Llama, GPT-2 and BERT."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HuggingFacePlan:
         "layers.*.mlp": "region(x)",
         "norm": "sequence_end",
     }
-    """For decoders with Llama's modules; if others differ, the checks of the plan say so."""
+    """For decoders with Llama's modules; the checks of the plan report models that differ."""
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
         plan = getattr(model, "tp_plan", None)
@@ -58,7 +58,7 @@ class HuggingFacePlan:
         names = [name for name, _ in model.named_modules()]
         for pattern, theirs in plan.items():
             if "experts" in pattern.split("."):
-                continue  # the parameters of all experts, which stay whole
+                continue  # the parameters of all experts, which stay unsharded
             if theirs not in self.STYLES:
                 raise InputError(
                     f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
@@ -160,7 +160,7 @@ def _is_transformers(model: Any) -> bool:
 
 
 def find_context_problem(model: nn.Module) -> str | None:
-    """Why sequences of a Hugging Face model cannot be sharded, also of one within `model`."""
+    """The reason why sequences of a Hugging Face model, `model` or one within it, cannot be sharded."""
     for name, module in model.named_modules():
         if not _is_transformers(module):
             continue
@@ -184,8 +184,8 @@ def find_context_problem(model: nn.Module) -> str | None:
 
 
 def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with what a Hugging Face model would make of them itself: labels are shifted,
-    a mask of padding becomes one of all pairs of tokens, and positions are counted where padding has none."""
+    """The arguments of a call by name, prepared as a Hugging Face model would do itself: labels are shifted, a mask of
+    padding becomes one of all pairs of tokens, and positions are counted without padding."""
     if not _is_transformers(model):
         return given
     labels, mask, positions = given.get("labels"), given.get("attention_mask"), given.get("position_ids")
@@ -298,7 +298,7 @@ def _stages(model: str, base: tuple[str, str], **options: Any) -> BlockPartition
 
 
 def _share_of_decoder(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Positions and causal mask. Each stage makes its own, from the arguments of the model alone."""
+    """Positions and causal mask, which each stage computes from the arguments of the model."""
     input_ids, attention_mask, position_ids = _arguments(model, args, kwargs, _DECODER)
     position_ids = _positions(input_ids, position_ids)
     mask = _make_mask("create_causal_mask", model, input_ids, attention_mask, position_ids)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")
-"""Options for all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
+"""Optimizer options that use all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
 
 
 class PipelineParallelism(Axis):
@@ -36,12 +36,12 @@ class PipelineParallelism(Axis):
 
     @staticmethod
     def sizes_to_try(ranks: int, node: int) -> Iterator[int]:
-        """Stages send little, and may be in different machines."""
+        """All sizes: stages send little, and may be in different machines."""
         yield from (size for size in range(2, ranks + 1) if ranks % size == 0)
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
-        """Numbers of microbatches and chunks that the schedule does not take."""
+        """Numbers of microbatches and chunks that the schedule cannot run."""
         pipeline = config.parallel.pipeline
         size, microbatches = pipeline.size, pipeline.microbatches
         if microbatches is None:
@@ -79,7 +79,7 @@ class PipelineParallelism(Axis):
 
 
 def _find_split_problems(config: Any) -> Iterator[str]:
-    """What works with whole backwards only, not with one for a stage's inputs and a later one for its weights."""
+    """Features that need an undivided backward, not one for a stage's inputs and a later one for its weights."""
     strategy, instead = config.parallel.data.strategy, "or schedule='interleaved'"
     why = "computes the gradients of weights in a pass of its own"
     if torch.__version__ < "2.13":
@@ -96,7 +96,7 @@ def _find_split_problems(config: Any) -> Iterator[str]:
 
 
 def _find_optimizer_problem(optimizer: optim.Optimizer) -> Iterator[str]:
-    """Why `optimizer` cannot step the parameters of one stage by themselves."""
+    """The reason why `optimizer` cannot step the parameters of one stage separately."""
     for group in optimizer.param_groups:
         for key in filter(group.get, _OF_ALL_PARAMETERS):
             yield (
@@ -141,7 +141,7 @@ def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequenc
 
 
 def find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:
-    """Why a batch of `size` rows cannot be split into `microbatches`."""
+    """The reason why a batch of `size` rows cannot be split into `microbatches`."""
     if isinstance(size, int) and size % microbatches:
         below = size // microbatches * microbatches
         near = f"{below} or {below + microbatches}" if below else str(microbatches)

@@ -26,17 +26,17 @@ _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
 
 OnLast = Callable[[Collection[nn.Parameter], bool], None]
-"""Called before the last backward of each stage, with the parameters that get gradients from it, and whether no other
-backward follows on this rank."""
+"""Called before the last backward of each stage, with the parameters that get gradients from it, and True if it is the
+last backward on this rank."""
 
 
 @dataclass(frozen=True)
 class CallMetadata:
-    """What is known of calls of one shape.
+    """Metadata of calls of one shape.
 
     Attributes:
         modes: `Pipeline.modes` of the model at that time.
-        stages: what each stage returns: a tree of tensors on the meta device.
+        stages: each stage's output: a tree of tensors on the meta device.
         schedules: torch's, by the number of microbatches.
     """
 
@@ -50,12 +50,12 @@ class Pipeline:
 
     Args:
         model: the user's, of which this rank holds the parameters of its stages.
-        forward_context: what the stages' forward runs in.
+        forward_context: the scopes of the stages' forward.
 
     Attributes:
         stages: those of this rank.
         last_rank: the pipeline rank that has the last stage.
-        has_last: whether that is this rank.
+        has_last: this rank has it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Pipeline:
         return self._known[key]
 
     def can_run(self, call: Call) -> bool:
-        """Return True if the forward takes `call`: it may be written for one size of batches, or for training only."""
+        """Return True if the forward accepts `call`: it may be limited to one size of batches, or to training."""
         try:
             self.look_up(call)
         except InputError:
@@ -127,7 +127,7 @@ class Pipeline:
         return True
 
     def modes(self) -> str:
-        """What decides which computation the model does: which modules train, and plain attributes of traced ones."""
+        """A key of the model's computation: the modules in training mode, and plain attributes of traced ones."""
         training = "".join("01"[module.training] for module in self._model.modules())
         return f"{training} {plain_values(self._traced)}" if self._traced else training
 
@@ -138,7 +138,7 @@ class Pipeline:
 
         Args:
             calls: the microbatches, of one shape.
-            known: what `look_up` found for one of them, since when the model's modes have not changed.
+            known: the result of `look_up` for one of them; the model's modes have not changed since.
             finish: called as finish(output, index) on the last stage; returns the 0-dim loss for backward.
         """
         schedule = known.schedules.get(len(calls))
@@ -156,7 +156,7 @@ class Pipeline:
             try:
                 schedule.step(**{"index": numbers} | ({"target": numbers} if self.has_last else {}))
             except RuntimeError as error:
-                # torch wraps the errors of the model and the criterion in one of its own.
+                # torch wraps the errors of the model and the criterion in another error.
                 own = error.__cause__
                 if own is None:
                     raise
@@ -167,7 +167,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, call: Call, look: Callable[[Any], None] = lambda output: None, everywhere: bool = True) -> Any:
-        """The model's output for a whole batch, without gradients; None on ranks without it, unless `everywhere`.
+        """The model's output for a full batch, without gradients; None on ranks without it, unless `everywhere`.
 
         Args:
             look: called with the output on the last stage.
@@ -198,7 +198,7 @@ class Pipeline:
 
     @contextmanager
     def without_own_random(self) -> Iterator[None]:
-        """A scope in which the model draws from the generators of this process, not from its own sequence."""
+        """A scope in which the model draws from the generators of this process, not from the model's sequence."""
         context = self._forward_context
         own = context.random, context.host_random
         try:
@@ -209,7 +209,7 @@ class Pipeline:
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:
-        """Remember an error, after which the other ranks may wait for, or receive, something of this batch."""
+        """A scope that notes an error: the other ranks may then still wait for, or receive, messages of this batch."""
         try:
             with self._forward_context.host_random():
                 yield

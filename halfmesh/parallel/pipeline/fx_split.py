@@ -1,8 +1,8 @@
-"""Models that no partitioner knows, cut at modules that the user names: torch.fx traces their forward.
+"""Splits models that no partitioner knows, at modules that the user names: torch.fx traces their forward.
 
-Only the modules around the split points are traced; all others are called as they are. The graph says which values a
-stage takes from earlier ones, for example of a residual connection. What depends on the model's arguments alone (masks,
-positions, sizes) is computed by every stage that needs it.
+Only the modules around the split points are traced; all others are called as usual. The graph shows the values that a
+stage takes from earlier ones, for example of a residual connection. Values that depend on the model's arguments alone
+(masks, positions, sizes) are computed by every stage that needs them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _SplitForward:
         return self._signature.bind(*call.args, **call.kwargs).arguments
 
     def _kind(self, model: nn.Module, call: Call) -> str:
-        """What a trace depends on: shapes, plain arguments, and plain attributes such as `training`."""
+        """The key of a trace: shapes, plain arguments, and plain attributes such as `training`."""
         return f"{signature_of(call)} {plain_values(map(model.get_submodule, self._opened))}"
 
     def _trace(
@@ -117,7 +117,7 @@ class _SplitForward:
         opened = [model.get_submodule(name) for name in self._opened]
         try:
             return _cut(trace(model, opened, fixed, values), self._points)
-        except Exception as error:  # whatever the forward raises where values are not known
+        except Exception as error:  # any error that the forward raises because values are not known
             if values is not None and is_models_own(error):
                 raise
             what = f"{error}{at(place_of_error(error))}"
@@ -162,7 +162,7 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
     if starts != sorted(starts):
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
         raise InputError(f"{_KEY}: the forward calls these modules in the order {order}; name them in that order")
-    piece_of: dict[fx.Node, int] = {}  # every stage computes nodes that are not in it by itself
+    piece_of: dict[fx.Node, int] = {}  # every stage computes nodes that are not in it
     for position, node in enumerate(nodes):
         if not _follows_from_arguments(node, piece_of):
             piece_of[node] = sum(position >= start for start in starts)
@@ -181,7 +181,7 @@ def _follows_from_arguments(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> b
 
 
 def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
-    """Raise InputError if `node` changes something in place of which other stages have a copy."""
+    """Raise InputError if `node` changes a value in place that other stages have a copy of."""
     changed = _changed_by(node)
     if changed is None:
         return
@@ -199,7 +199,7 @@ def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
 
 
 def _changed_by(node: fx.Node) -> fx.Node | None:
-    """What a node changes in place, if it does."""
+    """The value that a node changes in place, if it does."""
     if node.op not in ("call_function", "call_method"):
         return None
     name = str(getattr(node.target, "__name__", node.target))
@@ -208,18 +208,18 @@ def _changed_by(node: fx.Node) -> fx.Node | None:
     if in_place or node.kwargs.get("inplace") is True:
         target = node.args[0] if node.args else node.kwargs.get("input")
     elif node.target in UPDATES and isinstance(first := node.args[0], fx.Node):
-        # `n += 1` of a number makes another one, which matters only where the old one is used again.
+        # `n += 1` of a number makes a new number, which matters only if the old one is used again.
         target = first if first.op == "placeholder" or any(user > node for user in first.users) else None
     return target if isinstance(target, fx.Node) else None
 
 
 def _piece_graph(nodes: Sequence[fx.Node], piece_of: Mapping[fx.Node, int], index: int, last: int) -> fx.Graph:
-    """Piece `index` by itself. Its placeholders are arguments of the model, and values of earlier pieces by name."""
+    """The graph of piece `index`. Its placeholders are arguments of the model, and values of earlier pieces by name."""
     new = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node) -> fx.Node:
-        """`node` in the new graph; what it takes is copied before."""
+        """`node` in the new graph; its inputs are copied before."""
         if node not in copied:
             if piece_of.get(node, index) < index:
                 copied[node] = new.placeholder(node.name)
@@ -234,7 +234,7 @@ def _piece_graph(nodes: Sequence[fx.Node], piece_of: Mapping[fx.Node, int], inde
             copy(node)
     if index == last:
         new.output(fx.node.map_arg(nodes[-1].args[0], copy))
-    else:  # what later pieces need, which may come from earlier ones
+    else:  # values for later pieces, some of them from earlier ones
         leaves = [
             n for n in nodes if piece_of.get(n, last) <= index and any(piece_of[user] > index for user in n.users)
         ]

@@ -49,11 +49,11 @@ def trace(
 
     Args:
         fixed: arguments of the forward with their values. All others are placeholders with their names.
-        values: all arguments, of which only the shapes count. If None, the answer to a condition on shapes is False,
-            unless the model raises an error for that.
+        values: all arguments, of which only the shapes count. If None, a condition on shapes is False, unless the model
+            raises an error for that.
 
     Raises:
-        Exception: whatever the forward raises because values are not known.
+        Exception: any error of the forward because values are not known.
     """
     answers: list[bool] = []
     for _ in range(_MOST_TRIES):
@@ -73,7 +73,7 @@ def trace(
 def _record(
     model: nn.Module, opened: Sequence[nn.Module], fixed: Mapping[str, Any], answers: Sequence[bool]
 ) -> fx.Graph:
-    """The graph with these answers to the first questions. Raises _Question with the next one."""
+    """The graph, with `answers` for the first conditions on shapes. Raises _Question with the next one."""
     tracer = _Tracer(opened, inspect.signature(model.forward), answers)
     with unchanged(opened), _Makers(tracer):
         plain, drawn = plain_values(opened), _random_states()
@@ -94,7 +94,7 @@ def plain_values(modules: Iterable[nn.Module]) -> str:
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes and buffers of `modules` afterwards, and what is in their lists, dicts and dataclasses."""
+    """Restore the attributes and buffers of `modules` afterwards, with the contents of lists, dicts and dataclasses."""
     containers: dict[int, Any] = {}
     for module in modules:
         containers[id(vars(module))] = own = vars(module)
@@ -120,7 +120,7 @@ def _find_containers(value: Any, found: dict[int, Any]) -> None:
 
 
 def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
-    """What `run(*args)` returns for tensors of these shapes, as if all were on `device`. Nothing is computed or sent.
+    """The result of `run(*args)` for tensors of these shapes, as if on `device`. Nothing is computed or sent.
 
     Args:
         model: whose modules `run` calls. It stays as it is.
@@ -143,7 +143,7 @@ def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.de
 
 
 class _Proxy(fx.Proxy):
-    """Records `x += y` as it is, because it changes a tensor under all its names. (fx makes x = x + y of it.)"""
+    """Records `x += y` unchanged, because it changes a tensor under all its names. (fx makes x = x + y of it.)"""
 
 
 def _recorded(function: Any) -> Callable[[_Proxy, Any], Any]:
@@ -157,7 +157,7 @@ for _function in UPDATES:
 class _Tracer(fx.Tracer):
     """Traces the modules in `opened`, and no others."""
 
-    proxy_buffer_attributes = True  # else what is computed from a buffer would be a constant
+    proxy_buffer_attributes = True  # else a value computed from a buffer would be a constant
 
     def __init__(self, opened: Sequence[nn.Module], signature: inspect.Signature, answers: Sequence[bool]) -> None:
         super().__init__(autowrap_functions=tuple(_MAKERS), param_shapes_constant=True)
@@ -224,7 +224,7 @@ class _Makers(TorchFunctionMode):
 
 
 def _modes() -> tuple[bool, ...]:
-    """What a with-statement around a call may change."""
+    """The global modes that a with-statement around a call may change."""
     devices = ("cpu", "cuda")
     autocast = (bool(torch.is_autocast_enabled(device)) for device in devices)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
@@ -247,11 +247,11 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
                 )
 
 
-# -- questions about shapes --------------------------------------------------------------------------------------------
+# -- conditions on shapes ----------------------------------------------------------------------------------------------
 
 
 class _Question(BaseException):
-    """A forward asks whether something about shapes is true. (Not an Exception, which the forward may catch.)"""
+    """Raised at a condition on shapes in a forward. (Not an Exception, which the forward may catch.)"""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)
@@ -272,7 +272,7 @@ def _is_of_shapes(node: fx.Node) -> bool:
 
 
 def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) -> bool:
-    """Return True if what is asked is true for arguments with the shapes of `values`. Nothing is computed."""
+    """Return True if the condition is true for arguments with the shapes of `values`. Nothing is computed."""
 
     def compute(node: fx.Node, values: Mapping[str, Any]) -> bool:
         run = fx.Interpreter(model, garbage_collect_values=False, graph=node.graph)
@@ -289,11 +289,11 @@ def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) ->
     return found
 
 
-# -- places in the code ------------------------------------------------------------------------------------------------
+# -- lines of the code -------------------------------------------------------------------------------------------------
 
 
 def _place_of_call() -> Place | None:
-    """The line of the model's own code that runs now."""
+    """The line of the model's code that runs now."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_ITS_OWN):
         frame = frame.f_back
@@ -301,13 +301,13 @@ def _place_of_call() -> Place | None:
 
 
 def place_of_error(error: BaseException) -> Place | None:
-    """The line of the model's own code that `error` comes from, if there is one."""
+    """The line of the model's code that `error` comes from, if there is one."""
     places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     return next((place for place in reversed(places) if not place[0].startswith(_NOT_ITS_OWN)), None)
 
 
 def at(place: Place | None) -> str:
-    """A place for messages: its statement, line and file in parentheses, or "" for None."""
+    """A line for messages: its statement, number and file in parentheses, or "" for None."""
     return f" (`{linecache.getline(*place).strip()}`, line {place[1]} of {place[0]})" if place else ""
 
 

@@ -1,4 +1,4 @@
-"""Batches as microbatches: which arguments are split along the batch dim, and into how many parts."""
+"""Splits batches into microbatches: finds the arguments to split along the batch dim, and chooses their number."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Splitter:
 
     Args:
         what: the function, whose signature names the positional arguments.
-        non_split: names of arguments without a batch dim, which every microbatch gets as they are.
-        name: how messages call the function.
+        non_split: names of arguments without a batch dim, which every microbatch gets unsplit.
+        name: the function's name in messages.
     """
 
     def __init__(self, what: Callable[..., Any], non_split: Collection[str], name: str) -> None:
@@ -34,7 +34,7 @@ class Splitter:
         return next((tensor.shape[0] for tensor in found if tensor.dim()), None)
 
     def split(self, call: Call, count: int, rows: int) -> list[Call]:
-        """The call as `count` calls, each with an equal part of the `rows` rows.
+        """The call as `count` calls, each with an equal number of the `rows` rows.
 
         Raises:
             InputError: a tensor has another number of rows, or something that is not a tensor has an item per row.
@@ -101,7 +101,7 @@ def _is_of_rows(item: Any, rows: int) -> bool:
 
 
 def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | None:
-    """Into how many equal microbatches `rows` rows are split: the fewest that `fits` accepts with at most `most` rows
-    each, else the most that it accepts, else None."""
+    """The number of equal microbatches of `rows` rows: the lowest that `fits` accepts with at most `most` rows each,
+    else the highest that it accepts, else None."""
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
     return min((n for n in counts if rows / n <= most), default=max(counts, default=None))

@@ -1,4 +1,4 @@
-"""How a model's pieces are divided among the stages, worked out before the model is changed."""
+"""The partition of a model's pieces into stages, found before the model is changed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Partition:
 
     Attributes:
         stages: the pieces of each stage, in the order of the forward.
-        ranks: of the pipeline, the one that has each stage.
-        costs: how many elements the parameters of each stage have.
+        ranks: the pipeline rank of each stage.
+        costs: the number of elements of each stage's parameters.
     """
 
     stages: tuple[tuple[Piece, ...], ...]
@@ -61,7 +61,7 @@ class Partition:
         return {key: tuple(sorted(found)) for key, found in ranks.items()}
 
     def not_called(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The modules, by name, that no stage calls as a whole; stages may call modules below them."""
+        """The modules, by name, that no stage calls directly; stages may call modules below them."""
         return [
             (name, module)
             for name, module in model.named_modules()
@@ -74,13 +74,13 @@ def _is_used(path: str, piece: Piece) -> bool:
 
 
 def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 2) -> Sequence[Piece]:
-    """The pieces that the config's `partition` makes of `model`.
+    """The pieces of `model` by the config's `partition`.
 
     Args:
-        stages: for how many stages the error proposes split points.
+        stages: the number of stages for which the error proposes split points.
 
     Raises:
-        InputError: no partitioner knows the model, or it cannot be cut like this.
+        InputError: no partitioner knows the model, or it cannot be split in this way.
     """
     if not isinstance(partition, str):
         return split_at(model, partition)
@@ -99,7 +99,7 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 
 def resolve(
     model: nn.Module, size: int, chunks: int, partition: str | Sequence[str] = "auto", schedule: str = "1f1b"
 ) -> tuple[Partition | None, list[str]]:
-    """How `model` is cut into `size` x `chunks` stages for a schedule, and every reason why it cannot be."""
+    """The partition of `model` into `size` x `chunks` stages for a schedule, and all problems."""
     count = size * chunks
     stages_text = f"pipeline.size={size}" + (f" x chunks={chunks}" if chunks > 1 else "")
     if not isinstance(partition, str) and len(partition) != count - 1:
@@ -128,8 +128,8 @@ def resolve(
 
 
 def divide(costs: Sequence[float], count: int) -> list[int]:
-    """Bounds that divide `costs` into `count` consecutive runs, none empty, so that the largest sum is as small as
-    possible; ties go to the more even runs."""
+    """Bounds that divide `costs` into `count` consecutive runs, none empty, with the smallest possible largest sum; of
+    equal ones the more even runs."""
     sums = [0.0, *accumulate(costs)]
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}  # by end: largest sum, squares, bounds
     for run in range(1, count + 1):
@@ -188,7 +188,7 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
 
 
 def _suggest(model: nn.Module, count: int) -> str:
-    """Split points for `count` stages, from the largest row of modules."""
+    """Split points for `count` stages, from the longest list of modules."""
     if takes_any_arguments(model):
         return (
             "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "

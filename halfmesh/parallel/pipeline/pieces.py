@@ -1,4 +1,4 @@
-"""A model's forward as a sequence of pieces: what stages are made of."""
+"""A model's forward as a sequence of pieces, of which stages consist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call:
 
 
 def signature_of(call: Call) -> str:
-    """The same for calls with the same shapes, dtypes and plain values."""
+    """A key that is equal for calls with the same shapes, dtypes and plain values."""
     return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))
 
 
@@ -42,12 +42,12 @@ class Piece:
     """A step of a model's forward.
 
     Attributes:
-        name: how messages and the plan call it; the name of its module where it is one.
+        name: its name in messages and the plan; the name of its module if it is one.
         uses: names of the modules, parameters and buffers that it needs, including everything below them.
-        run: called as run(model, call, activations) with what the previous piece returned (None in the first one).
-            Returns what the next piece takes, or the model's output in the last one. Tensors may be anywhere in lists,
-            tuples, dicts and dataclasses. It must take modules from `model` only, because it also runs on copies.
-        prepare: called as prepare(model, call) with a whole model, before calls of a new kind.
+        run: called as run(model, call, activations) with the output of the previous piece (None in the first one).
+            Returns the input of the next piece, or the model's output in the last one. Tensors may be anywhere in
+            lists, tuples, dicts and dataclasses. It must take modules from `model` only: it also runs on copies.
+        prepare: called as prepare(model, call) with a full model, before calls of a new kind.
     """
 
     name: str
@@ -57,36 +57,36 @@ class Piece:
 
 
 class Partitioner(Protocol):
-    """What is registered in PARTITIONERS: knows the pieces of some models."""
+    """A partitioner, as registered in PARTITIONERS: knows the pieces of some models."""
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
         """The pieces in the order of the forward; None for a model that it does not know.
 
         Raises:
-            InputError: it knows that the model cannot be cut.
+            InputError: it knows that the model cannot be split.
         """
         ...
 
 
 @dataclass(frozen=True)
 class BlockPartition:
-    """How to cut models that are a beginning, a row of blocks and an end: before each block, and before the end.
+    """Splits models that are a beginning, a list of blocks and an end: before each block, and before the end.
 
     Args:
         layers: the model's classes, or their full names ("package.module.Class") for those that may not be installed.
             Derived classes count if they inherit `forward` and `methods`.
-        methods: names of other methods of the model that say which modules compute what.
+        methods: names of other methods of the model that determine the use of its modules.
         parts: the classes that modules within the model must have, by the modules' names.
         blocks: name of the ModuleList or Sequential that holds the blocks.
-        begin: called as begin(model, ...) with the model's own arguments; returns what the first block takes.
-        end: called as end(model, x) with what the last block returned; returns the model's output.
+        begin: called as begin(model, ...) with the model's arguments; returns the input of the first block.
+        end: called as end(model, x) with the output of the last block; returns the model's output.
         end_uses: names of the modules and parameters that `end` needs. All others, outside `blocks` and `shared_uses`,
             count as those of `begin`.
-        share: called as share(model, ...) with the model's own arguments, once in each stage that has blocks; returns
-            what all blocks take beside x, such as a mask.
+        share: called as share(model, ...) with the model's arguments, once in each stage that has blocks; returns the
+            arguments of all blocks besides x, such as a mask.
         shared_uses: names of the modules that `share` needs.
         block: called as block(module, x, shared) for each block, if it is not just module(x).
-        find_problem: returns why a model of these classes cannot be cut, or None.
+        find_problem: returns the reason why a model of these classes cannot be split, or None.
     """
 
     layers: tuple[type[nn.Module] | str, ...]
@@ -123,7 +123,7 @@ class BlockPartition:
         )
 
     def _rest(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What `begin` uses: the largest modules without anything that is used elsewhere, and single parameters."""
+        """The modules of `begin`: the largest without anything that is used elsewhere, and single parameters."""
         taken = (self.blocks, *self.end_uses, *self.shared_uses)
 
         def is_split(name: str) -> bool:

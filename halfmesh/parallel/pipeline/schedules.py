@@ -1,4 +1,4 @@
-"""The schedules: in which order a rank runs the forwards and backwards of its microbatches."""
+"""The schedules: the order in which a rank runs the forwards and backwards of its microbatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 
 
 class Schedule(Protocol):
-    """What is registered in SCHEDULES.
+    """A schedule, as registered in SCHEDULES.
 
     Attributes:
         splits_backward: it runs the gradients of a stage's inputs and those of its weights as two passes.
@@ -27,7 +27,7 @@ class Schedule(Protocol):
     splits_backward: bool
 
     def rank_of(self, stage: int, size: int) -> int:
-        """Which of `size` ranks has a stage."""
+        """The rank, of `size`, that has a stage."""
         ...
 
     def find_problems(self, size: int, chunks: int, microbatches: int | None) -> Iterator[tuple[str, str]]:
@@ -35,7 +35,7 @@ class Schedule(Protocol):
         ...
 
     def make(self, stages: Sequence[PipelineStage], microbatches: int) -> Any:
-        """A schedule of torch over this rank's stages. What the last stage returns is the loss, ready for backward."""
+        """A schedule of torch over this rank's stages. The last stage returns the loss, ready for backward."""
         ...
 
     def bubble(self, size: int, chunks: int, microbatches: int) -> float:
@@ -52,13 +52,13 @@ class TorchSchedule:
     """A schedule of torch.
 
     Args:
-        name: what it is registered as.
+        name: its name in SCHEDULES.
         kind: torch's class.
         fills: it needs as many microbatches as ranks, or more.
         interleaves: each rank runs several stages in turn.
         splits_backward: see `Schedule`.
         is_v: each rank has two stages: the second ones lie in the opposite order, so rank 0 has the first and the last.
-        waits: of a step, how long a rank waits for each other rank; 1 is a forward and backward of one stage.
+        waits: the time in a step that a rank waits for each other rank; 1 is a forward and backward of one stage.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What each stage returns, found by running the whole model on tensors without memory."""
+"""Infers the shapes of each stage's output, by running the full model on tensors without memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CACHED = type(functools.lru_cache(len))
 
 
 def make_meta_model(model: nn.Module) -> nn.Module:
-    """A copy of the whole model on the meta device, with layers that may be sharded over a tensor group.
+    """A copy of the full model on the meta device, with layers that may be sharded over a tensor group.
 
     Nothing is frozen in it: another rank may unfreeze its parameters later.
 
@@ -45,7 +45,7 @@ def make_meta_model(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _caches_as_before() -> Iterator[None]:
-    """Afterwards, functions under functools.cache remember no tensors without memory."""
+    """A scope after which functions under functools.cache hold no tensors without memory."""
     before = _cache_misses()
     try:
         yield
@@ -69,13 +69,13 @@ def infer_stages(
     device: torch.device,
     context: ForwardContext,
 ) -> list[Any]:
-    """What each stage returns for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
+    """Each stage's output for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
 
-    The forward runs on a copy of `meta_model`, which may keep what it likes.
+    The forward runs on a copy of `meta_model`, whose attributes it may change.
 
     Args:
-        model: the one that `meta_model` was made from, in training mode or not.
-        context: what the stages' forward runs in.
+        model: the model that `meta_model` is a copy of, in training mode or not.
+        context: the scopes of the stages' forward.
 
     Raises:
         InputError: the forward needs values.
@@ -120,7 +120,7 @@ def infer_stages(
 
 
 def _update(meta_model: nn.Module, model: nn.Module) -> None:
-    """Copy what may have changed in the model.
+    """Copy the state that may have changed in the model.
 
     Raises:
         InputError: it has other modules than at initialize.
@@ -136,7 +136,7 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
     for mine, theirs in zip(meta_model.modules(), model.modules(), strict=True):
         tensors = [*mine.named_parameters(recurse=False), *mine.named_buffers(recurse=False)]
         is_held = all(getattr(theirs, name, None) is not None for name, _ in tensors)
-        # All together: a length and the table that was made for it belong to each other.
+        # All together: a table must fit the length that it was made for.
         data = {
             name: value
             for name, value in vars(theirs).items()
@@ -170,7 +170,7 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _receive(tensor: torch.Tensor) -> torch.Tensor:
-    """As the next stage gets it: contiguous, and not a leaf, so that it may be changed in place."""
+    """`tensor` as the next stage receives it: contiguous, and not a leaf, so that it may be changed in place."""
     received = tensor.detach().contiguous()
     return received.requires_grad_().clone() if tensor.requires_grad else received
 

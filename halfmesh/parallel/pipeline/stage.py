@@ -27,7 +27,7 @@ class ForwardContext:
 
     Attributes:
         autocast: around each forward.
-        random: around each forward, for the model's own random numbers.
+        random: around each forward, for the model's random numbers.
         host_random: around a batch, for random numbers of python and numpy, whose state takes longer to set than a
             small stage takes to run.
         saving: around each forward, for the tensors that autograd saves.
@@ -41,12 +41,12 @@ class ForwardContext:
 
 @dataclass
 class Batch:
-    """What the stages of a rank need to run one batch.
+    """The inputs of a rank's stages for one batch.
 
     Attributes:
         calls: one for each microbatch.
         finish: called as finish(output, index) on the last stage; returns the 0-dim loss for backward.
-        metadata: what each stage returns.
+        metadata: each stage's output.
     """
 
     calls: Sequence[Call]
@@ -57,7 +57,7 @@ class Batch:
 class StageModule(nn.Module):
     """Stage `index` of `count`. It does not register the model's modules, which belong to the user's model.
 
-    torch calls it with what the previous stage sent, and with the number of the microbatch.
+    torch calls it with the output of the previous stage, and the number of the microbatch.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class StageModule(nn.Module):
         self.batch: Batch | None = None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the stage: torch asks for them where it splits backward, into inputs' and weights' gradients."""
+        """The stage's parameters: torch needs them to split backward into inputs' and weights' gradients."""
         yield from self.params
 
     def compute(self, call: Call, activations: Any) -> Any:
-        """Run the stage's forward. Returns what the next stage takes, or the model's output."""
+        """Run the stage's forward. Returns the input of the next stage, or the model's output."""
         call, context = call.afresh(), self._context
         with context.random(), context.autocast(), context.saving():
             for piece in self.pieces:
@@ -107,11 +107,11 @@ class StageModule(nn.Module):
 class Stage(PipelineStage):
     """torch's stage around a StageModule.
 
-    Receive buffers are allocated when they are needed, and freed after the microbatch's backward. torch would keep one
-    for each microbatch as long as the schedule exists. In between, tensors on the meta device stand for them.
+    Receive buffers are allocated when they are needed, and freed after the microbatch's backward; otherwise they are
+    on the meta device. torch would keep one for each microbatch as long as the schedule exists.
 
     Args:
-        metadata: what each stage returns, which torch would find out by sending.
+        metadata: each stage's output, which torch would otherwise send.
         last: called before the last backward of a step, so that gradients can be reduced while it runs.
     """
 
@@ -148,7 +148,7 @@ class Stage(PipelineStage):
             self.device = device
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Without those from a rank to itself, which torch 2.11 makes for stages of one rank, and gloo refuses."""
+        """Leave out sends from a rank to itself, which torch 2.11 makes for stages of one rank, and gloo refuses."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
@@ -163,7 +163,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward:  # else the gradients of the weights still need what was received
+        if full_backward:  # else the gradients of the weights still need the received tensors
             self._give_back(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -193,5 +193,5 @@ def _give_back(places: Iterable[Any]) -> None:
 
 
 def _receives(place: Any) -> bool:
-    """Return True if it is received: the first stage has entries for its arguments, too."""
+    """Return True if `place` is received: the first stage also has entries for its arguments."""
     return getattr(place, "buffer", None) is not None

@@ -1,4 +1,4 @@
-"""This rank keeps the parameters and buffers of its stages only, and those that several stages share stay equal."""
+"""Keeps only the parameters and buffers of this rank's stages, and those that several stages share equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StageParameters(AppliedAxis):
         optimizer: over its parameters.
 
     Attributes:
-        meta_model: a copy of the whole model without data, to find shapes.
+        meta_model: a copy of the full model without data, to infer shapes.
         ties: the parameters of this rank that other ranks hold too, with the pipeline ranks of all holders.
     """
 
@@ -69,7 +69,7 @@ class StageParameters(AppliedAxis):
         return CompleteGradients(sums) if sums else None
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
-        """Schedule, bubble, the rank and the share of parameters of each stage, and what several stages have."""
+        """Schedule, bubble, the rank and fraction of parameters of each stage, and tensors that stages share."""
         partition, microbatches = self.partition, options.microbatches or 1
         total = sum(partition.costs) or 1
         bubble = SCHEDULES.get(options.schedule).bubble(options.size, options.chunks, microbatches)
@@ -82,8 +82,8 @@ class StageParameters(AppliedAxis):
         return {"layout": "every rank holds its stages", "stages": rows}
 
     def undo(self) -> None:
-        """Put all parameters back into the modules and the optimizer's groups. Those that other ranks hold come back on
-        the CPU, uninitialised."""
+        """Restore all parameters in the modules and the optimizer's groups. Those that other ranks hold are on the CPU,
+        uninitialised."""
         for hook in self._hooks:
             hook.remove()
         for name, tensor in self._foreign.items():
@@ -112,7 +112,7 @@ class StageParameters(AppliedAxis):
     # -- hooks on the model ------------------------------------------------------------------------------------
 
     def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        """Of a state dict of the whole model each rank loads what it holds."""
+        """Keep only this rank's entries of a state dict of the full model."""
         foreign = {prefix + name for name in self._foreign} & state.keys()
         if assigns(metadata) and foreign:
             raise InputError(
@@ -123,7 +123,7 @@ class StageParameters(AppliedAxis):
             del state[name]
 
     def _expect_own(self, module: nn.Module, keys: Any) -> None:
-        """Ignore the counter that BatchNorm adds to state dicts without versions, where this rank does not hold it."""
+        """Ignore the counter that BatchNorm adds to state dicts without versions, if this rank does not hold it."""
         keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in self._foreign]
 
     def _refuse_call(self, model: nn.Module, *_: Any) -> NoReturn:

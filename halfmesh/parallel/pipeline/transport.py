@@ -1,9 +1,9 @@
-"""What one stage sends to the next: the tensors of a tree, in a form that torch's stages can send.
+"""Sends a stage's output to the next: the tensors of a tree, in a form that torch's stages can send.
 
 torch.distributed.pipelining sends tuples of floating-point tensors that all require gradients, and expects a gradient
-for each. (What it does with other tensors differs between its versions.) So integers are sent as the bits of a float,
-and tensors that need no gradient are sent as if they did, and get zeros back. Everything else in the tree is not sent:
-each rank knows what a stage returns, as a tree of tensors on the meta device.
+for each. (Its versions differ in their handling of other tensors.) So integers are sent as the bits of a float, and
+tensors that need no gradient are sent as if they did, and get zeros back. Everything else in the tree is not sent: each
+rank knows a stage's output, as a tree of tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pack(result: Any, expected: Any) -> list[torch.Tensor]:
     """The tensors of a stage's result as they are sent.
 
     Raises:
-        InputError: they are not like those of the tree `expected`: the result depends on data.
+        InputError: their shapes differ from the tree `expected`: the result depends on data.
     """
     tensors = [_to_wire(tensor) for tensor in tensors_of(result)]
     wanted = [(tuple(t.shape), t.dtype) for t in on_wire(expected)]
@@ -45,13 +45,13 @@ def pack(result: Any, expected: Any) -> list[torch.Tensor]:
 
 
 def restore(received: Sequence[torch.Tensor], tree: Any) -> Any:
-    """The tree of what was received, without gradients."""
+    """The tree of the received tensors, without gradients."""
     following: Iterator[torch.Tensor] = iter(received)
     return map_tensors(lambda meta: _from_wire(next(following), meta.dtype), tree)
 
 
 def unpack(received: Sequence[torch.Tensor], tree: Any) -> tuple[Any, torch.Tensor]:
-    """The tree of what was received, and a link for `require_gradients`.
+    """The tree of the received tensors, and a link for `require_gradients`.
 
     The tensors may be changed in place, as in one process.
     """
@@ -62,7 +62,7 @@ def unpack(received: Sequence[torch.Tensor], tree: Any) -> tuple[Any, torch.Tens
 
 
 def require_gradients(results: Sequence[torch.Tensor], link: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """`results`, all of which require gradients, and whose backward reaches everything that the stage received."""
+    """`results`, all of which require gradients, and whose backward reaches all tensors that the stage received."""
     if link is None and all(result.requires_grad for result in results):
         return tuple(results)
     if link is None:
@@ -71,7 +71,7 @@ def require_gradients(results: Sequence[torch.Tensor], link: torch.Tensor | None
 
 
 class _Unpack(Function):
-    """Tensors that are not leaves, and share memory with what was received; unused ones get a gradient of zeros. The
+    """Tensors that are not leaves, and share memory with the received ones; unused ones get a gradient of zeros. The
     last one links them to the results of the stage, which may use none of them."""
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Unpack(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(map(_contiguous, grads[:-1]))  # torch sends them as they are where it splits backwards
+        return tuple(map(_contiguous, grads[:-1]))  # torch sends them with their strides if it splits backward
 
 
 class _Link(Function):
@@ -116,7 +116,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous and floating-point; an integer becomes the float with its bits."""
+    """`tensor`, contiguous and floating-point; an integer becomes the float with its bits."""
     tensor = _contiguous(tensor)
     if tensor.is_floating_point():
         return tensor

@@ -28,9 +28,9 @@ from .fsdp_wrap import can_be_sharded, find_units, make_mesh, prefetch, unowned_
 from .fsdp_writes import WriteWatch
 
 MIXED = "got mixed torch.Tensor and DTensor"
-"""torch's words where a sharded weight is used that is not gathered."""
+"""torch's error for the use of a sharded weight that is not gathered."""
 FREED = "are out of bounds for storage of size 0"
-"""torch's words where a tensor is used whose memory was freed."""
+"""torch's error for the use of a tensor whose memory was freed."""
 
 
 class FSDP(DataStrategy):
@@ -40,12 +40,12 @@ class FSDP(DataStrategy):
     memory, and keeps its groups and settings.
 
     Attributes:
-        shards: as given, with this rank's shard in place of each parameter that is sharded.
-        sharded: each of these, and the DTensor that the model uses.
-        originals: for each parameter that the model came with its shard.
+        shards: as given, with this rank's shard instead of each parameter that is sharded.
+        sharded: each of these shards, and the DTensor that the model uses.
+        originals: for each original parameter its shard.
         places: the module and the name of each of them; several for a tied one.
         units: the modules that gather their weights separately.
-        replicated: names of parameters that every rank holds whole: those that FSDP2 cannot shard (scalars, empty ones,
+        replicated: names of parameters that every rank replicates: those that FSDP2 cannot shard (scalars, empty ones,
             non-contiguous ones), those that stay in fp32 by their names, those of several units and of the criterion,
             and under a pipeline those of modules that no stage calls.
     """
@@ -74,7 +74,7 @@ class FSDP(DataStrategy):
         self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
         param_dtype = inputs.param_dtype or _dtype(data.param_dtype)
         if param_dtype is not None:
-            for param in taken:  # the shards are the masters, whatever the model came in
+            for param in taken:  # the shards are the masters, whatever dtype the model had
                 param.data = param.data.float()
         self.places = {place: param for place, param in _places(model) if param not in whole}
         names = {shard.param: shard.name for shard in inputs.shards}
@@ -86,13 +86,13 @@ class FSDP(DataStrategy):
         modules = {module for module, _ in self.places}
         self._hooks: list[Any] = [module.register_load_state_dict_pre_hook(self._load) for module in modules]
         self._hooks.append(inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state))
-        if not data.reshard_after_forward:  # what is written into weights after an evaluation has to reach the shards
+        if not data.reshard_after_forward:  # writes into weights after an evaluation have to reach the shards
             self._hooks.append(model.register_forward_hook(self._after_forward))
         inputs.finish()
         self._move(device)
         self.sharded = [(s, s.source.param) for s in self.originals.values() if s.source is not None]
         if param_dtype is not None:
-            for _, weight in self.sharded:  # not before they are moved, which replaces what is set on a DTensor
+            for _, weight in self.sharded:  # not before they are moved, which replaces attributes of a DTensor
                 set_compute_dtype(weight, param_dtype)
         self._storages = [weight.untyped_storage() for _, weight in self.sharded]
         self._memory = [shard.param.untyped_storage() for shard, _ in self.sharded]
@@ -179,7 +179,7 @@ class FSDP(DataStrategy):
     # -- sharding ----------------------------------------------------------------------------------------------
 
     def _cast_buffers(self, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
-        """Cast floating-point buffers to `dtype`. Returns what they were before."""
+        """Cast floating-point buffers to `dtype`. Returns their former dtypes."""
         cast = {b: b.dtype for b in self.inputs.model.buffers() if dtype is not None and b.is_floating_point()}
         for buffer in cast:
             buffer.data = buffer.data.to(dtype)
@@ -191,11 +191,11 @@ class FSDP(DataStrategy):
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype,
             reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else inputs.reduce.dtype,
-            cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts what the model gets
+            cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts the model's inputs
         )
         for unit in units:
             self._writes.add(unit)
-            inputs.make(unit)  # its values, where it has none yet
+            inputs.make(unit)  # materializes a deferred unit
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is inputs.model else policy
             wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, whole))
             self._free_originals(unit)
@@ -203,8 +203,8 @@ class FSDP(DataStrategy):
         return wrapped
 
     def _cast_gathers(self) -> int:
-        """Let FSDP2 gather cast weights, where it can: all ranks have as many rows, and the shards are on the device.
-        Returns how many."""
+        """Make FSDP2 gather cast weights, if it can: all ranks have as many rows, and the shards are on the device.
+        Returns their number."""
         casts, now = {} if self.inputs.options.cpu_offload else self.inputs.casts, dict(_places(self.inputs.model))
         given = {now[place]: casts[param] for place, param in self.places.items() if param in casts}
         fits = {weight: cast for weight, cast in given.items() if len(weight) % self._ranks == 0}
@@ -251,13 +251,13 @@ class FSDP(DataStrategy):
         return min(self._rank * -(-rows // self._ranks), rows)
 
     def _load(self, module: nn.Module, *given: Any) -> None:
-        """Whole tensors can be loaded, too: each rank takes its shard."""
+        """A hook that also accepts full tensors: each rank loads its shard."""
         self.reshard()
         names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
         take_parts(dict.fromkeys(names, _as_shard), module, *given)
 
     def _move(self, device: torch.device) -> None:
-        """Move the model to `device`; under `cpu_offload` only what is not sharded."""
+        """Move the model to `device`; under `cpu_offload` only tensors that are not sharded."""
         model = self.inputs.model
         if not self.inputs.options.cpu_offload:
             move_module(model, device)
@@ -266,7 +266,7 @@ class FSDP(DataStrategy):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)
 
-    # -- what the engine asks ----------------------------------------------------------------------------------
+    # -- for the engine ----------------------------------------------------------------------------------------
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
@@ -291,10 +291,10 @@ class FSDP(DataStrategy):
         return f", {kept} (fsdp){cast}"
 
     def follow(self) -> None:
-        """Take shards back to their memory that were given another. Raise InputError if a parameter of the model was:
-        FSDP2 goes on with its own.
+        """Copy shards whose memory was replaced back to their former memory. Raise InputError if that of a parameter of
+        the model was: FSDP2 continues with the former.
 
-        (A DTensor's values are not in it, so that not even reading it shows what was assigned.)
+        (A DTensor's values are not in it, so reading it does not show the assigned values either.)
         """
         pairs = zip(self.sharded, self._storages, strict=True)
         lost = [shard.name for (shard, weight), held in pairs if weight.untyped_storage() is not held]
@@ -342,10 +342,10 @@ class FSDP(DataStrategy):
             torch.cuda.synchronize()  # a forward since backward may still be copying them to the device
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """New weights need not be sent: they are gathered when used."""
+        """Do nothing: new weights are gathered when used."""
 
     def finish(self) -> None:
-        """Gathered weights are stale."""
+        """Free the gathered weights, which are stale."""
         if not self.inputs.options.reshard_after_forward:
             self.reshard()
 
@@ -386,7 +386,7 @@ def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parame
 
 
 def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a whole tensor, as FSDP2 cuts it."""
+    """This rank's shard of a full tensor, as FSDP2 shards it."""
     if not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value
     return distribute_tensor(value.to(param.device), param.device_mesh, param.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in one byte a number."""
+"""Casts weights before FSDP2 gathers them, to one byte per element."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ...utils.param_shard import GatherCast
 class CastGather:
     """Casts weights of one unit before FSDP2 gathers them, which it does together and in the same order each time.
 
-    FSDP2 asks a shard that has `fsdp_pre_all_gather` what to send of it, and makes the parameter that the model
-    computes with by `fsdp_post_all_gather`. These are attributes here: as a subclass of torch.Tensor a shard would be
-    one for optimizers and checkpoints, too.
+    FSDP2 calls a shard's `fsdp_pre_all_gather` for the tensor to send, and its `fsdp_post_all_gather` for the parameter
+    that the model computes with. They are attributes here: a subclass of torch.Tensor would be seen by optimizers and
+    checkpoints, too.
 
     Args:
         weights: DTensors of which every rank holds equally many rows.
@@ -34,7 +34,7 @@ class CastGather:
         self._largest = torch.empty(0)
 
     def attach(self, *_: Any) -> None:
-        """Give the shards these attributes. After `model.to(device)`, even to the same one, they are other tensors."""
+        """Set the shards' attributes: again after `model.to(device)`, even to the same one, which replaces them."""
         for place, weight in enumerate(self._weights):
             shard = weight._local_tensor
             if not hasattr(shard, "fsdp_pre_all_gather"):
@@ -48,14 +48,14 @@ class CastGather:
         dtype = policy.param_dtype or shards[place].dtype
         if self._first in (None, place):
             self._first = place
-            # One all-reduce for all, each time: nothing tells that a user wrote into a weight.
+            # One all-reduce for all, each time: a write of the user into a weight cannot be detected.
             self._largest = torch.stack([torch.linalg.vector_norm(shard, torch.inf) for shard in shards])
             dist.all_reduce(self._largest, dist.ReduceOp.MAX, mesh.get_group())
         data, scale = self._casts[place].pack(shards[place].to(dtype), self._largest[place].to(dtype))
         if self._scales[place] is None:
             self._scales[place] = scale
         else:
-            # .data, which counts no write: backward would refuse the tensor. FSDP2 writes the numbers so, too.
+            # .data, which counts no write: backward would refuse the tensor. FSDP2 writes in this way, too.
             self._scales[place].data.copy_(scale)
         return (data,), None
 

@@ -1,4 +1,4 @@
-"""Gradients of a model that FSDP2 shards: when it sums them, and how the update gets them."""
+"""Gradients of a model that FSDP2 shards: tells it when to sum them, and passes them to the update."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .withheld import UNFINISHED, WithheldGradient
 
 class FSDPReducer(Reducer):
     """FSDP2 sums the gradients of the parameters that it shards. This reducer sums those of the others, averages
-    running statistics, and hands the shards their gradients.
+    running statistics, and sets the shards' gradients.
 
     Args:
         strategy: the `FSDP` whose reducer it is.
-        withholds: whether summed gradients are not what they look like, so that computing with them is refused.
-            (Whether somebody has changed a DTensor cannot be seen: torch's `_foreach` functions do not count that.)
+        withholds: summed gradients are not final, so that computing with them is refused.
+            (Changes of a DTensor cannot be detected: torch's `_foreach` functions do not count them.)
 
     Raises:
         InputError: a cycle ends without FSDP2 being told before its last backward; parameters were put into the
@@ -37,7 +37,7 @@ class FSDPReducer(Reducer):
         self._sharded = strategy.sharded
         self._withholds = withholds
         self._given = [(shard, shard.model_param.requires_grad) for shard, _ in self._sharded]
-        # Now, while all parameters are shards: a unit that has gathered its weights has other ones.
+        # Now, while all parameters are shards: a unit that has gathered its weights has other parameters.
         self._units = [(unit, set(map(id, unit.parameters()))) for unit in strategy.units]
         originals = strategy.originals
         self._used: set[int] = set()
@@ -46,7 +46,7 @@ class FSDPReducer(Reducer):
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
     def _note_grad(self, shard: int) -> None:
-        """The parameter of the shard with that id got a gradient on this rank."""
+        """Note that the parameter of the shard with that id got a gradient on this rank."""
         self._used.add(shard)
         self.stale = self._finished
 
@@ -105,7 +105,7 @@ class FSDPReducer(Reducer):
         self._is_broken |= self._is_open
 
     def _refuse_lost_changes(self) -> None:
-        """Raise InputError for changes of the user's parameters that FSDP2, which has its own, does not notice."""
+        """Raise InputError for changes of the original parameters, which FSDP2 has replaced and does not notice."""
         hooked = [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]
         if hooked:
             raise InputError(
@@ -120,10 +120,10 @@ class FSDPReducer(Reducer):
             )
 
     def _announce(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
-        """A backward begins; FSDP2 sums gradients over the ranks if it is the `last` before the update.
+        """Begin a backward; FSDP2 sums gradients over the ranks if it is the `last` before the update.
 
         Args:
-            params: that get gradients in it; None: all.
+            params: those that get gradients in it; None: all.
         """
         for _, weight in self._sharded if self._withholds else ():
             if isinstance(weight.grad, WithheldGradient):
@@ -136,13 +136,13 @@ class FSDPReducer(Reducer):
                     add_missing_grads(unit)
 
     def _take_grads(self, counts: Sequence[float]) -> None:
-        """Give the shards the gradients that FSDP2 has summed.
+        """Set the shards' gradients to those that FSDP2 has summed.
 
         Args:
-            counts: on how many ranks each parameter had a gradient; where that is 0 its shards get none.
+            counts: the number of ranks on which each parameter had a gradient; if it is 0 its shards get none.
 
         Raises:
-            InputError: FSDP2 has not summed one.
+            InputError: FSDP2 has not summed a gradient.
         """
         lost = []
         weight: Any

@@ -34,9 +34,9 @@ def find_units(model: nn.Module, blocks: Sequence[str], not_called: Collection[s
     """The modules that gather their weights separately, inner ones first.
 
     Args:
-        blocks: names of the repeated ones; a rank may not have all of them.
-        not_called: under a pipeline, names of the modules that stages do not call as a whole, the model itself among
-            them. Whatever else has parameters is a unit then. None: the model is the unit of the rest.
+        blocks: names of the repeated blocks; a rank may not have all of them.
+        not_called: under a pipeline, names of the modules that stages do not call directly, with the model itself. All
+            other modules with parameters are units then. None: the model is the unit of the rest.
     """
     known = dict(model.named_modules())
     units = [known[name] for name in blocks if name in known and name not in (not_called or ())]
@@ -65,10 +65,10 @@ def can_be_sharded(param: torch.Tensor) -> bool:
 
 @outside_of_dry_run()  # a mesh looks itself up in a table of ranks
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
-    """The data ranks as FSDP2 wants them: in one dim, or with `hybrid` ranks to a copy in two. All ranks together."""
+    """The mesh of the data ranks for FSDP2: one dim, or two with `hybrid` ranks to a replica. All ranks together."""
     kind = context.device.type
-    # DTensors look groups up by a mesh that compares equal, which may be an engine's before this one. So names tell
-    # them apart.
+    # DTensors look groups up by a mesh that compares equal, which may be that of an earlier engine. So each has
+    # another name.
     if hybrid is None or hybrid == context.dp_size:
         group = context.dp_group
         return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shard_{group.group_name}",))
@@ -89,11 +89,11 @@ def wrap(
     mean: bool,
     whole: set[nn.Parameter],
 ) -> FSDPModule:
-    """Shard the parameters of `unit`, in place, except those of units inside it and those that stay `whole`.
+    """Shard the parameters of `unit`, in place, except those of units inside it and those in `whole`.
 
     Args:
         options: the config's `parallel.data`.
-        mean: whether gradients are averaged over the ranks, or summed.
+        mean: gradients are averaged over the ranks; False: summed.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
     sharded = fully_shard(
@@ -108,7 +108,7 @@ def wrap(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # not every backend multiplies as it sums
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # since torch 2.13
-        sharded.set_reduce_scatter_unused_params(True)  # a rank may not use what another does
+        sharded.set_reduce_scatter_unused_params(True)  # a rank may not use a parameter that another does
     return sharded
 
 
@@ -116,8 +116,8 @@ def add_missing_grads(unit: FSDPModule) -> None:
     """Before the last of several backwards: if FSDP2 has accumulated gradients of `unit` in a wider dtype than its
     parameters', give parameters without a gradient zeros of that dtype.
 
-    torch 2.13 and 2.14 make these zeros in the parameters' dtype, and then refuse the mixture. Older torch makes none;
-    newer torch, where the gradient is a property, makes them right.
+    torch 2.13 and 2.14 create these zeros in the parameters' dtype, and then refuse the mixture. Older torch creates
+    none; newer torch, where the gradient is a property, uses the right dtype.
     """
     groups: Any = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
     params = [param for group in groups for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
@@ -129,7 +129,7 @@ def add_missing_grads(unit: FSDPModule) -> None:
 
 
 def prefetch(units: Sequence[FSDPModule], count: int) -> None:
-    """Let each unit prefetch the weights of the next `count` units. (FSDP2 prefetches 1 by default.)"""
+    """Make each unit prefetch the weights of the next `count` units. (FSDP2 prefetches 1 by default.)"""
     if count == 1:
         return
     for place, unit in enumerate(units):
@@ -143,7 +143,7 @@ def watch_grads(
     """Call `note`, a method, with the id of a shard when its parameter got a gradient on this rank. (FSDP2 gives zeros
     to the others.)
 
-    The hooks are on the parameters that FSDP2 computes with, which it gathers for that; all ranks call this together.
+    The hooks are on FSDP2's gathered parameters, so all ranks call this together.
 
     Args:
         shards: of this rank, by the parameters' modules and names.
@@ -170,7 +170,7 @@ def watch_grads(
 
 
 def unwrap(module: nn.Module, kind: type[nn.Module], attributes: Collection[str]) -> None:
-    """Undo `wrap` but for the parameters: torch has no function for it.
+    """Undo `wrap` except for the parameters: torch has no function for it.
 
     Args:
         kind: the module's class before.
@@ -180,7 +180,7 @@ def unwrap(module: nn.Module, kind: type[nn.Module], attributes: Collection[str]
         module.__class__ = kind  # type: ignore[assignment]
         _composable_state._module_state_mapping.pop(module, None)  # or a second fully_shard is refused
     tables = [table for name, table in vars(module).items() if name.endswith("_hooks")]
-    for hooks in [table for table in tables if isinstance(table, dict)]:  # transformers keeps a list of its own
+    for hooks in [table for table in tables if isinstance(table, dict)]:  # transformers adds a list
         for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
             del hooks[key]
             for flags in _FLAGS:

@@ -1,4 +1,4 @@
-"""Writes into gathered weights, which FSDP2 frees after forward: its shards never get them."""
+"""Detects writes into gathered weights, which FSDP2 frees after forward: they never reach its shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WriteWatch:
         names: of the parameters, by module and attribute.
 
     Attributes:
-        is_on: whether it does.
+        is_on: True while it compares.
         hooks: on the units.
     """
 
@@ -35,7 +35,7 @@ class WriteWatch:
         self._changed: list[tuple[list[str], torch.Tensor]] = []
 
     def add(self, unit: nn.Module) -> None:
-        """Watch `unit`, whose inner units are watched. Before FSDP2 has its hooks, which have to be around these."""
+        """Watch `unit`, whose inner units are watched. Call it before FSDP2 adds its hooks: they are outside."""
         own = {(m, name): text for (m, name), text in self._names.items() if m in {*unit.modules()} - self._taken}
         self._taken.update(unit.modules())
 

@@ -18,11 +18,11 @@ from .withheld import SCATTERED, WithheldGradient
 class SliceBucket(Bucket):
     """Parameters whose elements, in memory order, are split into one chunk per data rank.
 
-    A rank steps some parameters whole, at most two in part, and nothing of the others. It holds a part of each, often
-    an empty one, so that the optimizer's groups look alike on all ranks.
+    A rank steps all of some parameters, a slice of at most two, and nothing of the others. It holds a slice of each,
+    often an empty one, so that the optimizer's groups are equal on all ranks.
 
     Attributes:
-        parts: of `shards`, in the same order: what this rank steps.
+        parts: the slices of `shards`, in the same order, that this rank steps.
         chunk: elements of a chunk.
     """
 
@@ -38,7 +38,7 @@ class SliceBucket(Bucket):
             numel = shard.param.numel()
             start, stop = (min(max(edge, 0), numel) for edge in (-offset, self.chunk - offset))
             offset += numel
-            memory = in_memory_order(shard.param.data)[start:stop]  # `.data`: writes into both are counted apart
+            memory = in_memory_order(shard.param.data)[start:stop]  # `.data`: writes are counted separately
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
@@ -61,7 +61,7 @@ class SliceBucket(Bucket):
         return work
 
     def hand_out(self, nowhere: Collection[int]) -> None:
-        """Add what was received to the gradients of the parts; `nowhere`: those that had none on any rank."""
+        """Add the reduced chunk to the gradients of `parts`; `nowhere`: shards without a gradient on any rank."""
         assert self._received is not None
         views = enumerate(zip(self.parts, self.split(self._received), strict=True))
         given = [(part.param, view) for index, (part, view) in views if index not in nowhere]
@@ -72,19 +72,19 @@ class SliceBucket(Bucket):
         self._received = None
 
     def withhold(self) -> None:
-        """Put placeholders where users look for the gradients that were handed out."""
+        """Put placeholders in `param.grad` of the model's parameters, whose gradients are now in `parts`."""
         self._withheld = self._withheld or [WithheldGradient.of(s.param, s.name, SCATTERED) for s in self.shards]
         for shard, part, grad in zip(self.shards, self.parts, self._withheld, strict=True):
             if part.param.grad is not None:
                 set_grad(shard.param, grad)
 
     def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's chunk, split into the parts."""
+        """This rank's chunk, split into `parts`."""
         sizes = [part.param.numel() for part in self.parts]
         return list(chunk[: sum(sizes)].split(sizes))
 
     def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
-        """Start an all-gather of `values`, of one dtype, one for each part. `views` splits the result."""
+        """Start an all-gather of `values`, of one dtype, one for each of `parts`. `views` splits the result."""
         own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
         numel = sum(value.numel() for value in values)

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each data rank steps a part of the weights, and keeps optimizer state and masters for that part only.
+"""ZeRO stage 1: each data rank steps a shard of the weights, with optimizer state and masters for that shard only.
 
 Gradients are reduce-scattered to the ranks that step them while backward runs, and new weights are all-gathered while
 the rest of the update runs. If weights have the dtype of the reduction, this sends as many bytes as the all-reduce of
@@ -29,9 +29,9 @@ from .slice_bucket import SliceBucket
 
 
 class Zero1(DataStrategy):
-    """Each data rank steps a part of the weights, and holds optimizer state and masters of that part.
+    """Each data rank steps a shard of the weights, and holds optimizer state and masters of that shard.
 
-    Parameters that pipeline stages share get a bucket each, so that every stage splits them alike.
+    Parameters that pipeline stages share get separate buckets, so that every stage shards them in the same way.
 
     Attributes:
         buckets: of the parameters that the optimizer holds.
@@ -75,7 +75,7 @@ class Zero1(DataStrategy):
         self._inflight: deque[tuple[dist.Work, SliceBucket, torch.Tensor]] = deque()
 
     def _make_buckets(self, shards: Sequence[ParamShard], alone: Collection[nn.Parameter]) -> list[SliceBucket]:
-        """Each has one dtype, also after a cast; frozen parameters, which need not be sent, have their own."""
+        """Buckets of one dtype each, also after a cast; separate ones for frozen parameters, which need not be sent."""
         dtype, rank, size = self._options.dtype, self._group.rank(), self._group.size()
 
         def kind(param: nn.Parameter) -> Any:
@@ -104,10 +104,10 @@ class Zero1(DataStrategy):
     # -- while training ----------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Follow parameters that have moved in memory, and take parts back to it that were given another.
+        """Rebind shards to parameters that have moved in memory, and copy shards with other memory back to it.
 
         Raises:
-            InputError: their elements are in another order now, unlike masters and state.
+            InputError: the order of elements in memory has changed, but not that of masters and state.
         """
         memory = [shard.param.untyped_storage() for shard in self._mine]
         own = [part.param.untyped_storage() for part in self._parts]
@@ -128,15 +128,15 @@ class Zero1(DataStrategy):
                 part.param.copy_(value)  # counted as a write
 
     def join(self, names: list[str]) -> list[str]:
-        if self.inputs.context.pp_size == 1:  # else other stages have other parts
+        if self.inputs.context.pp_size == 1:  # else other stages have other shards
             self.inputs.context.agree_on_call("engine(...) after writes into engine.master_params()")
         return sorted({name for theirs in gather_objects(names, self._group) for name in theirs})
 
     def begin(self) -> None:
-        """Only an update reads the parts. (`halfmesh.utils.param_shard.Publisher`.)"""
+        """Do nothing: only an update reads the shards. (`halfmesh.utils.param_shard.Publisher`.)"""
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """The parts `shards` have new weights: gather each bucket that is complete."""
+        """Gather each bucket that is complete with the new weights of `shards`."""
         self._stepped.update(map(id, shards))
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
             self._gather(self._order[self._next])
@@ -168,13 +168,13 @@ class Zero1(DataStrategy):
         foreach_copy_([shard.param for shard in bucket.shards], bucket.views(flat))
 
     def undo(self) -> None:
-        """Give the optimizer the parameters again, without the state that belongs to their parts."""
+        """Restore the optimizer's parameters, without the state of their shards."""
         self._hook.remove()
         repoint(self.inputs.optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
 
 
 def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
-    """This rank's part of a value of `param`'s optimizer state."""
+    """This rank's shard of a value of `param`'s optimizer state."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or name == "step":
         return value
     alike = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
@@ -184,10 +184,10 @@ def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
 class Zero1Reducer(Reducer):
     """Reduce-scatters gradients to the ranks that step them, once per optimizer step.
 
-    A `Reducer` of zero1's parts: gradients arrive in the model's parameters, and end in the parts.
+    A `Reducer` of zero1's shards: gradients arrive in the model's parameters, and end in the shards.
 
     Raises:
-        InputError: parameters came into the optimizer that were not split.
+        InputError: parameters were added to the optimizer that are not sharded.
     """
 
     def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:

@@ -1,9 +1,9 @@
 """The tensor axis: each rank holds shards of the layers, and all ranks see the same data.
 
-plans              which module gets which style: plans for classes of layers, or the config's patterns
-style, feature_styles, sequence_styles, attention      what a style does to one module
-checks             whether the styles fit the model and each other
+plans              the style of each module: plans for classes of layers, or the config's patterns
+style, feature_styles, sequence_styles, attention      the effect of a style on one module
+checks             checks that the styles fit the model and each other
 apply              shards the parameters, and installs the styles
-layers, collectives      what sharded layers run
+layers             sharded layers
 gradients, trial   refuse a plan that trains wrong weights, before the first update
 """

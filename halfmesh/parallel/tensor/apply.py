@@ -49,7 +49,7 @@ class TensorParallel(TensorAxis):
 
     Attributes:
         partial: the parameters whose gradients are summed over the ranks.
-        trial: compares sharded blocks with whole ones before the first update.
+        trial: compares sharded blocks with unsharded ones before the first update.
     """
 
     def __init__(self, inputs: AxisInputs) -> None:
@@ -58,18 +58,18 @@ class TensorParallel(TensorAxis):
         self._assignments: list[Assignment] = inputs.plan
         self._host_random = inputs.host_random
         self._hooks: list[Any] = []
-        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # what `undo` restores
+        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # for `undo` to restore
         self.trial = PlanTrial(model, self._assignments, self)
         splits = {a.module.get_parameter(name): s for a in self._assignments for name, s in a.splits().items()}
         self.partial = {param for a in self._assignments for param in a.style.partial(a.module, a.in_region)}
-        self.partial -= splits.keys()  # each rank has the whole gradient of its shard
+        self.partial -= splits.keys()  # each rank has the full gradient of its shard
         for param, split in splits.items():
             self.split(optimizer, param, split)
         for assignment in self._assignments:
             self._install(assignment)
         self._hooks += [*self._end_regions(model), *self.take_whole_states(model, optimizer)]
         self.trial.watch(model)
-        if not inputs.is_split:  # each call of the whole model draws its own random numbers, and is compared
+        if not inputs.is_split:  # each call of the full model draws its random numbers, and is compared
             common = inputs.random
             self._hooks += [
                 model.register_forward_pre_hook(self.end_tp_region),
@@ -111,7 +111,7 @@ class TensorParallel(TensorAxis):
         self.trial.explain(error)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
-        """Which layers are sharded over the tensor axis, and their share of the parameters."""
+        """The layers that are sharded over the tensor axis, and their fraction of the parameters."""
         sharded = {name for name, param in params.items() if param in self.splits}
         whole = {name: size * (self.size if name in sharded else 1) for name, size in sizes.items()}
         share = sum(whole[name] for name in sharded) / sum(whole.values())

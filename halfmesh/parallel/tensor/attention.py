@@ -65,7 +65,7 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         causal = is_causal and key_padding_mask is None and not need_weights  # then torch takes the hint for the mask
         mask = None if causal else self._mask(key_padding_mask, attn_mask, q.dtype)
         if self.training:
-            self.axis.fork.open()  # up to out_proj, each rank drops weights of its own heads
+            self.axis.fork.open()  # up to out_proj, each rank drops weights of its heads
         dropout = self.dropout if self.training else 0.0
         if need_weights:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)

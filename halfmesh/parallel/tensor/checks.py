@@ -20,7 +20,7 @@ from .sequence_styles import SequenceBegin, SequenceEnd
 def resolve(
     model: nn.Module, size: int, plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False
 ) -> tuple[list[Assignment], list[str]]:
-    """How `model` is sharded over `size` ranks, and every reason why it cannot be."""
+    """The assignments that shard `model` over `size` ranks, and all problems."""
     assignments, problems = assign(model, plan, sequence_parallel)
     if any(is_compiled(module) for module in model.modules()):
         problems.append("the model is compiled already, and its layers cannot be sharded; pass it uncompiled")
@@ -50,7 +50,7 @@ def _owners(model: nn.Module) -> Collection[list[tuple[str, str]]]:
 
 
 def _find_splits(assignments: Sequence[Assignment]) -> dict[tuple[str, str], Split]:
-    """The split of each sharded parameter, by the names of its module and of its own."""
+    """The split of each sharded parameter, by the names of its module and of the parameter."""
     return {(a.name, own): split for a in assignments for own, split in a.splits().items()}
 
 
@@ -79,7 +79,7 @@ def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment])
 
 
 def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str | Mapping[str, str]) -> Iterator[str]:
-    """Modules with a sharded projection and a number of heads, which no style of the config's patterns mentions."""
+    """Modules with a sharded projection and a number of heads that no style of the config's patterns has."""
     if isinstance(plan, str):
         return
     counted = {a.name for a in assignments if isinstance(a.style, Heads)}
@@ -142,7 +142,7 @@ def _gathers_before(split: Assignment, assignments: Sequence[Assignment]) -> boo
 
 
 def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
-    """What to do about a model of which nothing would be sharded."""
+    """The message for a model of which nothing would be sharded."""
     sizes: Counter[str] = Counter()
     for name, module in model.named_modules():
         layer = f"{generalise(name) or 'the model itself'} ({type(module).__name__})"
@@ -157,7 +157,7 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
 
 
 def _example(model: nn.Module) -> str:
-    """A plan for two Linear layers that stand side by side, of which one may follow the other."""
+    """An example plan for two adjacent Linear layers, of which one may follow the other."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for one, other in itertools.pairwise(linear):
         beside = one.rpartition(".")[0] == other.rpartition(".")[0]

@@ -22,8 +22,8 @@ class Colwise(Style):
     layer.
 
     Attributes:
-        blocks: how many projections are stacked in one weight; each is split separately.
-        gathers: whether the output is gathered.
+        blocks: the number of projections stacked in one weight; each is split separately.
+        gathers: the output is gathered.
     """
 
     blocks = 1
@@ -46,7 +46,7 @@ class FusedColwise(Colwise):
     """`colwise` of several projections stacked in one weight (qkv: 3, gate and up: 2).
 
     Args:
-        blocks: how many.
+        blocks: their number.
     """
 
     def __init__(self, blocks: int | str) -> None:
@@ -64,7 +64,7 @@ class Rowwise(Style):
     """Shards the input features of a Linear (or Conv1D) after a `colwise` one, and all-reduces the output.
 
     Attributes:
-        splits_input: whether the input is whole.
+        splits_input: the input is replicated, so each rank takes its shard of it.
     """
 
     splits_input: ClassVar[bool] = False
@@ -84,14 +84,14 @@ class Rowwise(Style):
 
 
 class RowwiseSplit(Rowwise):
-    """`rowwise` that takes a whole input."""
+    """`rowwise` that takes a replicated input."""
 
     splits_input = True
 
 
 class Vocab(Style):
     """Shards the vocabulary of an Embedding, or of the Linear head that turns features back into it (whose output is
-    gathered). A weight that both share stays shared. An embedding may work on what nn.Embedding returns (Gemma's
+    gathered). A weight that both share stays shared. An embedding may change the output of nn.Embedding (Gemma's
     scales it)."""
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
@@ -143,10 +143,10 @@ class EmbeddingGather(EmbeddingFeatures):
 class Heads(Style):
     """Divides attributes that count heads (or the features of all heads) by the number of ranks.
 
-    `heads()` says that there is none: the module takes the number from the shape of its activations.
+    `heads()` means that there is none: the module takes the number from the shape of its activations.
 
     Args:
-        attributes: names of the module's whole numbers.
+        attributes: names of the module's integers.
     """
 
     def __init__(self, *attributes: str) -> None:
@@ -177,7 +177,7 @@ class ConfigHeads(Style):
 
 
 class Rows(Style):
-    """Shards the module's own parameters that have one entry, or one row, per head (attention sinks).
+    """Shards direct parameters of the module that have one entry, or one row, per head (attention sinks).
 
     Args:
         names: of these parameters.
@@ -195,12 +195,12 @@ class Rows(Style):
 
 
 class LatentKeys(Style):
-    """A whole layer of latent attention (DeepSeek) whose last output features are the rotary part of the keys. Each
-    rank uses them for its heads, so their gradients are partial, and are summed here; those of the other features are
-    summed by the `colwise` layer that follows.
+    """An unsharded layer of latent attention (DeepSeek) whose last output features are the rotary part of the keys.
+    Each rank uses them for its heads, so their gradients are partial, and are summed here; those of the other features
+    are summed by the `colwise` layer that follows.
 
     Args:
-        rotary: how many these features are.
+        rotary: the number of these features.
     """
 
     def __init__(self, rotary: int | str) -> None:
@@ -259,7 +259,7 @@ def _out_dim(module: nn.Module) -> int:
 def _find_weight_problems(
     module: Any, kind: type[nn.Module], what: str, dim: int, size: int, blocks: int = 1
 ) -> Iterator[str]:
-    """Why `dim` of the weight of `module` cannot be sharded; one is that it does not compute what `kind` does."""
+    """The reasons why `dim` of the weight of `module` cannot be sharded, such as a forward that is not `kind`'s."""
     if kind is nn.Linear and _is_conv1d(module):
         kind = type(module)
     if type(module).forward is not kind.forward or "forward" in vars(module):

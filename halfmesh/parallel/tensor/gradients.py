@@ -1,4 +1,4 @@
-"""Gradients of the parameters that every rank of the tensor axis holds whole."""
+"""Gradients of the parameters that the ranks of the tensor axis replicate."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TensorGradients(SharedGradients):
     """Sums the gradients of parameters that work on this rank's shard of the activations (norms under sequence
     parallelism).
 
-    In the first updates it compares gradients of whole parameters over the ranks: the plan is wrong where those that
-    are summed are equal (but for shards of the sequence, of which a mean makes equal ones), or others differ. Gradients
+    In the first updates it compares gradients of replicated parameters over the ranks: the plan is wrong if those that
+    are summed are equal (except for shards of the sequence, where a mean gives equal ones), or others differ. Gradients
     of zero (before a layer that starts at zero) are compared again in the next update.
 
     Args:
         partial: the parameters whose gradients are summed.
-        shards_sequence: whether ranks compute different tokens.
+        shards_sequence: ranks compute different tokens.
         try_out: called before gradients are completed.
         shards: of the parameters that are trained.
     """
@@ -41,7 +41,7 @@ class TensorGradients(SharedGradients):
         shards: Sequence[ParamShard],
     ) -> None:
         self._axis, self._try_out, self._shards_sequence = axis, try_out, shards_sequence
-        self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
+        self._looks: dict[nn.Parameter, int] = {}  # the number of comparisons of each
         super().__init__(partial, axis.group, shards)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
@@ -87,7 +87,7 @@ class TensorGradients(SharedGradients):
 
 
 def _sample(grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """`_SAMPLE` elements from all over the gradient. (Sums of large tensors are too much alike.)"""
+    """`_SAMPLE` elements spread over the gradient. (Sums of large tensors differ too little.)"""
     sample = torch.zeros(_SAMPLE, dtype=torch.float64, device=device)
     if grad is not None:
         values = (grad.coalesce().values() if grad.is_sparse else grad).reshape(-1)

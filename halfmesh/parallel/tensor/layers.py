@@ -1,4 +1,4 @@
-"""Sharded layers, and what they share: the tensor axis. A layer becomes a sharded one by a change of its class; its
+"""Sharded layers, and the tensor axis that they share. A layer becomes a sharded one by a change of its class; its
 parameters (now this rank's shards), hooks and name stay, and `TensorParallel.undo` restores the class."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SEQUENCE_DIM = 1
 
 
 class TensorAxis(AppliedAxis):
-    """The tensor axis as its layers see it. All sharded layers of an engine share one, and so do copies of the model.
+    """The tensor axis for its layers. All sharded layers of an engine share one, and so do copies of the model.
 
     Attributes:
-        group: the ranks, `size` of them, of which this is number `rank`.
+        group: the `size` ranks, of which this is `rank`.
         device: this rank's.
         fork: random numbers that differ between the ranks, open where activations are sharded.
     """
@@ -49,7 +49,7 @@ class TensorAxis(AppliedAxis):
 
     @torch.compiler.disable
     def end_tp_region(self, *_: Any) -> None:
-        """Activations are whole from here on: the ranks draw the same random numbers again, and the shared input is
+        """End a region of sharded activations: the ranks draw the same random numbers again, and the shared input is
         forgotten. Also a hook before or after a forward."""
         self.fork.close()
         self._copied = None
@@ -60,7 +60,7 @@ class ShardedLayer(nn.Module):
 
     Attributes:
         axis: the ranks that hold the shards.
-        in_region: whether a module around this one gathers and reduces along the sequence (sequence parallelism).
+        in_region: a module around this one gathers and reduces along the sequence (sequence parallelism).
         product: computes a linear layer's product, as `torch.nn.functional.linear`; a precision may set another.
     """
 
@@ -74,8 +74,8 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
     """A linear layer of which this rank computes some output features: rows of the weight.
 
     Attributes:
-        gathers: whether the output is gathered.
-        transposed: whether the weight is [in, out], as in transformers' Conv1D.
+        gathers: the output is gathered.
+        transposed: the weight is [in, out], as in transformers' Conv1D.
     """
 
     gathers: bool
@@ -87,17 +87,17 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
         if self.gathers:
             return collectives.gather(output, -1, self.axis.group)
         if self.training:
-            self.axis.fork.open()  # up to the rowwise layer that follows, each rank drops features of its own
+            self.axis.fork.open()  # up to the rowwise layer that follows, each rank drops different features
         return output
 
 
 class RowwiseLinear(ShardedLayer, nn.Linear):
     """A linear layer of which this rank has some input features: columns of the weight. Outputs are summed over the
-    ranks, then the bias is added, which every rank holds whole.
+    ranks, then the bias is added, which is replicated.
 
     Attributes:
-        splits: whether the input is whole, so that this rank takes its shard of it.
-        transposed: whether the weight is [in, out], as in transformers' Conv1D.
+        splits: the input is replicated, so that this rank takes its shard of it.
+        transposed: the weight is [in, out], as in transformers' Conv1D.
     """
 
     splits: bool
@@ -122,8 +122,8 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
 
 
 class VocabEmbedding(ShardedLayer, nn.Embedding):
-    """An embedding of which this rank holds some vocabulary entries. Ids of other ranks give zeros, and ranks are
-    summed."""
+    """An embedding of which this rank holds some vocabulary entries. Ids of other ranks give zeros, and outputs are
+    summed over the ranks."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         entries, rank, size = self.weight.shape[0], self.axis.rank, self.axis.size

@@ -1,4 +1,4 @@
-"""Which module gets which style: plans for classes of layers, the config's patterns, and the assignments from both."""
+"""The style of each module: plans for classes of layers, the config's patterns, and the assignments from both."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .style import Style, parse_style
 
 @dataclass(frozen=True)
 class Assignment:
-    """A module, the style that it gets, and the plan that says so.
+    """A module, its style, and the plan that assigns it.
 
     Attributes:
-        in_region: whether it is in a module that gathers the sequence.
+        in_region: it is in a module that gathers the sequence.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Assignment:
     in_region: bool = False
 
     def splits(self) -> dict[str, Split]:
-        """The module's own parameters that are sharded, by name; none where the style does not fit the module."""
+        """The direct parameters of the module that are sharded, by name; none if the style does not fit the module."""
         fits = not any(self.style.find_problems(self.module, 1))
         return self.style.splits(self.module) if fits else {}
 
@@ -57,7 +57,7 @@ class LayerPlan:
         styles: patterns of names of modules within the layer ("mlp.fc1", "blocks.*"; "" is the layer itself), each
             with its style.
         sequence: the styles that sequence parallelism adds.
-        find_problem: returns why a layer of these classes cannot be sharded, or None.
+        find_problem: returns the reason why a layer of these classes cannot be sharded, or None.
     """
 
     layers: tuple[type[nn.Module] | str, ...]
@@ -69,7 +69,7 @@ class LayerPlan:
         """Names of modules of `model`, each with a style; nothing where no layer is of these classes.
 
         Raises:
-            InputError: `find_problem` says that one cannot be sharded.
+            InputError: `find_problem` reports a layer.
         """
         styles = [*self.styles.items(), *(self.sequence.items() if sequence_parallel else ())]
         for prefix, layer in model.named_modules():
@@ -87,7 +87,7 @@ class LayerPlan:
 def assign(
     model: nn.Module, plan: str | Mapping[str, str], sequence_parallel: bool
 ) -> tuple[list[Assignment], list[str]]:
-    """The assignments of `plan` (a registered name, "auto", or patterns with styles), and what is wrong with it."""
+    """The assignments of `plan` (a registered name, "auto", or patterns with styles), and its problems."""
     modules = dict(model.named_modules())
     assignments: list[Assignment] = []
     problems: list[str] = []
@@ -111,7 +111,7 @@ def assign(
 def _find_styles(
     model: nn.Module, plan: str | Mapping[str, str], sequence_parallel: bool, problems: list[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """A plan's name, a module's name and its style, in the order of the plan. Adds to `problems` what is wrong."""
+    """A plan's name, a module's name and its style, in the order of the plan. Adds its problems to `problems`."""
     if isinstance(plan, str):
         yield from _find_registered(model, plan, sequence_parallel, problems)
         return
@@ -140,7 +140,7 @@ def _find_registered(
 
 
 def _find_conflict(old: Assignment, new: Assignment) -> str | None:
-    """What is wrong if both shard the same parameters or numbers of one module."""
+    """The conflict of two assignments that shard the same parameters or numbers of one module, if they do."""
     both = {*old.splits(), *old.style.attributes} & {*new.splits(), *new.style.attributes}
     if not both:
         return None
@@ -151,7 +151,7 @@ def _find_conflict(old: Assignment, new: Assignment) -> str | None:
 
 
 def caller(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The nearest module above `name` that is called itself (a ModuleList is not)."""
+    """The nearest module above `name` that is called (a ModuleList is not)."""
     while name:
         name = name.rpartition(".")[0]
         if type(modules[name]).forward is not nn.Module.forward:
@@ -165,7 +165,7 @@ def generalise(name: str) -> str:
 
 
 def near_names(pattern: str, names: Iterable[str]) -> str:
-    """The end of a message about a pattern that matches none of the modules' `names`: the nearest, or what there is."""
+    """The end of a message about a pattern that matches none of the modules' `names`: the nearest ones, or examples."""
     general = sorted({generalise(known) for known in names if known})
     near = find_near(generalise(pattern), general, cutoff=0.5)
     return f"; did you mean {near!r}?" if near else f"; it has {', '.join(general[:8])}"

@@ -17,8 +17,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 class Sequence(Style):
-    """Whole parameters on this rank's shard of the activations: norms and dropout between the sharded layers (sequence
-    parallelism), or a norm over each head's features. Dropout draws random numbers of this rank's own."""
+    """Replicated parameters on this rank's shard of the activations: norms and dropout between the sharded layers
+    (sequence parallelism), or a norm over each head's features. Dropout draws different numbers on each rank."""
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return module.parameters()
@@ -35,7 +35,7 @@ class Sequence(Style):
 
 
 class SequenceBegin(Style):
-    """From this module's input on, activations are sharded along the sequence: shape [batch, sequence, ...]."""
+    """Shards activations along the sequence, from this module's input on: shape [batch, sequence, ...]."""
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The contract of a style: how one module is sharded over the tensor axis. And helpers of styles."""
+"""The contract of a style, which shards one module over the tensor axis; and helpers of styles."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .layers import ShardedLayer, TensorAxis
 
 
 class Style:
-    """What is done to one module. The defaults do nothing.
+    """A style: shards one module. The defaults do nothing.
 
     Attributes:
-        is_region: whether the module gathers the sequence at its entrance (sequence parallelism), so that layers in it
-            do not copy their input, and reduce-scatter their output.
-        opens_fork: whether what follows within the parent module works on sharded features.
-        attributes: names of whole numbers of the module, which are divided by the number of ranks.
+        is_region: the module gathers the sequence at its input (sequence parallelism), so that layers in it do not copy
+            their input, and reduce-scatter their output.
+        opens_fork: modules that follow it within the parent module work on sharded features.
+        attributes: names of integers of the module, which are divided by the number of ranks.
     """
 
     is_region: ClassVar[bool] = False
@@ -29,22 +29,22 @@ class Style:
     attributes: tuple[str, ...] = ()
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        """Why `module` cannot be sharded over `size` ranks in this way."""
+        """The reasons why `module` cannot be sharded over `size` ranks in this way."""
         yield from ()
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
-        """The module's own parameters that are sharded, by name."""
+        """The direct parameters of the module that are sharded, by name."""
         return {}
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
-        """Parameters that every rank holds whole but that work on its shard of the activations: their gradients are
-        summed over the ranks."""
+        """Replicated parameters that work on this rank's shard of the activations: their gradients are summed over the
+        ranks."""
         return ()
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        """Make `module` work with its parameters, which are shards by now.
+        """Make `module` work with its parameters, which are shards now.
 
-        It may get another class and other attributes; those that it had are restored in the end.
+        It may get another class and other attributes; `TensorParallel.undo` restores the former ones.
 
         Returns:
             The handles of the hooks that were registered.

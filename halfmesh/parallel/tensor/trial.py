@@ -1,8 +1,8 @@
-"""Tries a plan out before the first update: blocks are computed whole and sharded, and compared.
+"""Tries a plan before the first update: blocks are computed unsharded and sharded, and compared.
 
 A plan that mixes features between a `colwise` and a `rowwise` layer (softmax, a norm, a fused gate) raises nothing, and
-trains wrong weights. So one block of each kind is computed twice, with random weights: those that a model starts with
-may be zero, and hide what comes before them. Built-in plans are known to be right.
+trains wrong weights. So one block of each kind is computed twice, with random weights: a model's initial weights may be
+zero, and hide errors in the layers before them. Built-in plans are known to be right.
 
 Only forwards are compared. If a backward is wrong after a right forward, the ranks get different gradients, which
 `gradients` refuses.
@@ -32,18 +32,18 @@ from .sequence_styles import GatherSequence, SequenceBegin, SequenceEnd
 _log = get_logger(__name__)
 
 TOLERANCE = 2e-2
-"""Of norms. Rounding does far less, in bf16 too; mixed features differ by far more where weights are as uneven."""
+"""Relative to norms. Rounding makes far smaller differences, in bf16 too; mixed features make far larger ones."""
 
 
 @dataclass
 class _Kind:
-    """Blocks of one class that are sharded alike.
+    """Blocks of one class that are sharded in the same way.
 
     Attributes:
         names: of the blocks.
         block: the name of their class.
         assignments: those of modules in the first one.
-        meta: a whole copy of it on the meta device; or why there is none.
+        meta: an unsharded copy of it on the meta device; or the reason why there is none.
         live: the block that was called first in training.
         call: its arguments; activations are on the meta device.
     """
@@ -56,7 +56,7 @@ class _Kind:
     call: Any = None
 
     def describe(self, gap: float, size: int) -> str:
-        """What to say of blocks whose outputs are `gap` apart, and how to change it."""
+        """The message for blocks whose outputs differ by `gap`: the problem, and what to change."""
         plan = {a.plan: a.text for a in self.assignments}
         others = f", and {len(self.names) - 1} more like it" if len(self.names) > 1 else ""
         return (
@@ -69,9 +69,9 @@ class _Kind:
 
 
 class PlanTrial:
-    """Compares blocks of `model`, which is still whole, with what a plan makes of them.
+    """Compares blocks of `model`, which is not sharded yet, with the same blocks sharded by a plan.
 
-    A block is the smallest module around a `colwise` and a `rowwise` layer: its inputs and outputs are whole.
+    A block is the smallest module around a `colwise` and a `rowwise` layer: its inputs and outputs are replicated.
     """
 
     def __init__(self, model: nn.Module, assignments: Sequence[Assignment], axis: TensorAxis) -> None:
@@ -81,7 +81,7 @@ class PlanTrial:
         self._hooks: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Note how the blocks of `model`, which is sharded by now, are called first."""
+        """Record the first call of the blocks of `model`, which is sharded now."""
         self._watched = {model.get_submodule(name): kind for kind in self._kinds for name in kind.names}
 
         @torch.compiler.disable
@@ -100,7 +100,7 @@ class PlanTrial:
         self._watched.clear()
 
     def explain(self, error: RuntimeError) -> None:
-        """Say what an error in the first forwards may come from: most often sizes that are those of the whole model."""
+        """Explain an error in the first forwards: the cause is most often a size of the full model."""
         if self._kinds:
             names = shorten([kind.names[0] or "the model" for kind in self._kinds])
             error.add_note(
@@ -141,9 +141,9 @@ class PlanTrial:
         self._kinds = []
 
     def _try_out(self, kind: _Kind) -> float | str:
-        """How far a sharded block is from the whole one; or why that is not known. The whole group together.
+        """The difference of a sharded block from the unsharded one; or why it is not known. All ranks of the group.
 
-        Both run in evaluation mode, in fp32 (fp64 stays), with whole sequences. Random numbers stay as they are.
+        Both run in evaluation mode, in fp32 (fp64 stays), with full sequences. Random states are restored.
         """
         device = self._axis.device
         with (
@@ -159,7 +159,7 @@ class PlanTrial:
                 whole = _outputs(block, kind.call, device)
                 if not torch.equal(before, _random_state(device)):
                     problem = "it draws random numbers in evaluation, too"
-            except Exception as error:  # whatever the block does
+            except Exception as error:  # any error of the block
                 problem = f"computing it whole failed: {error!r}"
             for theirs in gather_objects(problem, self._axis.group):  # before the block's own collectives
                 if theirs:
@@ -206,12 +206,12 @@ def _find_blocks(model: nn.Module, assignments: Sequence[Assignment]) -> list[st
 
 
 def _without_activations(tensor: torch.Tensor) -> torch.Tensor:
-    """What a trial needs of a block's argument: ids, masks and tables themselves, the shape of activations."""
+    """The part of a block's argument that a trial needs: ids, masks and tables themselves, the shape of activations."""
     return torch.empty_like(tensor, device="meta") if tensor.requires_grad else tensor.detach()
 
 
 def _with_random_weights(kind: _Kind, device: torch.device) -> nn.Module:
-    """A whole block in evaluation mode, with buffers and other tensors of the live one."""
+    """An unsharded block in evaluation mode, with buffers and other tensors of the live one."""
     assert kind.live is not None
     if isinstance(kind.meta, str):
         raise InputError(kind.meta)
@@ -230,7 +230,7 @@ def _with_random_weights(kind: _Kind, device: torch.device) -> nn.Module:
 
 
 def _random_weight(param: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
-    """So uneven that it shows if a rank's features were taken for all."""
+    """A weight so uneven that a difference shows if a rank's features are taken for all."""
     shape = param.shape
     options: dict[str, Any] = {"dtype": _wide(param), "device": generator.device}
     value = torch.randn(shape, generator=generator, **options)
@@ -241,7 +241,7 @@ def _random_weight(param: nn.Parameter, generator: torch.Generator) -> torch.Ten
 
 
 def _shard(block: nn.Module, kind: _Kind, axis: TensorAxis) -> None:
-    """Shard `block` as the model is, but not along the sequence."""
+    """Shard `block` as in the model, but not along the sequence."""
     inside = [
         replace(a, module=block.get_submodule(a.name[len(kind.names[0]) :].lstrip(".")), in_region=False)
         for a in kind.assignments
@@ -268,8 +268,8 @@ def _outputs(block: nn.Module, call: Any, device: torch.device) -> list[torch.Te
 
 
 def _gap(whole: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]) -> float:
-    """The largest difference of two outputs, relative to the norm of the whole one. Outputs of another shape (attention
-    weights of this rank's heads) are left out."""
+    """The largest difference of two outputs, relative to the norm of the unsharded one. Outputs of another shape
+    (attention weights of this rank's heads) are left out."""
     gaps = []
     for a, b in zip(whole, sharded, strict=True):
         if a.shape == b.shape:
@@ -279,7 +279,7 @@ def _gap(whole: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]) -> floa
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """At least fp32."""
+    """The dtype of `tensor`, at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
 
