@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -64,13 +64,7 @@ class LocalRanks:
         return self.wait()
 
     def begin(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        *,
-        timeout: float = 600.0,
-        group: bool = True,
-        environment: Mapping[str, str] | None = None,
+        self, function: Callable[..., Any], args: Sequence[Any] = (), *, timeout: float = 600.0, group: bool = True
     ) -> None:
         """Call a function on each rank, with the variables, folder and `sys.path` that this process has now, and with
         torchrun's variables unless a rank is alone.
@@ -79,7 +73,6 @@ class LocalRanks:
             function: of a module's top level; it gets `args`. Its result is pickled.
             timeout: seconds, from now.
             group: make a process group for the call.
-            environment: further variables.
 
         Raises:
             InputError: the function cannot be sent to other processes, or there are too few GPUs.
@@ -94,8 +87,7 @@ class LocalRanks:
             raise InputError(
                 f"this cannot be sent to the processes that should call it ({error}); {allowed}"
             ) from error
-        self._timeout, self._group, self._environment = timeout, group, environment or {}
-        self._attempts = ATTEMPTS
+        self._timeout, self._group, self._attempts = timeout, group, ATTEMPTS
         self._send()
 
     def wait(self) -> list[Any]:
@@ -165,7 +157,7 @@ class LocalRanks:
             for rank, (_, pipe) in enumerate(self._members):
                 place = (rank, rank, self.world_size, self.world_size, "127.0.0.1", port)
                 launch = dict(zip(LAUNCH_VARIABLES, map(str, place), strict=True)) if self.world_size > 1 else {}
-                around = {**inherited, **launch, **self._environment}, os.getcwd(), sys.path
+                around = {**inherited, **launch}, os.getcwd(), sys.path
                 with contextlib.suppress(ConnectionError):  # it died: `wait` says why
                     pipe.send_bytes(pickle.dumps((self._call, group, around)))
             after_errors.pop_all()

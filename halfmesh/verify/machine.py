@@ -10,7 +10,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -200,14 +201,11 @@ def _markdown(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 @dataclass(frozen=True)
 class _Work(Work):
-    """On processes that serve all cells, since no model here leaves anything behind: half the time of new ones.
+    """On processes that serve all cells, since no model here leaves anything behind: half the time of new ones. Those
+    that are `waiting`, by world size, end with the `stack`."""
 
-    Attributes:
-        waiting: by their number.
-    """
-
-    stack: ExitStack = field(default_factory=ExitStack)
-    waiting: dict[int, list[LocalRanks]] = field(default_factory=dict)
+    stack: ExitStack
+    waiting: dict[int, list[LocalRanks]]
 
     @contextmanager
     def _ranks(self, world_size: int) -> Iterator[LocalRanks]:
@@ -239,19 +237,12 @@ def verify_machine(device: str | None = None, quick: bool = False) -> MachineRep
         about["fp8"] = "not run: it needs the package torchao" + (", and a GPU with float8" if gpus else "")
     if ranks == 1:
         about["layouts"] = "not run: they need two GPUs; on ranks of the CPU: halfmesh verify --device cpu"
-    cells = list(find_cells(device, ranks, float8, quick))
-    bar = track(cells, "verifying", console=Console(stderr=True), disable=not sys.stderr.isatty())
+    results, cells = [], list(find_cells(device, ranks, float8, quick))
     with ExitStack() as stack:
-        waiting = defaultdict[int, list[LocalRanks]](list)
-        results = [_verify(cell, device, stack, waiting) for cell in bar]
+        options: dict[str, Any] = {"updates": 2, "device": device, "timeout": 600.0, "progress": lambda text: None}
+        options |= {"stack": stack, "waiting": defaultdict(list)}
+        for cell in track(cells, "verifying", console=Console(stderr=True), disable=not sys.stderr.isatty()):
+            began, work = time.monotonic(), partial(_Work, Given(cell.build), **options)
+            report = prove(load_config(cell.config), cell.world_size, False, device, work)
+            results.append((cell, report, time.monotonic() - began))
     return MachineReport(about, results)
-
-
-def _verify(cell: Cell, device: str, *processes: Any) -> tuple[Cell, VerifyReport, float]:
-    began = time.monotonic()
-
-    def work(config: Config, ranks: int) -> Work:
-        return _Work(Given(cell.build), config, ranks, 2, device, 600.0, lambda _: None, *processes)
-
-    report = prove(load_config(cell.config), cell.world_size, False, device, work)
-    return cell, report, time.monotonic() - began

@@ -170,12 +170,13 @@ class Work:
     timeout: float
     progress: Callable[[str], None]
 
-    # What runs in the processes, and whether the loss of an update can be made inf.
+    # What runs in the processes; whether the loss of an update can be made inf; whether ranks have a process group.
     _plain: ClassVar[Any] = staticmethod(record_plain)
     _engine: ClassVar[Any] = staticmethod(record_engine)
     _estimate: ClassVar[Any] = staticmethod(estimate)
     _rank: ClassVar[Any] = staticmethod(run_rank)
     _overflows: ClassVar[bool] = True
+    _has_group: ClassVar[bool] = True
 
     def phases(self, folder: Path) -> Any:
         """Each phase as it ends; a phase that differs is the last."""
@@ -271,7 +272,7 @@ class Work:
             with ExitStack() as running:
                 started = [running.enter_context(self._ranks(1)) for _ in jobs]
                 for ranks, (function, args) in zip(started, jobs, strict=True):
-                    ranks.begin(function, args, **self._options(1))
+                    ranks.begin(function, args, timeout=self.timeout, group=False)
                 for ranks in started:
                     ranks.wait()
         except RankError as error:
@@ -279,16 +280,13 @@ class Work:
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         with self._ranks(world_size) as ranks:
-            return ranks.call(function, args, **self._options(world_size))
+            group = self._has_group and world_size > 1
+            return ranks.call(function, args, timeout=self.timeout, group=group)
 
     def _ranks(self, world_size: int) -> AbstractContextManager[LocalRanks]:
         build = self.given.build
         own = build if isinstance(build, str) else f"{build.__module__}:{build.__qualname__}"
         return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.run", own))
-
-    def _options(self, world_size: int) -> dict[str, Any]:
-        """Of a call."""
-        return {"timeout": self.timeout, "group": world_size > 1}
 
     def _case(self, config: Config, dtype: torch.dtype | None) -> Case:
         pipeline = config.parallel.pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -274,8 +274,3 @@ def loss_value(loss: Any) -> tuple[float, float]:
     parts = loss if isinstance(loss, (tuple, list)) else (loss, 1.0)
     value, weight = (part.detach() if isinstance(part, torch.Tensor) else part for part in parts)
     return float(value), float(weight)
-
-
-def figures_of(store: Store, update: int, what: str) -> Iterator[Any]:
-    """Those of one kind, of all calls of an update."""
-    return (value for (number, _, kind), value in store.figures.items() if (number, kind) == (update, what))

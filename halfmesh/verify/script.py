@@ -117,6 +117,7 @@ class ScriptWork(Work):
 
     _plain = _engine = staticmethod(record)
     _estimate, _rank, _overflows = staticmethod(estimate), staticmethod(compare), False
+    _has_group = False
 
     def phases(self, folder: Path) -> Iterator[Phase]:
         """See `Work`."""
@@ -165,9 +166,3 @@ class ScriptWork(Work):
 
     def _ranks(self, world_size: int) -> LocalRanks:
         return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.script_run"))
-
-    def _options(self, world_size: int) -> dict[str, Any]:
-        environment = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
-        if world_size == 1:
-            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        return {"timeout": self.timeout, "group": False, "environment": environment}

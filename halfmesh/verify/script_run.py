@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import multiprocessing
+import os
 import runpy
 import sys
 import tempfile
@@ -109,6 +110,8 @@ class ScriptRun:
     def run(self) -> Any:
         """Run it until the last update. Returns the sink. Raises InputError if the script ends before."""
         path, end = self.script.path, "it has no more to do"
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **os.environ}  # as torchrun does for one, too
+        os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if self.case.device == "cpu" else {}
         sys.argv, sys.path[:0] = [str(path), *self.script.args], [str(path.resolve().parent)]
         multiprocessing.set_start_method(None, force=True)  # else loaders' workers would come from the fork server
         vars(assembly)["_initialize"] = self.initialize
