@@ -7,6 +7,7 @@ make `here`, or on `rank_device()`. Marks: `sends` for tests whose ranks send to
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import random
@@ -148,6 +149,7 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
         torch.backends.cudnn.allow_tf32 = False  # convolutions are compared with fp32 ones
     result = io.BytesIO()
     torch.save(fn(place.rank, place.world_size, *args, **kwargs), result)
-    if dist.is_initialized():  # ranks that wait for this one hear of it at once
+    if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # what holds a group; ranks that wait for this one hear at once that it is gone
     return result.getvalue()
