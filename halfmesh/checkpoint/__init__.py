@@ -1,16 +1,17 @@
-"""Atomic checkpoints of the whole model's tensors, which load into any layout.
+"""Atomic checkpoints of the model's full tensors, which load into any layout.
 
 checkpointer.py   saves and loads for one engine
-state.py          which shard of which tensor this rank holds
-compound.py       tensors that are made of others, apart and together
-validate.py       whether a checkpoint fits, checked before anything changes
+state.py          this rank's shards of the tensors
+compound.py       saves tensors that are made of others as their inner tensors
+validate.py       checks that a checkpoint fits, before anything changes
 settings.py       settings that a load overwrites
 storage.py        the files of one checkpoint; dcp.py: those of tensors
 folder.py         the folder of all checkpoints, locked by the one job that saves into it
 background.py     the thread that writes while training continues
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
 export.py         weights alone, for other programs
-rank_state.py, collective.py: random numbers and the loop's own state; the same error on all ranks
+rank_state.py     random numbers, and state that the loop attaches
+collective.py     raises the same error on all ranks
 
-Imports parallel, amp, config and what is below them; not the engine.
+It imports parallel, amp, config and the packages below them; not the engine.
 """

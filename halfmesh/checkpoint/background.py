@@ -15,7 +15,7 @@ _log = get_logger(__name__)
 
 
 def wait_for_writers(directory: Path) -> None:
-    """Wait for saves of all engines of this process into `directory`: the next one removes what is unfinished there."""
+    """Wait for saves of all engines of this process into `directory`: the next one removes unfinished saves there."""
     for thread in threading.enumerate():
         if thread.name == _thread_name(directory):
             thread.join()
@@ -65,9 +65,9 @@ class BackgroundWriter:
 
     def _run(self, write: Callable[[], object]) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # each thread has its own
+            torch.cuda.set_device(self._device)  # each thread has a current device
         try:
             write()
         except Exception as error:  # the same on all ranks, unless they can no longer be reached
             self._error = error
-            _log.warning("%s", error)  # logged now: the next call that waits may be far away
+            _log.warning("%s", error)  # logged now: the next call that waits may come much later

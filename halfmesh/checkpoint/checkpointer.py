@@ -39,7 +39,7 @@ _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds
 
 
 class AutomaticSaves(Protocol):
-    """Those that the config asks for."""
+    """The automatic checkpoints of the config."""
 
     def ask(self) -> bool:
         """Save at the next boundary, and end the loop."""
@@ -54,7 +54,7 @@ class Checkpointer:
     Attributes:
         preemption: the automatic checkpoints, if the config asks for them.
         locks: of the folders that were saved into, until `close`.
-        attached: the state of the loop's own objects.
+        attached: the state of objects that the loop attached.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -67,7 +67,7 @@ class Checkpointer:
 
     @property
     def sharded_state(self) -> ShardedState:
-        """This rank's tensors under the whole model's names."""
+        """This rank's tensors under the full model's names."""
         parts = self._parts
         return ShardedState(parts.model, parts.update, parts.division, parts.average)
 
@@ -128,7 +128,7 @@ class Checkpointer:
         averages = parts.average.decay is not None
         mine = describe(shards), [group["params"] for group in groups], plain, extras, averages
         shapes, names, all_plain, all_extras, all_averages = zip(*context.everyone(mine), strict=True)
-        if len(set(all_averages)) > 1:  # each rank has its part of the average
+        if len(set(all_averages)) > 1:  # each rank has its shards of the average
             ranks = [rank for rank, has in enumerate(all_averages) if has]
             raise InputError(f"engine.averaged_model was called on rank(s) {ranks} only; call it on every rank")
         tensors = find_tensors(shapes, spread=True)
@@ -242,8 +242,8 @@ class Checkpointer:
         """Load everything but the tensors of model and optimizer. Yields a line for whatever starts fresh.
 
         Args:
-            shared: rank 0's random numbers as they are now. In another layout, ranks that have the same go on with
-                those that rank 0 had, from which the order of the next epochs is drawn; others keep their own.
+            shared: rank 0's current random numbers. In another layout, ranks with the same continue with rank 0's saved
+                ones, from which the order of the next epochs is drawn; others keep theirs.
         """
         parts, context, common, about = self._parts, self._parts.context, stored.common, stored.manifest
         self.sharded_state.set_extras(common["extras"])
@@ -277,7 +277,7 @@ class Checkpointer:
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
 
     def _compare_settings(self, stored: Stored) -> None:
-        given = dict(enumerate(stored.common.get("given", ())))  # older checkpoints do not say
+        given = dict(enumerate(stored.common.get("given", ())))  # missing in older checkpoints
         names = [group["params"] for group in self.sharded_state.groups()]
         places = [place_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
         self._settings.loaded(stored.folder, [given.get(place, {}) for place in (0, *(1 + p for p in places))])
@@ -294,7 +294,7 @@ class Checkpointer:
         parts = self._parts
         parts.lr.settle()
         with parts.guard.own_call():
-            update, model = parts.update.state_dict(), parts.model.state_dict()  # what others wrote is shared first
+            update, model = parts.update.state_dict(), parts.model.state_dict()  # first copies the user's writes
         return {
             "model": model,
             "update": update,
@@ -369,7 +369,7 @@ class Checkpointer:
         self.preemption.ask()
 
     def collect_whole(self) -> WholeModel:
-        """What `Engine.close` restores. All ranks together."""
+        """Gather the model that `Engine.close` restores. All ranks together."""
         from .whole import WholeModel
 
         with self._parts.guard.own_call():

@@ -1,7 +1,7 @@
-"""Tensors that are made of others, such as quantised optimizer state: saved as those, and put together again.
+"""Tensors made of other tensors, such as quantised optimizer state: saved as the inner tensors, rebuilt when loaded.
 
-A traceable wrapper subclass says by `__tensor_flatten__` which tensors it holds. State "exp_avg" of this kind is saved
-as the tensors "exp_avg/codes" and "exp_avg/scale", and, as plain values under "exp_avg/", what makes one of them.
+A traceable wrapper subclass lists its inner tensors in `__tensor_flatten__`. State "exp_avg" of this kind is saved as
+the tensors "exp_avg/codes" and "exp_avg/scale", and, under "exp_avg/", the plain values needed to rebuild it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .validate import class_name
 
 
 def take_apart(key: str, tensor: Any, made: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the plain tensors in the state `key`, and puts into `made` what `put_together` needs besides."""
+    """Yields the plain tensors in the state `key`, and puts into `made` the plain values for `put_together`."""
     if not is_compound(tensor):
         yield key, tensor.detach()
         return
@@ -29,7 +29,7 @@ def take_apart(key: str, tensor: Any, made: dict[str, Any]) -> Iterator[tuple[st
 
 
 def put_together(values: dict[str, Any]) -> None:
-    """Make the tensors of `values`, state by key, again that were taken apart, in place. Their classes are looked up
+    """Rebuild the tensors of `values`, state by key, that `take_apart` split, in place. Their classes are looked up
     among those that the program has imported: a file imports nothing."""
     for key in [key for key in reversed(values) if key.endswith("/")]:  # the inner ones first
         kind, names, context, size, stride = values.pop(key)

@@ -46,7 +46,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def write(boxes: Boxes, tensors: Mapping[str, WholeTensor], folder: Path, rank: int) -> list[Any]:
-    """Write this rank's boxes of `tensors`. Returns what `finish` needs, on rank 0."""
+    """Write this rank's boxes of `tensors`. Returns the results for `finish`, on rank 0."""
     items = [
         WriteItem(
             MetadataIndex(name, at),
@@ -67,10 +67,10 @@ def write(boxes: Boxes, tensors: Mapping[str, WholeTensor], folder: Path, rank: 
 
 
 def finish(tensors: Mapping[str, WholeTensor], results: Sequence[list[Any]], folder: Path) -> None:
-    """Write `.metadata`: which tensors there are, and where. On rank 0.
+    """Write `.metadata`, the index of all tensors. On rank 0.
 
     Args:
-        results: what `write` returned on each rank.
+        results: the result of `write` on each rank.
     """
     described: dict[str, Any] = {
         name: TensorStorageMetadata(
@@ -94,7 +94,7 @@ _CLASSES = {
     "pathlib": ("Path", "PosixPath"),
     "pathlib._local": ("Path", "PosixPath"),
 }
-"""What DCP writes into `.metadata`."""
+"""The classes that DCP writes into `.metadata`."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -105,7 +105,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What `finish` wrote. (DCP itself uses a plain `pickle.load`, which can run code from the file.)"""
+    """Read the metadata that `finish` wrote. (DCP uses a plain `pickle.load`, which can run code from the file.)"""
     with open(folder / METADATA, "rb") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
     return metadata
@@ -113,7 +113,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 @torch.no_grad()
 def read(shards: Shards, metadata: Metadata, folder: Path) -> None:
-    """Read this rank's shards, in place, from whatever boxes the tensors were saved in."""
+    """Read this rank's shards, in place; the tensors may have been saved in any boxes."""
     items = []
     for name, shard in shards.items():
         saved = metadata.state_dict_metadata[name]

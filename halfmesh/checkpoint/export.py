@@ -1,4 +1,4 @@
-"""The whole model's weights, without training state, in files that other programs read and write."""
+"""The full model's weights, without training state, in files that other programs read and write."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Consecutive tensors of at most `limit` bytes together (a larger one stands alone)."""
+    """Consecutive tensors of at most `limit` bytes together (a larger one is separate)."""
     files: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():
@@ -84,14 +84,14 @@ def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _places(path: Path, count: int) -> list[Path]:
-    """As Hugging Face names them: model-00001-of-00002.safetensors."""
+    """The paths of `count` files, named as in Hugging Face: model-00001-of-00002.safetensors."""
     if count == 1:
         return [path]
     return [path.with_name(f"{path.stem}-{n:05d}-of-{count:05d}{path.suffix}") for n in range(1, count + 1)]
 
 
 def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:
-    """Write CPU tensors; renamed into place when it is complete and on disk."""
+    """Write CPU tensors; the file gets its name when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
     if format == "torch":
@@ -105,7 +105,7 @@ def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:
 
 
 def _complete(path: Path, places: Sequence[Path], weight_map: Mapping[str, str], total: int) -> None:
-    """Write the index of several files, and remove files of an earlier save to the same place."""
+    """Write the index of several files, and remove files of an earlier save to the same path."""
     index, kept = path.with_name(f"{path.name}.index.json"), {place.name for place in places}
     if len(places) > 1:
         content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
@@ -123,11 +123,11 @@ def _complete(path: Path, places: Sequence[Path], weight_map: Mapping[str, str],
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 Readers = dict[str, tuple[Shape, Callable[[tuple[slice, ...]], torch.Tensor]]]
-"""For each tensor of a file: its shape, and what reads a box of it."""
+"""For each tensor of a file: its shape, and a function that reads a box of it."""
 
 
 def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> None:
-    """`Engine.load_weights`: each rank reads what it holds."""
+    """`Engine.load_weights`: each rank reads its shards."""
     what = f"loading weights from {path} failed"
     targets, first = state.weight_targets(), state.division.first_names(state.model)
     with ExitStack() as opened:
@@ -174,7 +174,7 @@ def _open_file(path: Path) -> Iterator[Readers]:
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 tensor = file.get_slice(name)
                 shape = tuple(tensor.get_shape())
-                # A slice of a 0-dim tensor cannot be asked for.
+                # A 0-dim tensor has no slices.
                 found[name] = shape, tensor.__getitem__ if shape else file.get_tensor(name).__getitem__
             yield found
         return

@@ -1,7 +1,7 @@
 """A folder of checkpoints. A checkpoint gets its name only when it is complete.
 
 checkpoints/
-    .lock                 which job saves here
+    .lock                 locked by the job that saves here
     .step-00001300.tmp/   being written, or left by a save that was killed
     step-00001200/
 """
@@ -41,7 +41,7 @@ def _order(match: re.Match[str]) -> tuple[int, int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make an empty folder for the checkpoint of `step`, and remove what killed saves have left."""
+    """Create an empty folder for the checkpoint of `step`, and remove the remains of killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
@@ -63,7 +63,7 @@ def finish(unfinished: Path, keep: int | None) -> None:
     """Give a complete checkpoint its name, and remove older ones of the same model and engine.
 
     Args:
-        keep: how many to keep, this one included; None: all, but one for each step.
+        keep: the number to keep, this one included; None: all, but one for each step.
     """
     storage.sync(unfinished)
     final = final_place(unfinished)
@@ -86,7 +86,7 @@ def finish(unfinished: Path, keep: int | None) -> None:
 
 
 def _model(path: Path) -> tuple[Any, Any] | None:
-    """Which model a checkpoint is of, and its engine's name. None: not one of ours."""
+    """The model of a checkpoint, and its engine's name. None: `path` is no checkpoint of halfmesh."""
     try:
         manifest = storage.read_manifest(path)
     except (CheckpointError, OSError):
@@ -100,9 +100,9 @@ def engine_name(manifest: Mapping[str, Any]) -> Any:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is no longer needed. A failure here does not fail a complete save."""
+    """Remove a checkpoint that is no longer needed. A failure here does not fail a complete save."""
     try:
-        if not _UNFINISHED.fullmatch(path.name):  # first, so that no half of it has the name of a complete one
+        if not _UNFINISHED.fullmatch(path.name):  # first, so that no incomplete one has the name of a complete one
             path = path.rename(path.with_name(f".{path.name}.tmp"))
         shutil.rmtree(path)
     except OSError as error:
@@ -126,7 +126,7 @@ def find(directory: Path, context: ParallelContext) -> tuple[Path, dict[str, Any
                 raise
             damaged.append(str(error).removeprefix(f"{what}: "))
             continue
-        if manifest["format"] != storage.FORMAT:  # an older checkpoint beside it is not the one requested
+        if manifest["format"] != storage.FORMAT:  # an older checkpoint in the folder is not the one requested
             raise CheckpointError(
                 f"{what}: {place} has the format {manifest['format']!r}, and this version of halfmesh reads format "
                 f"{storage.FORMAT}; load it with the version that wrote it, or a later one"
@@ -153,7 +153,7 @@ def _candidates(directory: Path) -> list[Path]:
 
 def lock(folder: Path, held: dict[Path, IO[str]]) -> None:
     """Lock `folder`, which is created if missing, for this process: a second job would remove the unfinished saves
-    and the checkpoints of the first. Call it before each save: another engine of this process may have let it go.
+    and the checkpoints of the first. Call it before each save: another engine of this process may have unlocked it.
 
     A POSIX lock belongs to a process, however that ends: several engines of one process share a folder, and forked
     DataLoader workers that outlive it do not keep it locked.

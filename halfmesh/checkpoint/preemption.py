@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 AGAIN_S = 1.0
-"""Seconds within which a second SIGINT is the same Ctrl-C, where the terminal and the launcher both send it."""
+"""Seconds within which a second SIGINT is the same Ctrl-C: the terminal and the launcher both send it."""
 
 
 class PreemptionHook(EngineHook):
@@ -43,10 +43,10 @@ class PreemptionHook(EngineHook):
 
     The boundary of a step is the first of these after it: the loop asks `engine.dataloader` for its next batch; without
     that loader (or before its first batch), the next forward in training; or `engine.close`. By then the loop has done
-    what it does after a step (its own scheduler, averaged weights), and has drawn nothing for the next one. While
-    gradients are pending there is no boundary; nor in evaluation, where the loop is not through with the step.
+    all work that follows a step (scheduler, averaged weights), and has drawn nothing for the next one. There is no
+    boundary while gradients are pending, nor in evaluation, before which the loop may not have finished the step.
 
-    All ranks pass the same boundaries. At each they start an all-reduce, over gloo, of whether a signal has come, and
+    All ranks pass the same boundaries. At each they start an all-reduce, over gloo, of a flag for received signals, and
     read the result at the next one: so no rank waits, and all of them save there.
     """
 
@@ -61,8 +61,8 @@ class PreemptionHook(EngineHook):
         self._several = parts.context.size > 1 and not is_alone()  # a dry run is alone
         self._group = parts.context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
-        self._came: list[str] = []  # what has told the run to end, in order
-        names = options.signals if hasattr(sys, "ps1") else (*options.signals, "SIGINT")  # not where one types
+        self._came: list[str] = []  # the requests to end the run, in order
+        names = options.signals if hasattr(sys, "ps1") else (*options.signals, "SIGINT")  # not interactively
         found = {name: find_handler(signal.Signals[name]) for name in names}
         self._handlers = list(filter(None, found.values()))
         for handler in self._handlers:
@@ -82,7 +82,7 @@ class PreemptionHook(EngineHook):
             )
 
     def ask(self, why: str = "engine.preempt()") -> bool:
-        """End the run, because of `why`. May be called by a signal handler. Returns whether it is the first time."""
+        """End the run, because of `why`. May be called by a signal handler. Returns True at the first call."""
         if why in self._came:
             return False
         self._came.append(why)
@@ -91,26 +91,26 @@ class PreemptionHook(EngineHook):
         return True
 
     def forget(self) -> None:
-        """A checkpoint was loaded: the next event is not a step boundary."""
+        """Note that a checkpoint was loaded: the next event is not a step boundary."""
         self._read_flag()
         self._step = self._saved = self._parts.global_step
 
     def before_fetch(self) -> None:
-        """The loop asks for a batch."""
+        """Called when the loop asks for a batch."""
         if torch.is_grad_enabled():
             self._pass_boundary()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The loop calls the model."""
+        """Called when the loop calls the model."""
         if self._parts.model.training and torch.is_grad_enabled():
             loader = self._parts.dataloader
             if loader is None or not loader.runs or loader.is_untouched:
                 self._pass_boundary()
 
     def close(self, error: BaseException | None) -> None:
-        """The loop ended. After an error nothing is saved, because other ranks may be elsewhere; nor in
-        `finally: engine.close()` while an exception propagates. (One that was being handled when the engine was made
-        does not count.)"""
+        """Save, if requested, at the end of the loop. After an error nothing is saved, because other ranks may be at
+        another step; nor in `finally: engine.close()` while an exception propagates. (One that was being handled when
+        the engine was created does not count.)"""
         try:
             if error is None and not self._preempted and sys.exception() in (None, self._handled):
                 self._end()
@@ -124,14 +124,14 @@ class PreemptionHook(EngineHook):
 
     def _pass_boundary(self) -> None:
         parts, before = self._parts, self._step
-        if not self._locked:  # here, because an evaluation beside the run that trains saves nothing
+        if not self._locked:  # here, because a process that only evaluates saves nothing
             what = f"checkpoint.directory={self._options.directory!r}"
             run_on_rank_zero(parts.context, what, lambda: folder.lock(self._directory, self._checkpointer.locks))
             self._locked = True
         if parts.global_step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
             return
         self._step = parts.global_step
-        if not self._tried:  # what cannot be saved is told now, and not when the run is told to end
+        if not self._tried:  # state that cannot be saved is reported now, and not when the run has to end
             self._checkpointer.refuse_unsavable()
             self._tried = True
         if not self._agree():
@@ -148,7 +148,7 @@ class PreemptionHook(EngineHook):
         raise kind(place)
 
     def _agree(self) -> bool:
-        """Return True if a signal had come to some rank by the boundary before; to the only one, by now."""
+        """Return True if some rank had received a signal by the boundary before; a single rank, by now."""
         if not self._several:
             return bool(self._came)
         if self._read_flag():
@@ -160,7 +160,7 @@ class PreemptionHook(EngineHook):
         return False
 
     def _read_flag(self) -> bool:
-        """The result of the all-reduce that was started last, if one was."""
+        """The result of the last all-reduce, if one was started."""
         pending, self._flag = self._flag, None
         if pending is None:
             return False
@@ -168,7 +168,7 @@ class PreemptionHook(EngineHook):
         return bool(pending[1].item())
 
     def _end(self) -> None:
-        """All ranks close: a signal counts that came after the last boundaries, too."""
+        """End on all ranks: a signal that came after the last boundary counts, too."""
         parts = self._parts
         self._read_flag()
         everyone = parts.context.everyone((self._came, parts.accumulation.holds_gradients))
@@ -184,7 +184,7 @@ class PreemptionHook(EngineHook):
             _log.info("stop signal arrived after training; exiting normally")
 
     def _save_if_due(self, before: int) -> None:
-        """A periodic save, if a multiple of `every` lies after step `before`."""
+        """Save if a multiple of `every` lies after step `before`."""
         step, every = self._parts.global_step, self._options.every
         if every is not None and step // every > before // every:
             self._save(self._options.in_background)
@@ -207,11 +207,11 @@ class PreemptionHook(EngineHook):
 
 
 def _describe(came: list[list[str]]) -> str:
-    """What told the run to end, from the names on each rank."""
+    """The requests to end the run, from the names on each rank, in words."""
     return ", ".join(dict.fromkeys(name for names in came for name in names))
 
 
-# -- what the config says ----------------------------------------------------------------------------------------------
+# -- config keys -------------------------------------------------------------------------------------------------------
 
 
 def folder_of(options: AutomaticConfig) -> Path:
@@ -220,7 +220,7 @@ def folder_of(options: AutomaticConfig) -> Path:
 
 
 def find_resumed(config: Config, context: ParallelContext) -> Path | None:
-    """What the config key `resume` says to load; None: nothing is there yet. All ranks together."""
+    """The checkpoint to load by the config key `resume`; None: there is none yet. All ranks together."""
     path, options = config.resume, config.checkpoint
     if path is None:
         return None
@@ -237,13 +237,13 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
 
 
 class StopHandler:
-    """Handler of a signal that tells a run to end. It tells the engines that listen, and nothing else: a handler runs
-    between any two instructions of the main thread, so it takes no lock and does not communicate.
+    """Handler of a signal that ends a run. It only notifies the engines that listen: a handler runs between any two
+    instructions of the main thread, so it takes no lock and does not communicate.
 
-    Where none listens any more, and at a second Ctrl-C, what was there `before` acts instead.
+    If none listens any more, and at a second Ctrl-C, the handler `before` it runs instead.
 
     Attributes:
-        listeners: of those engines that are neither closed nor collected.
+        listeners: those of engines that are neither closed nor garbage-collected.
     """
 
     def __init__(self, number: signal.Signals, before: Any) -> None:
@@ -253,7 +253,7 @@ class StopHandler:
         self._again_at = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        listeners = self.listeners if os.getpid() == self._process else ()  # not for a forked one
+        listeners = self.listeners if os.getpid() == self._process else ()  # not in a forked process
         asked, now = [listener.ask(self.number.name) for listener in listeners], time.monotonic()
         if any(asked):
             self._again_at = now + (AGAIN_S if "LOCAL_RANK" in os.environ else 0)
@@ -262,15 +262,15 @@ class StopHandler:
             signal.raise_signal(number)
 
     def give_way(self, other: Any) -> None:
-        """Let `other` handle the signal, unless this is not the handler any more, or cannot be replaced here."""
+        """Make `other` the signal's handler, unless this is not the handler any more, or cannot be replaced here."""
         present: object = signal.getsignal(self.number)
         if present is self and _in_main_thread():
             signal.signal(self.number, other)
 
 
 def find_handler(number: signal.Signals) -> StopHandler | None:
-    """The handler of the signal, which may be that of an earlier engine. None: the user or a library has one, which
-    stays; or this is not the main thread, where Python allows none."""
+    """The handler of the signal, which may be that of an earlier engine. None: the user or a library has set one, which
+    stays; or this is not the main thread, outside of which Python allows none."""
     if not _in_main_thread():
         return None
     present: Any = signal.getsignal(number)
@@ -289,7 +289,7 @@ def shelter_worker(signals: frozenset[int], then: Callable[[int], object] | None
     SLURM send signals to a whole process group, and a DataLoader that loses a worker raises an error.
 
     Args:
-        then: the `worker_init_fn` that there was.
+        then: the user's `worker_init_fn`.
     """
     # A handler in Python does not know who sent the signal; a thread that waits for it does.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)

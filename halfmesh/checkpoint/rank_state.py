@@ -1,4 +1,4 @@
-"""State of this rank alone: its random numbers, and objects that the loop attached."""
+"""State that differs between ranks: random numbers, and objects that the loop attached."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class AttachedState:
             self._unclaimed[name] = copy.deepcopy(_state_of(holder))
 
     def state_dict(self) -> dict[str, Any]:
-        """By name; loaded state whose object is not attached is saved again."""
+        """The states by name; loaded state whose object is not attached is saved again."""
         return self._unclaimed | {name: _state_of(holder) for name, holder in self._holders.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """Yields a line for each object without saved state, which keeps its own."""
+        """Yields a line for each object without saved state, which keeps its present state."""
         self._unclaimed = dict(state)
         for name, holder in self._holders.items():
             if name in self._unclaimed:
@@ -99,8 +99,8 @@ def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division
 
 
 def seed_anew(seed: int, context: ParallelContext, division: Division) -> None:
-    """Seed the model's random numbers: on several ranks its own, as initialize does from the config's seed; in one
-    process those of the GPU. (The CPU's also decide the order of the data.)"""
+    """Seed the model's random numbers again: on several ranks its separate sequence, as initialize does from the
+    config's seed; in one process those of the GPU. (The CPU's also decide the order of the data.)"""
     if division.random is not None:
         apart = model_seed(seed, context, division.apart)
         division.random.state = torch.Generator(context.device).manual_seed(apart).get_state()

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 Settings = list[dict[str, Any]]
-"""Those of the scheduler, and of each of the optimizer's groups, in JSON types; {} where they are not known."""
+"""The settings of the scheduler, and of each of the optimizer's groups, in JSON types; {} if they are not known."""
 _FOLLOW = "params", "initial_lr", "base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedule_phases"
-"""Entries of groups and schedulers that are no settings, or follow from them. The initial_lr stands as the lr."""
+"""Entries of groups and schedulers that are no settings, or follow from them. The initial_lr is compared as the lr."""
 
 
 class GivenSettings:
-    """What this run gave its optimizer and scheduler, and what the run gave that the loaded state began with.
+    """The initial settings of optimizer and scheduler in this run, and in the run that wrote the loaded state.
 
-    Training moves settings, so two runs are compared by what they were given.
+    Training changes settings, so two runs are compared by their initial ones.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -37,8 +37,8 @@ class GivenSettings:
         self._given = self.in_force = self._describe()
 
     def loaded(self, source: object, given: Settings) -> None:
-        """Optimizer and scheduler were loaded from `source`, whose run was given `given`: warn of each setting that is
-        now another one than this run gave."""
+        """Warn, after a load from `source`, whose run had the initial settings `given`, of each setting that now
+        differs from this run's."""
         self.in_force = [theirs or own for theirs, own in zip_longest(given, self._given, fillvalue=dict[str, Any]())]
         lines: dict[str, dict[str, None]] = {}
         for own, theirs, now in zip(self._given, self.in_force, self._describe(), strict=False):
@@ -74,7 +74,7 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """The same for the same number in another type, such as a float32 tensor."""
+    """`value` as a plain number, for numbers of other types such as a float32 tensor."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and not (value.dim() or has_no_memory(value))):
         value = value.item()
     return float(f"{value:.6g}") if isinstance(value, float) else value

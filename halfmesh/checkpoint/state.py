@@ -1,4 +1,4 @@
-"""A rank's shards of the model and of the optimizer's state, under the names of the whole model."""
+"""A rank's shards of the model and of the optimizer's state, under the names of the full model."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ MODEL = "model."
 STATE = "optimizer."
 """Optimizer state shaped like its parameter: `optimizer.exp_avg.blocks.0.weight`."""
 COUNTERS = "counters."
-"""Other optimizer tensors, which every rank holds whole: `counters.step.blocks.0.weight`."""
+"""Other optimizer tensors, which every rank replicates: `counters.step.blocks.0.weight`."""
 AVERAGE = "average."
 """The moving average of a parameter: `average.blocks.0.weight`."""
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Group settings that select an implementation: this run keeps its own."""
+"""Group settings that select an implementation, which a load does not change."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """This rank's shard of one tensor, and its position in the whole tensor."""
+    """This rank's shard of one tensor, and its position in the full tensor."""
 
     tensor: torch.Tensor
     placement: Placement
 
     def box(self, at: Shape) -> torch.Tensor:
-        """A view of the box that begins `at` in the whole tensor."""
+        """A view of the box that begins `at` in the full tensor."""
         return next(region for region in self.placement.regions if region.at == at).view(self.tensor)
 
 
 Shards = dict[str, TensorShard]
 Boxes = dict[tuple[str, Shape], torch.Tensor]
-"""Boxes of whole tensors, by name and where they begin."""
+"""Boxes of full tensors, by name and first index."""
 
 
 class Box(NamedTuple):
@@ -59,7 +59,7 @@ class Box(NamedTuple):
 
 
 class WholeTensor(NamedTuple):
-    """A tensor of the whole model, and the boxes that make all of it."""
+    """A tensor of the full model, and the boxes that it consists of."""
 
     shape: Shape
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class WholeTensor(NamedTuple):
 
 
 def describe(shards: Shards) -> dict[str, Any]:
-    """Shape, dtype and boxes of what a rank holds, for the other ranks."""
+    """Shape, dtype and boxes of a rank's shards, for the other ranks."""
     return {
         name: (shard.placement.shape, shard.tensor.dtype, [(r.at, r.sizes) for r in shard.placement.regions])
         for name, shard in shards.items()
@@ -75,8 +75,8 @@ def describe(shards: Shards) -> dict[str, Any]:
 
 
 def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str, WholeTensor]:
-    """All tensors, from what `describe` gave on each rank. A box that several ranks hold is written by the first of
-    them; with `spread` by the one that has the least to write so far."""
+    """All tensors, from the result of `describe` on each rank. A box that several ranks hold is written by the first
+    of them; with `spread` by the one that has the least to write so far."""
     load = [0] * len(by_rank)
     found = {}
     for name in dict.fromkeys(name for described in by_rank for name in described):
@@ -97,7 +97,7 @@ def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str
 
 @dataclass(frozen=True)
 class ShardedState:
-    """Where an engine's state is collected from and loaded into."""
+    """Collects an engine's state, and gives the memory to load it into."""
 
     model: nn.Module
     update: MixedPrecisionOptimizer
@@ -107,7 +107,7 @@ class ShardedState:
     # -- weights -----------------------------------------------------------------------------------------------
 
     def names(self) -> list[tuple[ParamShard, str]]:
-        """Every parameter of this rank, with its first name in the whole model (of tied weights)."""
+        """Every parameter of this rank, with its first name in the full model (of tied weights)."""
         first = self.division.first_names(self.model)
         return [(shard, first.get(shard.name, shard.name)) for shard in self.update.master_weights.shards]
 
@@ -118,8 +118,8 @@ class ShardedState:
 
     @torch.no_grad()
     def weights(self) -> Shards:
-        """The model's parameters and buffers in full precision: masters where there are any, others in the dtype that
-        they came with. Copied only where that is not what is held."""
+        """The model's parameters and buffers in full precision: masters where there are any, others in their original
+        dtype. Copied only if they are held in another form."""
         self.update.sync_writes()
         self.update.master_weights.tell_uncounted()
         state = self.model.state_dict()
@@ -138,7 +138,8 @@ class ShardedState:
         return found
 
     def weight_targets(self) -> Shards:
-        """Where to write new weights, in full precision: masters, originals, or the model itself. `publish` follows."""
+        """The tensors to write new weights into, in full precision: masters, originals, or the model's. `publish`
+        follows."""
         masters, originals = self.update.master_weights.masters, self.update.master_weights.originals
         found = {
             name: TensorShard(
@@ -153,8 +154,8 @@ class ShardedState:
         return found
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors that averaged weights overwrite: what the optimizer steps and, under zero1, the model's weights,
-        parts of which other ranks step."""
+        """The tensors that averaged weights overwrite: those that the optimizer steps and, under zero1, the model's
+        weights, shards of which other ranks step."""
         masters = self.update.master_weights
         found = [masters.target(shard).detach() for shard in masters.trained]
         if self._gets_weights:
@@ -163,7 +164,7 @@ class ShardedState:
 
     @torch.no_grad()
     def publish(self, others: bool = True) -> None:
-        """Bring new weights of the optimizer's parameters to the model and, with `others`, to ranks that use them."""
+        """Copy new weights of the optimizer's parameters to the model and, with `others`, to ranks that use them."""
         masters = self.update.master_weights
         masters.originals.publish()
         masters.publish(masters.trained)
@@ -173,7 +174,7 @@ class ShardedState:
 
     @property
     def _gets_weights(self) -> bool:
-        """True if the model has whole weights of which other ranks step parts (zero1)."""
+        """True if the model has full weights of which other ranks step shards (zero1)."""
         return self.division.data.shards_state and not self.division.data.shards_model
 
     def averages(self) -> Shards:
@@ -193,12 +194,12 @@ class ShardedState:
         return {name: shard for name, shard in self.averages().items() if name in saved}
 
     def extras(self) -> dict[str, Any]:
-        """What modules add to the model's state dict with `get_extra_state`."""
+        """The entries that modules add to the model's state dict with `get_extra_state`."""
         state = self.model.state_dict()
         return {key: value for key, value in state.items() if key.rpartition(".")[2] == "_extra_state"}
 
     def set_extras(self, extras: Mapping[str, Any]) -> None:
-        """Give `extras` back to the modules that this rank has."""
+        """Load `extras` into the modules that this rank has."""
         for key in self.extras().keys() & extras.keys():
             self.model.get_submodule(key.rpartition(".")[0]).set_extra_state(extras[key])
 
@@ -222,8 +223,8 @@ class ShardedState:
         ]
 
     def optimizer_state(self) -> tuple[Shards, dict[str, dict[str, Any]]]:
-        """The tensors of the optimizer's state; and the rest, by parameter and key. Raises InputError of state of which
-        nothing says where in the whole model it belongs."""
+        """The tensors of the optimizer's state; and the rest, by parameter and key. Raises InputError for state whose
+        position in the full model is unknown."""
         masters, shards = self.update.master_weights, Shards()
         optimizer, kind = masters.optimizer, type(masters.optimizer).__name__
         state = saved_state(optimizer)
@@ -259,8 +260,8 @@ class ShardedState:
     def state_targets(
         self, saved: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Shards, dict[str, dict[str, Any]]]:
-        """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and, with
-        what is no tensor, all of that state by parameter and key."""
+        """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and all of
+        that state by parameter and key, with values that are no tensors."""
         optimizer, shards = self.update.master_weights.optimizer, Shards()
         mine = {name: shard for shard, name in self.trained() if 0 not in self.division.placement(shard).shape}
         values = {name: dict(plain.get(name, {})) for name in mine}
@@ -283,7 +284,7 @@ class ShardedState:
         return shards, values
 
     def load_optimizer(self, values: Mapping[str, dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-        """Give the optimizer its state (of `state_targets`) and the settings of a checkpoint's groups, through its own
+        """Load the state (of `state_targets`) and the settings of a checkpoint's groups, through the optimizer's
         `load_state_dict`."""
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
@@ -301,12 +302,12 @@ class ShardedState:
 
 
 def place_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> int:
-    """Which group of a checkpoint holds `names`; of a group of which this rank has none, the one at its place."""
+    """The group of a checkpoint that holds `names`; if this rank has no parameters of a group, the one at its index."""
     return next((place for place, group in enumerate(saved) if names and names[0] in group["params"]), index)
 
 
 def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
-    """The parameters of each group in the whole model, from those that each rank holds."""
+    """The parameters of each group in the full model, from those that each rank holds."""
     joined = [dict[str, None]() for _ in max(by_rank, key=len)]
     for groups in by_rank:
         for known, names in zip(joined, groups, strict=False):
@@ -315,5 +316,5 @@ def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
 
 
 def without_empty(shards: Shards) -> Shards:
-    """Those of tensors with elements: DCP finds no others."""
+    """The shards of tensors with elements: DCP finds no others."""
     return {name: shard for name, shard in shards.items() if 0 not in shard.placement.shape}

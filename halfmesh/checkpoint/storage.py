@@ -4,8 +4,8 @@ step-00001200/
     manifest.json     format, step, layout, device, model, config, versions; size and sha256 of the other files
     .metadata         of torch.distributed.checkpoint
     __0_0.distcp      tensors that rank 0 has written
-    common.pt         what is the same on all ranks
-    rank-00000.pt     what is not: random numbers, place in the data
+    common.pt         state that is the same on all ranks
+    rank-00000.pt     state that is not: random numbers, position in the data
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 # .dcp imports torch.distributed.checkpoint: only when there is something to save or load.
 
 FORMAT = 1
-"""Raised by what an older reader cannot read."""
+"""Increased with each change that an older reader cannot read."""
 MANIFEST = "manifest.json"
 COMMON = "common.pt"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is saved."""
+    """The content of a checkpoint, before it is written."""
 
     tensors: dict[str, WholeTensor]
-    boxes: Boxes  # what this rank writes of them
+    boxes: Boxes  # those that this rank writes
     common: bytes  # common.pt
     own: bytes  # rank-00000.pt
     about: Mapping[str, Any]  # for the manifest
@@ -59,7 +59,7 @@ class Stored:
     metadata: Metadata
     common: Mapping[str, Any]
     first: Mapping[str, Any]  # of rank 0
-    own: Mapping[str, Any] | None  # of the rank with this one's number, if there was one
+    own: Mapping[str, Any] | None  # of the rank with this rank's number, if there was one
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def write(place: Path, snapshot: Snapshot, context: ParallelContext, what: str, 
 
 
 def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, Any]:
-    """The manifest of the checkpoint at `place`. All ranks together: each reads a share of the files, and all raise
-    CheckpointError if any is not as it was written."""
+    """The manifest of the checkpoint at `place`. All ranks together: each reads some of the files, and all raise
+    CheckpointError if any is damaged."""
     manifest = run_on_rank_zero(context, what, lambda: read_manifest(place))
     if manifest["format"] != FORMAT:
         return manifest
@@ -123,7 +123,7 @@ def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, An
 
 
 def open_stored(folder: Path, manifest: Mapping[str, Any], context: ParallelContext) -> Stored:
-    """Read the small files of a checkpoint. All ranks together. Raises CheckpointError of more than plain data."""
+    """Read the small files of a checkpoint. All ranks together. Raises CheckpointError if they hold more than data."""
     from . import dcp
 
     def read(name: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file with what only this rank has."""
+    """The name of the file with this rank's state."""
     return f"rank-{rank:05d}.pt"
 
 
@@ -173,7 +173,7 @@ def _numpy_is_safe() -> torch.serialization.safe_globals:
 
 
 def as_bytes(content: Mapping[str, Any]) -> bytes:
-    """Plain values, tensors, and numbers and arrays of numpy as they stand in a file. Raises InputError of others."""
+    """The bytes of a file with plain values, tensors, and numpy's numbers and arrays. Raises InputError for others."""
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
     buffer.seek(0)
@@ -196,7 +196,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

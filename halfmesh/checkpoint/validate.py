@@ -33,10 +33,10 @@ def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
 
 
 def layout(context: ParallelContext, sharding: Collection[str]) -> dict[str, int]:
-    """The part of the model that this rank holds and steps.
+    """This rank's coordinates, which determine its shards of the model and of the update.
 
     Args:
-        sharding: the axes of the mesh whose ranks hold different parts; pp and tp are always said.
+        sharding: the axes of the mesh whose ranks hold different shards; pp and tp are always included.
     """
     said: dict[str, int] = {}
     for axis, size in context.sizes.items():
@@ -46,7 +46,7 @@ def layout(context: ParallelContext, sharding: Collection[str]) -> dict[str, int
 
 
 def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
-    """Raise InputError if a state with the layout `saved` is of another part of the model than this rank's."""
+    """Raise InputError if a state with the layout `saved` is of other shards of the model than this rank's."""
     if dict(saved) != dict(mine):
         words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, mine)]
         raise InputError(
@@ -60,8 +60,8 @@ def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None
 
 
 def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: str) -> Iterator[str]:
-    """How names and shapes of a model's whole tensors differ from those that `source` has. (Of what modules save with
-    `get_extra_state` the shape is None.)"""
+    """The differences of names and shapes of a model's full tensors from those in `source`. (The shape is None for
+    entries of `get_extra_state`.)"""
     missing, unexpected = sorted(model.keys() - saved.keys()), sorted(saved.keys() - model.keys())
     if missing:
         near = {name: find_near(name, unexpected) for name in missing}
@@ -80,10 +80,10 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
 def optimizer_problems(
     optimizer: object, scheduler: object | None, groups: list[list[str]], common: Mapping[str, Any]
 ) -> Iterator[str]:
-    """How the optimizer and the scheduler differ from those of a checkpoint.
+    """The differences of optimizer and scheduler from those of a checkpoint.
 
     Args:
-        groups: the names of the parameters of each of the optimizer's groups, in the whole model.
+        groups: the names of the parameters of each of the optimizer's groups, in the full model.
         common: of the checkpoint.
     """
     has_scheduler = scheduler is not None and common["lr_class"] is not None

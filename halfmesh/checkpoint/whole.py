@@ -18,10 +18,10 @@ from .state import MODEL, ShardedState, Shards, TensorShard, WholeTensor, descri
 def gather_tensor(
     name: str, tensor: WholeTensor, shards: Shards, context: ParallelContext, everywhere: bool = False
 ) -> torch.Tensor | None:
-    """The whole tensor on the CPU of rank 0, or of every rank with `everywhere`. All ranks together, box by box.
+    """The full tensor on the CPU of rank 0, or of every rank with `everywhere`. All ranks together, box by box.
 
     Args:
-        shards: what this rank holds of tensors, by name.
+        shards: this rank's shards, by the tensor's name.
     """
     gathered = torch.empty(tensor.shape, dtype=tensor.dtype) if everywhere or context.rank == 0 else None
     for box in tensor.boxes:
@@ -43,25 +43,25 @@ def gather_tensor(
                 dist.send(flat, 0)
         if gathered is not None:
             gathered[slices(box.at, box.sizes)] = part.cpu()
-    if gathered is not None and everywhere and name in shards:  # its own of what several hold: such as BatchNorm's
+    if gathered is not None and everywhere and name in shards:  # replicas may differ, such as BatchNorm's buffers
         for region in shards[name].placement.regions:
             gathered[slices(region.at, region.sizes)] = region.view(shards[name].tensor).cpu()
     return gathered
 
 
 def slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
-    """The index of a box in the whole tensor."""
+    """The index of a box in the full tensor."""
     return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
 class WholeModel:
-    """Gathers the whole model and optimizer state to the host memory of every rank, one tensor at a time.
+    """Gathers the full model and optimizer state to the host memory of every rank, one tensor at a time.
 
-    It is made before anything is closed, of what the ranks hold then, in full precision; `restore` follows when the
-    model has its modules and parameters again. All ranks together.
+    It is created before anything is closed, from the ranks' shards in full precision; `restore` follows when the model
+    has its modules and parameters again. All ranks together.
 
     Raises:
-        InputError: the optimizer has state whose position in the whole tensor is unknown.
+        InputError: the optimizer has state whose position in the full tensor is unknown.
     """
 
     def __init__(self, state: ShardedState, context: ParallelContext) -> None:
@@ -82,10 +82,10 @@ class WholeModel:
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Fill parameters, buffers and the optimizer's state, each in its own dtype and strides."""
+        """Fill parameters, buffers and the optimizer's state, which keep their dtypes and strides."""
         params = dict(model.named_parameters())
         of_model = {MODEL + name: tensor for name, tensor in chain(model.named_buffers(), params.items())}
-        optimizer.state.clear()  # of this rank's parts
+        optimizer.state.clear()  # that of this rank's shards
         for name, tensor in self._tensors.items():
             value = gather_tensor(name, tensor, self._shards, self._context, everywhere=True)
             assert value is not None

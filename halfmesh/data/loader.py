@@ -1,4 +1,4 @@
-"""The engine's dataloader: sharded over the data ranks, on the device, aware of the end of an epoch."""
+"""The engine's dataloader: sharded over the data ranks, with batches on the device, and the end of each epoch known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _END = object()
 class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
 
-    With workers, the next batch is fetched, and its copy to the device begun, before the current one is handed out.
+    With workers, the next batch is fetched, and its copy to the device begun, before the current one is yielded.
     Without, a batch is fetched when the loop asks for it, as in a plain loop: the dataset may depend on the training so
     far. The exception is `needs_end` with a loader whose length may be missing or wrong: one batch is fetched ahead.
 
@@ -30,15 +30,16 @@ class EngineDataLoader:
     Other attributes are those of the user's loader: `dataset`, `batch_size`, `sampler`, `num_workers`.
 
     Args:
-        seed: on several ranks, what the dataset draws without workers depends on it, the data rank, epoch and batch.
-        needs_end: whether `at_end` has to be exact, as gradient accumulation needs it.
+        seed: on several ranks, the random numbers of a dataset without workers depend on it, the data rank, epoch and
+            batch.
+        needs_end: `at_end` has to be exact, as gradient accumulation needs it.
 
     Attributes:
-        loader: this rank's part of the loader that was given.
-        epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
+        loader: this rank's shard of the user's loader.
+        epoch: number of the current or last epoch, from 0; -1 before the first.
         next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
-        at_end: whether the batch handed out last is the last of its epoch. Without look-ahead by the loader's length;
-            False where it has none.
+        at_end: the last yielded batch is the last of its epoch. Without look-ahead by the loader's length; False if it
+            has none.
         waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
         before_fetch: called when the loop asks for a batch, before anything is drawn for it.
     """
@@ -72,31 +73,31 @@ class EngineDataLoader:
 
     @property
     def is_untouched(self) -> bool:
-        """True if no backward has run since a batch was handed out last."""
+        """True if no backward has run since the last batch was yielded."""
         return self._state.handed > self._state.trained
 
     @property
     def place(self) -> tuple[int, int]:
-        """The epoch, and how many of its batches were trained on."""
+        """The epoch, and the number of its batches that were trained on."""
         return self._state.epoch, self._state.trained
 
     @property
     def next_batch(self) -> int:
-        """How many batches the next iteration skips, because they were trained on before the checkpoint."""
+        """The number of batches that the next iteration skips: they were trained on before the checkpoint."""
         state = self._pending()
         return 0 if state is None or state["finished"] else state["trained"]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`, which is passed to a sampler or dataset with `set_epoch`. Without a
-        call, epochs count up."""
+        """Set the number of the next epoch, which is passed to a sampler or dataset with `set_epoch`. Without a call,
+        epochs count up."""
         self.next_epoch = epoch
 
     def note_training(self) -> None:
-        """A backward ran: the batch that was handed out last was trained on."""
+        """Note that a backward ran: the last yielded batch was trained on."""
         self._state.trained = self._state.handed
 
     def state_dict(self) -> dict[str, Any]:
-        """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""
+        """The epoch, the number of its batches that were trained on, and the random numbers that it depends on."""
         pending = self._pending()
         if pending is not None:
             return dict(pending)
@@ -108,13 +109,13 @@ class EngineDataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> str | None:
-        """Go on after the last batch that was trained on when `state_dict` was taken, in the next epoch if it was over.
+        """Resume after the last batch that was trained on in `state_dict`, in the next epoch if that one was complete.
 
         Args:
-            own: whether this rank saved it, in this layout. Otherwise only the order is the same, not the batches.
+            own: this rank saved it, in this layout. Otherwise only the order is the same, not the batches.
 
         Returns:
-            A message, if the next epoch begins because the place in this one cannot be found.
+            A message, if the next epoch begins because the position in this one cannot be found.
         """
         self._state, self._loaded = EpochState(), None
         set_generators(self.loader, state["generators"])
@@ -138,14 +139,14 @@ class EngineDataLoader:
         return None
 
     def _pending(self) -> Mapping[str, Any] | None:
-        """What was loaded, until it is iterated or another epoch is set."""
+        """The loaded state, until it is iterated or another epoch is set."""
         state = self._loaded
         if state is None or self.next_epoch != state["next_epoch" if state["finished"] else "epoch"]:
             return None
         return state
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank."""
+        """The number of batches of an epoch on this rank."""
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,13 +155,13 @@ class EngineDataLoader:
         return getattr(self.loader.given, name)
 
     def __bool__(self) -> bool:
-        """Python would ask for the length otherwise, which an IterableDataset has not."""
+        """Return True. Python would otherwise ask for the length, which an IterableDataset has not."""
         return True
 
     def __iter__(self) -> Iterator[Any]:
         outside = self._state
         if outside.trained and not outside.running:
-            outside.finished = True  # the loop broke off, and begins the next epoch
+            outside.finished = True  # the loop stopped early, and begins the next epoch
         for hook in self.before_fetch:
             hook()
         saved, self._loaded = self._pending(), None
@@ -178,7 +179,7 @@ class EngineDataLoader:
                     if last and state.trained == state.handed:
                         self._end(state)
                     raise
-                del batch  # it goes before the next one comes
+                del batch  # freed before the next one is fetched
                 for hook in self.before_fetch:
                     hook()
             if not state.handed and self.loader.training:
@@ -191,7 +192,7 @@ class EngineDataLoader:
                 self._state = outside
 
     def _on_device(self, state: EpochState, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-        """The batches on the device, and whether each is the last."""
+        """The batches on the device, each with True if it is the last."""
         workers, to_device = self.loader.loader.num_workers, self._to_device
         looks_ahead = bool(workers) or (self._needs_end and not self.loader.is_counted)
         # Without workers the next batch may be written into the memory of this one.
@@ -231,14 +232,14 @@ class _HasTo(type):
 
 
 class _Movable(metaclass=_HasTo):
-    """A tensor, or an object that moves its own: a `PackedSequence`, a graph of torch_geometric, a class of a user."""
+    """A tensor, or an object with a method `to`: a `PackedSequence`, a graph of torch_geometric, a class of a user."""
 
 
 class ToDevice:
     """Copies batches to `device`: their tensors, and objects that have a method `to`.
 
-    To a GPU tensors are copied on a stream of its own, with an event for each batch, so that no batch waits for the
-    copy of the next one. Look-ahead takes the memory of one more batch there.
+    To a GPU tensors are copied on a separate stream, with an event for each batch, so that no batch waits for the copy
+    of the next one. Look-ahead takes the memory of one more batch there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -247,7 +248,7 @@ class ToDevice:
         self._last_copied: torch.cuda.Event | None = None
 
     def start(self, batch: Any) -> tuple[Any, torch.cuda.Event | None]:
-        """Begin to copy the batch. What is returned is for `finish` only."""
+        """Begin to copy the batch. The result is for `finish` only."""
         if self.device.type != "cuda":
             return map_tensors(self._move, batch, _Movable), None
         if self._stream is None:
@@ -270,13 +271,13 @@ class ToDevice:
         def use(value: Any) -> Any:
             value = self._move(value)
             if isinstance(value, torch.Tensor):
-                value.record_stream(stream)  # else its memory could be given away while this stream reads it
+                value.record_stream(stream)  # else its memory could be reused while this stream reads it
             return value
 
         return map_tensors(use, batch, _Movable)
 
     def wait(self) -> None:
-        """Return when the last batch has been copied. Its copy waits for no computation, so this is soon."""
+        """Return when the last batch has been copied. Its copy waits for no computation, so this is fast."""
         if self._last_copied is not None:
             self._last_copied.synchronize()
             self._last_copied = None
@@ -286,7 +287,7 @@ class ToDevice:
         return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def _copy(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":  # copied in `finish`, after what computes it
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":  # copied in `finish`, after its computation
             return value
         pinned = value.pin_memory() if hasattr(value, "pin_memory") else value  # it is already by a loader with workers
         return pinned.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else pinned
@@ -310,7 +311,7 @@ def get_dataloader(
     add_sampler: bool = True,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader whose order depends on `seed` alone, in every layout, whatever else draws random numbers.
+    """A DataLoader whose order depends on `seed` alone, in every layout, also if other code draws random numbers.
     `initialize` shards it over the data ranks.
 
     Args:
@@ -319,7 +320,7 @@ def get_dataloader(
         shuffle: another order in each epoch, the same in every run with this seed.
         seed: of the order, and in one process of the workers (1024, as Colossal-AI); on several ranks they have the
             config's `seed`.
-        add_sampler: accepted for Colossal-AI's scripts; only True has a meaning here.
+        add_sampler: accepted for Colossal-AI's scripts; only True is supported here.
         options: further arguments of `torch.utils.data.DataLoader`.
     """
     if not add_sampler:

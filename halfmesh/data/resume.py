@@ -17,15 +17,15 @@ _END = object()
 
 @dataclass
 class EpochState:
-    """How far an epoch has come.
+    """The position in an epoch.
 
     Attributes:
         epoch: its number, from 0; -1 before the first.
-        fetched: batches fetched.
-        handed: how many of these were handed out to the loop.
-        trained: how many were handed out up to the last one that was trained on.
-        running: whether it is being iterated.
-        finished: whether it came to its end.
+        fetched: the number of batches fetched.
+        handed: the number of these that were yielded to the loop.
+        trained: the number that were yielded up to the last one that was trained on.
+        running: it is being iterated.
+        finished: it reached its end.
         start: generator states when its order was drawn; the same on all ranks.
         fetches: generator states before each of the last fetches, by batch; only in one process without workers, where
             the dataset and the loop draw from the same generators.
@@ -43,7 +43,7 @@ class EpochState:
     loader_states: dict[int, Any] = field(default_factory=dict)
 
     def state_dict(self, loader: Any) -> dict[str, Any]:
-        """What `epoch_batches` needs to resume at the first batch that was not trained on; `loader` is iterated."""
+        """The state for `epoch_batches` to resume at the first batch that was not trained on; `loader` is iterated."""
         state: dict[str, Any] = {
             "epoch": self.epoch,
             "trained": self.trained,
@@ -64,15 +64,15 @@ def epoch_batches(
     seed: int,
     saved: Mapping[str, Any] | None = None,
 ) -> Iterator[Any]:
-    """The batches of epoch `state.epoch`, in the order that the user's own loader draws in one process; on several
-    ranks from the generators of rank 0. `state` is kept up to date.
+    """The batches of epoch `state.epoch`, in the order that the user's loader draws in one process; on several ranks
+    from the generators of rank 0. `state` is kept up to date.
 
-    In one process the dataset draws as in a plain loop. On several ranks what it draws without workers is seeded by
-    `seed`, the data rank, the epoch and the batch, so that ranks that compute one batch together fetch the same.
+    In one process the dataset draws as in a plain loop. On several ranks a dataset without workers draws from a seed
+    of `seed`, the data rank, the epoch and the batch, so that ranks that compute one batch together fetch the same.
 
     Args:
         saved: an `EpochState.state_dict`. Batches that were trained on are skipped; a batch that was only fetched is
-            fetched again with the saved generator states; a loader with a `state_dict` gets its own back.
+            fetched again with the saved generator states; a loader with a `state_dict` is restored to its state.
     """
     loader: Any = sharded.loader
     several = context.size > 1
@@ -115,12 +115,12 @@ def epoch_batches(
 
 
 def set_generators(sharded: ShardedLoader, states: list[Any]) -> None:
-    """Give the loader's generators these states."""
+    """Set the states of the loader's generators."""
     for generator, state in zip(sharded.generators(), states, strict=False):
         generator.set_state(state.cpu())
 
 
 def _keep(states: dict[int, Any], number: int, state: Any) -> None:
-    """Keep it for the batch that was handed out last, and for one fetched ahead of it."""
+    """Keep `state` for the batch that was yielded last, and for one fetched ahead of it."""
     states[number] = state
     states.pop(number - 2, None)

@@ -1,4 +1,4 @@
-"""Data sharding: each data rank reads its share of the order that the user's loader draws in one process."""
+"""Data sharding: each data rank reads its shard of the order that the user's loader draws in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..utils.tensors import map_tensors, tensors_of
 
 _IN_ORDER = (SequentialSampler, range, list, tuple)
 _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""They give as many items as their length says. A subclass, or a sampler of the user's own, may give others."""
+"""Samplers that yield as many items as their length. A subclass, or a user's sampler, may yield another number."""
 
 
 _DRAWN = 1024
@@ -40,36 +40,36 @@ class DataOrder(NamedTuple):
     """The units in which the order of the data is counted. The order is the same in every layout; batches are not.
 
     Attributes:
-        unit: "samples", or "batches" of a batch sampler; with the number of ranks where the user's sampler shards it.
-        step: how many units one batch takes on all data ranks together.
+        unit: "samples", or "batches" of a batch sampler; with the number of ranks if the user's sampler shards it.
+        step: the units that one batch takes on all data ranks together.
     """
 
     unit: str
     step: int
 
     def same_place(self, other: DataOrder, batches: int) -> int | None:
-        """How many batches here are as many units as `batches` of the `other`; None if no whole number is."""
+        """The number of batches here with as many units as `batches` of the `other`; None if it is no integer."""
         seen = batches * other.step
         return seen // self.step if self.unit == other.unit and seen % self.step == 0 else None
 
 
 class ShardedLoader:
-    """This data rank's part of a DataLoader; the batch size stays, and `given` itself is left alone.
+    """This data rank's shard of a DataLoader; the batch size stays, and `given` itself is not changed.
 
     With torch's BatchSampler, data ranks take turns in samples, so that one batch of each rank together make one batch
-    of the unsharded order. With another batch sampler, or an IterableDataset, which each rank reads whole, they take
+    of the unsharded order. With another batch sampler, or an IterableDataset, all of which each rank reads, they take
     turns in batches.
 
     Args:
         training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
-            would hang the others), and compare the data that the ranks begin an epoch with. False: no sample
-            comes twice.
+            would hang the others), and compare the data that the ranks begin an epoch with. False: no sample is
+            repeated.
 
     Attributes:
         given: the user's loader.
         loader: the copy of it that is iterated.
-        is_stream: whether it reads an IterableDataset.
-        splits_samples: whether data ranks take turns in samples, not in batches.
+        is_stream: it reads an IterableDataset.
+        splits_samples: data ranks take turns in samples, not in batches.
 
     Raises:
         InputError: the loader has a distributed sampler for another rank or number of ranks.
@@ -106,16 +106,16 @@ class ShardedLoader:
 
     @property
     def order(self) -> DataOrder:
-        """How the order is counted, and how much of it one batch takes."""
+        """The unit in which the order is counted, and the units of one batch."""
         size, workers = self.given.batch_size or 1, self.given.num_workers
-        if self.is_stream and workers > 1:  # they take turns, so batches depend on how many there are
+        if self.is_stream and workers > 1:  # they take turns, so batches depend on their number
             return DataOrder(f"batches of {size} from {workers} workers", self._size)
         samples = type(self.given.batch_sampler) in (BatchSampler, type(None))
         return DataOrder(("samples" if samples else "batches") + self._order_of, size * self._size)
 
     @property
     def length(self) -> int | None:
-        """Batches of an epoch on this rank; None if that is not known."""
+        """The number of batches of an epoch on this rank; None if it is not known."""
         try:
             return len(self)
         except (TypeError, NotImplementedError):
@@ -143,10 +143,10 @@ class ShardedLoader:
         """The batches of an epoch without the first `skip`, which a map-style dataset does not read.
 
         In one process without `skip`, torch draws everything as in a plain loop. Otherwise the order is drawn here,
-        within `order`: some batches at a time where the sampler has a length.
+        within `order`: some batches at a time if the sampler has a length.
 
         Args:
-            worker_seed: of the workers, where the order is drawn here.
+            worker_seed: of the workers, if the order is drawn here.
 
         Raises:
             InputError: the ranks draw different data. All ranks together in training.
@@ -181,8 +181,8 @@ class ShardedLoader:
         return self._indices.check(loader)
 
     def _part(self, items: Iterator[Any], epoch: int, scope: AbstractContextManager[Any]) -> Iterator[Any]:
-        """This rank's item of each round of `size`. What the first batches take is drawn now, all others later, within
-        `scope`: a sampler may have no end, whatever its length says."""
+        """This rank's item of each round of `size`. The items of the first batches are drawn now, all others later,
+        within `scope`: a sampler may have no end, even if it has a length."""
         count = self._size * (self.given.batch_size or 1)
         count *= max(1, _DRAWN // count)
         drawn = list(itertools.islice(items, count))
@@ -206,9 +206,9 @@ class ShardedLoader:
         source: Any,
         scope: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
     ) -> Iterator[Any]:
-        """This rank's item of each round of `size`, where no length is known; items are read within `scope`.
+        """This rank's item of each round of `size`, if no length is known; items are read within `scope`.
 
-        In training a rank without an item in the last round repeats the one before it. An item is handed out before the
+        In training a rank without an item in the last round repeats the one before it. An item is yielded before the
         next one is read, which may be in the same memory.
         """
         with scope:
@@ -230,7 +230,7 @@ class ShardedLoader:
                 return
 
     def _share(self, total: int) -> int:
-        """How many of `total` items this rank gets."""
+        """The number of `total` items that this rank gets."""
         return -(-total // self._size) if self.training else len(range(self._rank, total, self._size))
 
     def _refuse_other_data(self, data: Any, epoch: int, source: Any) -> None:
@@ -245,7 +245,7 @@ class ShardedLoader:
 
 
 class _Indices:
-    """Replaces the loader's own index sampler; its items are set for each epoch."""
+    """Replaces the loader's index sampler; its items are set for each epoch."""
 
     _count: int | None = None
 
@@ -291,24 +291,24 @@ class _Indices:
 
 
 def copy_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A shallow copy that starts workers of its own, where `loader` keeps some (persistent_workers)."""
+    """A shallow copy that starts separate workers, if `loader` keeps some (persistent_workers)."""
     clone = copy.copy(loader)  # keeps what a subclass of DataLoader adds
     clone._iterator = None
     return clone
 
 
 def is_stateful(loader: Any) -> bool:
-    """Return True if `loader` saves its own position, as torchdata's StatefulDataLoader does."""
+    """Return True if `loader` can save its position, as torchdata's StatefulDataLoader does."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def copied(batch: Any) -> Any:
-    """The batch, its tensors in memory of its own."""
+    """The batch, with copies of its tensors."""
     return map_tensors(torch.clone, batch)
 
 
 def _shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
-    """Return True if a sampler of the user's own already gives this data rank its part."""
+    """Return True if the user's sampler already gives this data rank its shard."""
     batches = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         theirs = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
-"""Of a microbatch; the others are of its forward, 1."""
+"""Of a microbatch; the other kinds are of its forward, 1."""
 _SHOWN = 9
-"""So many of the last loss scales are shown."""
+"""The number of last loss scales that are shown."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Fault:
     """The first inf or nan of an update.
 
     Attributes:
-        kind: what holds it. "input": what a module was given. "gradient": of a module's output.
+        kind: the tensor that holds it. "input": an argument of a module. "gradient": of a module's output.
         name: of the module or parameter.
         label: the same for messages, with the module's class.
         stats: of the tensor, with its dtype.
         key: the order in which it was computed, to compare over ranks.
-        inputs: of an "output" or "loss", the largest finite magnitude that went into it.
+        inputs: of an "output" or "loss", the largest finite magnitude among its inputs.
         caller: the label of the module whose forward called that module; "" for the loop.
-        ranks: where it is.
+        ranks: those that have it.
     """
 
     kind: Kind
@@ -69,13 +69,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `NonFiniteError.diagnosis` holds. The same on all ranks.
+    """The diagnosis in `NonFiniteError.diagnosis`. The same on all ranks.
 
     Attributes:
         scales: the loss scales (of the first loss) of the last updates, oldest first, each with the number of updates
             that used it; the last one belongs to the update that failed. Empty without loss scaling.
-        skipped, updates: how many of the last updates were skipped, of how many.
-        was_watched: whether the modules were watched in the update that failed.
+        skipped, updates: the number of skipped updates, of the last `updates`.
+        was_watched: the modules were watched in the update that failed.
         fault: the first inf or nan in that update; None if the modules were not watched, or all was finite in them.
         advice: what to do.
         began: the number of the first update whose loss, or norm, was inf or nan, if later ones computed with the
@@ -146,7 +146,7 @@ _ADVICE: dict[Kind, str] = {
 
 
 def _advise(fault: Fault | None, was_watched: bool, wider: str) -> str:
-    """What to do; `wider`: how to compute in a wider format, if there is one."""
+    """The advice; `wider`: how to compute in a wider format, if there is one."""
     if fault is None:
         return _SUMS + (_LOWER % wider if wider else _SMALLER) if was_watched else _UNWATCHED
     if fault.stats.dtype != torch.float16 or fault.stats.nan or not wider:
@@ -160,7 +160,7 @@ def _advise(fault: Fault | None, was_watched: bool, wider: str) -> str:
 
 class NonFiniteProbes(Probes):
     """Watches the modules in the updates before `max_consecutive_skips` stops the run, or with `debug="nonfinite"` in
-    all; a NonFiniteError then says where inf or nan came from. Watching reads the host at each module."""
+    all; a NonFiniteError then reports the source of inf or nan. Watching waits for the device at each module."""
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
@@ -214,7 +214,7 @@ class NonFiniteProbes(Probes):
     def close(self, error: BaseException | None) -> None:
         self.detach()
 
-    # -- what the modules do -----------------------------------------------------------------------------------
+    # -- events of the modules ---------------------------------------------------------------------------------
 
     def entered(self, visit: Visit) -> None:
         for tensor in visit.inputs:
@@ -228,10 +228,10 @@ class NonFiniteProbes(Probes):
         self._look("gradient", grad, order, visit.name, visit)
 
     def _look(self, kind: Kind, tensor: torch.Tensor, order: int, name: str = "", visit: Visit | None = None) -> None:
-        """Keep `tensor` if it has inf or nan and comes before what was found so far.
+        """Record `tensor` if it has inf or nan and was computed before the recorded one.
 
-        Microbatches of a pipeline do not depend on each other; within one, stages follow each other, in backward the
-        other way round.
+        Microbatches of a pipeline do not depend on each other; within one, stages follow each other, in backward in
+        reverse.
         """
         microbatch, stage = (0, 0) if visit is None else (visit.microbatch, visit.stage)
         stage = -stage if kind == "gradient" else stage
@@ -247,7 +247,7 @@ class NonFiniteProbes(Probes):
 
 
 def _first_of_all(faults: Sequence[Fault | None]) -> Fault | None:
-    """The first of what the ranks have found, each in its place of `faults`, with all ranks that have it."""
+    """The first of `faults`, which are by rank, with all ranks that have it."""
     found = [fault for fault in faults if fault is not None]
     if not found:
         return None

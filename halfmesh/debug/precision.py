@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from ..engine.parts import EngineParts
 
 MUCH_SUBNORMAL = 0.05
-"""Where about 5 % of a speech model's weight gradients were too small for fp16, it lost 80 % in accuracy without fp32
-masters (Micikevicius and others, 2018, "Mixed Precision Training", section 3.1)."""
+"""A speech model with about 5 % of its weight gradients too small for fp16 lost 80 % in accuracy without fp32 masters
+(Micikevicius and others, 2018, "Mixed Precision Training", section 3.1)."""
 HIGH_OUTPUT = 0.25
-"""Twice as large, and twice as large again, and it overflows: a choice of ours."""
+"""Doubled twice, an output of this share overflows: chosen here, without a source."""
 HIGH_SCALE = 2.0**24
-"""Where apex.amp's dynamic scale stops (its max_loss_scale). A gradient of 2**-24 is 1 then."""
+"""The upper bound of apex.amp's dynamic scale (its max_loss_scale). It makes a gradient of 2**-24 a 1."""
 _LINE = 120
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """One module that has parameters of its own. Shares are from 0 to 1; None: not seen, or not in float16.
+    """One module that has direct parameters. Shares are from 0 to 1; None: not seen, or not in float16.
 
     Attributes:
-        name: in the whole model.
+        name: in the full model.
         kind: its class.
-        param_dtype: in which it computes with its parameters; `masters`: whether the optimizer steps wider ones.
-        output_dtype: of what it returned; "" where it was not called as a module.
+        param_dtype: in which it computes with its parameters; `masters`: the optimizer steps wider ones.
+        output_dtype: of its output; "" if it was not called as a module.
         largest_output: the largest finite magnitude; `output_share`: of the largest number of that dtype.
         gradient_dtype: of the gradient of its output.
         largest_gradient: of that gradient, divided by the loss scale. `gradient_share`: multiplied by it, of the
             largest number of the dtype.
-        zero_gradients: share of that gradient's elements that are zero, by right (ReLU) or as too small for float16;
+        zero_gradients: share of that gradient's elements that are zero, exactly (ReLU) or as too small for float16;
             `subnormal_gradients`: that are so small, below 6.1e-5, that float16 has lost some of their digits.
         subnormal_weight_gradients: as `subnormal_gradients`, of the complete gradients of its parameters.
-        nonfinite: how many numbers were inf or nan.
+        nonfinite: the number of elements that were inf or nan.
     """
 
     name: str
@@ -65,18 +65,18 @@ class LayerPrecision:
 
 @dataclass
 class PrecisionReport:
-    """What the config's precision does to the numbers of each layer, in one update; filled when the block of
+    """The effect of the config's precision on the numbers of each layer, in one update; filled when the block of
     `engine.precision_report()` ends. `print` shows it as a table.
 
     Attributes:
         compute_dtype: of matrix products.
         loss_scale: of this update (of the first loss); None: it is not scaled.
-        is_dynamic: whether the scale moves.
-        skipped: how many of the last `updates` (60 at most, this one included) were skipped.
-        room: how many times larger the loss scale could be before a gradient that was seen leaves float16; None: there
-            was none, or one has left.
+        is_dynamic: the scale is dynamic.
+        skipped: the number of the last `updates` (60 at most, this one included) that were skipped.
+        room: the factor by which the loss scale could grow before a measured gradient overflows float16; None: there
+            was none, or one has overflowed.
         layers: in the order of the model.
-        findings: what is worth a change, and which.
+        findings: recommended changes, with their reasons.
     """
 
     compute_dtype: str
@@ -89,11 +89,11 @@ class PrecisionReport:
     findings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """The report as plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """A table of at most 120 columns, then findings."""
+        """A table of at most 120 columns, then the findings."""
         title = [f"precision report: {self.compute_dtype}"]
         if self.loss_scale is not None:
             title.append(f"{'dynamic' if self.is_dynamic else 'static'} loss scale {self.loss_scale:g}")
@@ -169,7 +169,7 @@ def find_problems(report: PrecisionReport) -> Iterator[str]:
 
 
 def judge_scale(scale: float) -> Iterator[str]:
-    """What is wrong with a loss scale that is very low or very high, if it is."""
+    """The problem of a loss scale that is very low or very high, if it is."""
     if scale < 1:
         yield (
             f"the loss scale is {scale:g}, below 1: gradients are made smaller, so they overflow by themselves. Look "
@@ -188,7 +188,7 @@ def judge_scale(scale: float) -> Iterator[str]:
 
 @dataclass
 class _Layer:
-    """What one rank, or several together, measured of a module that has parameters of its own."""
+    """The measurements of a module that has direct parameters, by one rank or several together."""
 
     kind: str
     param_dtype: torch.dtype
@@ -200,7 +200,7 @@ class _Layer:
     """Of the parameters' complete gradients."""
 
     def add(self, other: _Layer) -> None:
-        """Add what another rank measured."""
+        """Add the measurements of another rank."""
         self.masters |= other.masters
         self.outputs += other.outputs
         self.gradients += other.gradients
@@ -291,7 +291,7 @@ class PrecisionSurvey(Probes):
         report.skipped, report.updates = sum(result.skipped for result in parts.results), len(parts.results)
         if recipe.compute_dtype == torch.float16:
             seen = [layer.gradients for layer in layers.values()]
-            if losses.multi is None:  # else complete gradients do not carry the scale any more
+            if losses.multi is None:  # else complete gradients are unscaled already
                 seen += [layer.weights for layer in layers.values()]
             report.room = _room(seen)
         report.layers = tuple(layer.row(name, self._scale) for name, layer in layers.items())
@@ -304,7 +304,7 @@ def _has_master(shard: ParamShard, parts: EngineParts) -> bool:
 
 
 def _room(seen: Sequence[TensorStats]) -> float | None:
-    """How many times larger the loss scale could be, a power of two, before a gradient leaves float16."""
+    """The factor, a power of two, by which the loss scale could grow before a gradient overflows float16."""
     largest = max((stats.largest for stats in seen), default=0.0)
     if not largest or any(stats.nonfinite for stats in seen):
         return None

@@ -1,4 +1,4 @@
-"""Hooks on the modules of a training step: what goes in, what comes out, its gradient; and statistics of tensors."""
+"""Hooks on the modules of a training step, for inputs, outputs and their gradients; and statistics of tensors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Visit:
     """One call of a module, or of the criterion.
 
     Attributes:
-        name: of the module in the whole model, or `CRITERION`.
+        name: of the module in the full model, or `CRITERION`.
         stage, microbatch: of a pipeline.
-        order: how many calls began or ended on this rank before this one did.
+        order: the number of calls that began or ended on this rank before it.
         caller: the module whose forward called it; None for the outermost.
         given: its arguments while it runs, positional and named.
         nth: for a subclass that counts the module's calls.
@@ -57,7 +57,7 @@ class Visit:
 class Probes(EngineHook):
     """Between `attach` and `detach`, calls the methods below for training forwards and their backwards.
 
-    What activation checkpointing computes again counts once. Compiled modules run uncompiled, as hooks need.
+    Recomputation by activation checkpointing does not count again. Compiled modules run uncompiled, as hooks need.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -71,24 +71,24 @@ class Probes(EngineHook):
     # -- to override -------------------------------------------------------------------------------------------
 
     def entered(self, visit: Visit) -> None:
-        """A call begins; `visit.inputs` are the tensors that it was given."""
+        """Called when a call begins; `visit.inputs` are its tensor arguments."""
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
-        """It ends."""
+        """Called when it ends."""
 
     def gradient(self, visit: Visit, grad: torch.Tensor, order: int) -> None:
-        """The gradient of one of its outputs. A tensor that several calls return comes once for each, the innermost
-        first."""
+        """Called with the gradient of one of its outputs. For a tensor that several calls return, once for each, the
+        innermost first."""
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
     @property
     def attached(self) -> bool:
-        """True if the hooks are there."""
+        """True if the hooks are registered."""
         return bool(self._names)
 
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         parts, scope = self._parts, self._scope
         partition, criterion = parts.division.plans.partition, parts.criterion
         not_called = set() if partition is None else {module for _, module in partition.not_called(parts.model)}
@@ -108,7 +108,7 @@ class Probes(EngineHook):
             scope.callback(module.register_forward_hook(self._leave).remove)
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._scope.close()
         self._names, self._open = {}, []
 
@@ -169,13 +169,13 @@ def eager(parts: EngineParts) -> Iterator[None]:
 # -- statistics of tensors ---------------------------------------------------------------------------------------------
 
 _CHUNK = 2**24
-"""Elements that are measured at a time: a copy of a whole activation may not fit into memory."""
+"""Elements that are measured at a time: a copy of a full activation may not fit into memory."""
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counts of elements; `subnormal`: not zero, but below the smallest number that the dtype has in full precision;
-    `largest`: the largest finite magnitude."""
+    """Counts of elements; `subnormal`: not zero, but below the smallest normal number of the dtype; `largest`: the
+    largest finite magnitude."""
 
     dtype: torch.dtype | None = None
     count: int = 0
@@ -198,13 +198,13 @@ class TensorStats:
 
     @property
     def nonfinite(self) -> int:
-        """How many are inf or nan."""
+        """The number of elements that are inf or nan."""
         return self.inf + self.nan
 
 
 @torch.no_grad()
 def measure(tensor: torch.Tensor) -> TensorStats:
-    """Of what this rank holds of `tensor` (reads the device); no counts if it is not floating-point."""
+    """The statistics of this rank's shard of `tensor` (reads the device); no counts if it is not floating-point."""
     found = TensorStats(tensor.dtype)
     values = _values(tensor)
     for chunk in () if values is None else values.split(_CHUNK):
@@ -219,7 +219,7 @@ def measure(tensor: torch.Tensor) -> TensorStats:
 
 @torch.no_grad()
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if there is no inf and no nan in what this rank holds of it (reads the device)."""
+    """Return True if there is no inf and no nan in this rank's shard of `tensor` (reads the device)."""
     values = _values(tensor)
     return values is None or bool(values.isfinite().all())
 

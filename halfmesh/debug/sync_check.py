@@ -1,6 +1,6 @@
-"""`debug="sync"`: compares after each step what all ranks should share.
+"""`debug="sync"`: compares after each step all state that should be equal on several ranks.
 
-For finding mistakes, not for speed: everything is read once more, brought to the host and digested.
+It finds mistakes, and is slow: all tensors are copied to the host and digested.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SyncCheck(EngineHook):
         self._sharded = ShardedState(parts.model, parts.update, parts.division)
         self._context = context = parts.context
         self._names = [context.rank_names.name(rank) for rank in range(context.size)]
-        self._step = 0  # the last one after which all was equal
+        self._step = 0  # the last step after which all was equal
 
     def after_step(self, result: StepResult) -> None:
         step = self._parts.global_step
@@ -44,17 +44,17 @@ class SyncCheck(EngineHook):
         if found is not None:
             name, lines = found
             before = f"after step {self._step} they did not" if self._step else "this is the first comparison"
-            step = self._context.from_first(step)  # it may be what differs
+            step = self._context.from_first(step)  # the step itself may differ
             raise SyncError(f"after step {step} the ranks differ in {name} ({before}):\n{lines}\n{_DRIFTED}")
         self._step = step
 
-    # -- what should be equal ----------------------------------------------------------------------------------
+    # -- state that should be equal ----------------------------------------------------------------------------
 
     def _state(self, result: StepResult) -> list[Iterator[ReplicatedValue]]:
-        """All that this rank has after a step, causes before what follows from them. It reads the device.
+        """All state of this rank after a step, causes before consequences. It reads the device.
 
-        Ranks that hold the same part of a tensor have to agree on it: data ranks where it is replicated, tensor ranks
-        where it is not split, stages that share it, replicas of hybrid sharding.
+        Ranks that hold the same shard of a tensor must have equal values: data ranks if it is replicated, tensor ranks
+        if it is not split, stages that share it, replicas of hybrid sharding.
         """
         parts = self._progress(), self._random(), self._verdict(result), self._settings(), self._weights()
         return [*parts, self._buffers(), self._optimizer_state()]
@@ -67,7 +67,7 @@ class SyncCheck(EngineHook):
             )
 
     def _random(self) -> Iterator[ReplicatedValue]:
-        """The model's own random numbers, where a tensor group draws the same."""
+        """The model's random numbers, if the ranks of a tensor group draw the same."""
         division, stage = self._parts.division, (self._context.place("pp"), *self._batch())
         if division.random is not None:
             yield ReplicatedValue("the model's random numbers (torch)", division.random.state, stage)
@@ -78,7 +78,7 @@ class SyncCheck(EngineHook):
                 yield ReplicatedValue("the model's random numbers (python, numpy)", drawn, stage)
 
     def _batch(self) -> tuple[int, ...]:
-        """Which part of a batch this rank computes."""
+        """The coordinates that determine this rank's shard of a batch."""
         return self._context.dp_rank, *map(self._context.place, self._parts.division.apart)
 
     def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
@@ -93,7 +93,7 @@ class SyncCheck(EngineHook):
         yield ReplicatedValue("the gradient norm", result.grad_norm)  # it is divided by the scale
 
     def _settings(self) -> Iterator[ReplicatedValue]:
-        """Of the optimizer's groups, learning rates first."""
+        """The settings of the optimizer's groups, learning rates first."""
         groups = [dict(plain_settings(group)) for group in self._parts.update.optimizer.param_groups]
         settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
         for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
@@ -101,7 +101,7 @@ class SyncCheck(EngineHook):
                 yield ReplicatedValue(f"{key} of parameter group {number}", value)
 
     def _weights(self) -> Iterator[ReplicatedValue]:
-        """What the model computes with, then the masters."""
+        """The weights that the model computes with, then the masters."""
         division, masters = self._parts.division, self._parts.update.master_weights.masters
         for shard, name in self._sharded.names():
             whole = division.data.compared(shard)
@@ -113,7 +113,7 @@ class SyncCheck(EngineHook):
                 )
 
     def _buffers(self) -> Iterator[ReplicatedValue]:
-        """Those that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
+        """Buffers that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
         first = self._parts.division.first_names(self._parts.model)
         for name, buffer in self._parts.model.named_buffers():
             among = None if name.rpartition(".")[2] in _AVERAGED else self._batch()
@@ -123,7 +123,7 @@ class SyncCheck(EngineHook):
         update = self._parts.update
         for shard, name in self._sharded.trained():
             placement = self._parts.division.placement(shard)
-            if placement.regions:  # else nothing of it is here
+            if placement.regions:  # else this rank holds nothing of it
                 state = update.optimizer.state.get(update.master_weights.target(shard), {})
                 yield ReplicatedValue(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)
                 for key, value in state.items():
