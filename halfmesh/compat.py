@@ -1,7 +1,7 @@
 """The composition table: one source for the check before a run, the docs and the tests.
 
 Everything here is decided from the config, the number of ranks and the kind of device. Nothing is started, no GPU is
-asked, no process group is needed. What depends on the model is checked when the model is parallelized.
+asked, no process group is needed. Limits of the model are checked when the model is parallelized.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def get_columns() -> list[str]:
 def _verdict(row: Row, column: str) -> Cell:
     try:
         return "refused" if any(_check_mode(row, [column])) else "yes"
-    except RegistryError:  # a package's mode that cannot be loaded, as a config that names it is told
+    except RegistryError:  # a package's mode that cannot be loaded; a config that names it gets the error
         return "refused"
 
 
@@ -105,7 +105,7 @@ def _row_of(config: Config) -> Row:
 
 
 def _is_switched_off(config: Config) -> bool:
-    """`enabled=False` in a mode that then does nothing composes like no mode."""
+    """True for `enabled=False` in a mode that then does nothing: it composes like no mode."""
     options = config.precision.options if config.precision else None
     return getattr(options, "enabled", True) is False and replace(recipe_of(config), num_losses=1) == FP32
 
@@ -119,7 +119,7 @@ def _active_columns(config: Config, data_ranks: int) -> Iterator[str]:
 
 
 def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> Iterator[Finding]:
-    """What the mode does not compose with: its precision, the kind of device, and columns of the table."""
+    """Conflicts of the mode: with its precision, the kind of device, and columns of the table."""
     if row.plugin is None or row.key is None:
         return
     mode, composes, dtype = f"mode {row.mode!r}", row.plugin.composes, PRECISIONS[row.key]
@@ -141,7 +141,7 @@ def _takes_mode(column: str, mode: str | None) -> bool:
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
-    """Return True if the degrees multiply to the number of ranks."""
+    """Yields a finding unless the degrees multiply to the number of ranks."""
     sizes, data = config.parallel.sizes, config.parallel.data
     product = math.prod(sizes.values())
     if world_size < 1:

@@ -1,6 +1,6 @@
 """The exceptions of halfmesh, and helpers to write their messages.
 
-Every message gives the value that was given, the reason, what is allowed, and what to change.
+Every message has the given value, the reason, the allowed values, and what to change.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RegistryError(HalfmeshError, LookupError):
 
 
 class LaunchError(HalfmeshError, RuntimeError):
-    """The environment does not describe a process group, or the group cannot be made.
+    """The environment does not describe a process group, or the group cannot be created.
 
     What to do: use the launcher that the message names, or correct the variables that it names.
     """
@@ -77,7 +77,7 @@ class CheckpointError(HalfmeshError, RuntimeError):
 
 
 class NonFiniteError(HalfmeshError, RuntimeError):
-    """Training hit inf or nan, and `on_nonfinite="raise"` or `max_consecutive_skips` says to stop.
+    """Training hit inf or nan, and `on_nonfinite="raise"` or `max_consecutive_skips` stops it.
 
     What to do: read `diagnosis`, which names the layer and what to change.
 
@@ -96,7 +96,7 @@ class SyncError(HalfmeshError, RuntimeError):
 
 
 class Preempted(SystemExit):
-    """A signal or `engine.preempt()` told the run to end, and it has saved. Raised on all ranks after the same step.
+    """A signal or `engine.preempt()` ended the run, and it has saved. Raised on all ranks after the same step.
 
     Ends the process with status `EXIT_PREEMPTED`, like `sys.exit(75)`; `finally` blocks run.
 
@@ -112,8 +112,8 @@ class Preempted(SystemExit):
 
 
 class Interrupted(Preempted, KeyboardInterrupt):
-    """Ctrl-C, or SIGINT from elsewhere, told the run to end, and it has saved. Raised like `Preempted`, but ends the
-    process with status 130, as shells give it for Ctrl-C.
+    """Ctrl-C, or another SIGINT, ended the run, and it has saved. Raised like `Preempted`, but ends the process with
+    status 130, as shells do for Ctrl-C.
     """
 
     _status = 130
@@ -150,7 +150,7 @@ def show(value: object, most: int = 400) -> str:
 
 
 def show_name(name: str, most: int = 120) -> str:
-    """A name from the user: as it is if it can be printed on one line, else as `show` writes it."""
+    """A name from the user: unchanged if it can be printed on one line, else as `show` writes it."""
     return name if name.isprintable() and len(name) <= most else show(name, most)
 
 
@@ -174,7 +174,7 @@ def refuse_below(least: int, **arguments: object) -> None:
 
 
 def refuse_closure(call: str, closure: object) -> None:
-    """Raise InputError if `call` was given a closure, as `optimizer.step` of torch takes one."""
+    """Raise InputError if `call` was given a closure, which torch's `optimizer.step` accepts."""
     if isinstance(closure, bool):
         raise InputError(f"{call}({closure}): name the argument: {call}(last={closure})")
     if closure is not None:

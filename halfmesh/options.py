@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Options(BaseModel):
-    """Base of the config schema and of every plugin's own keys.
+    """Base of the config schema and of every plugin's keys.
 
     Strict, because pydantic would otherwise take True for 1 and "1.0" for 1.0; frozen, because a config is a value;
     unknown keys are refused.
@@ -18,7 +18,7 @@ class Options(BaseModel):
 
     @property
     def variant(self) -> str:
-        """A word or two that tell one use of a mode from another in what is printed, such as an opt_level."""
+        """A word or two that distinguish uses of a mode in printed text, such as an opt_level."""
         return ""
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`halfmesh check`: whether a config can run, and what a run of it would be."""
+"""`halfmesh check`: checks that a config can run, and describes the run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check(
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     run: DryRun | None = None
-    with contextlib.redirect_stdout(sys.stderr):  # what a config or a model prints is not part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # the output of a config or a model is not part of the answer
         loaded, problems = load(config, overrides or ())
         findings = find(loaded, world_size, device) if loaded else []
         right = loaded is not None and not findings
@@ -100,7 +100,7 @@ def check(
 
 
 def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config | None, list[str]]:
-    """The config, or what is wrong with it."""
+    """The config, or its problems."""
     from ..config.load import load_config
     from ..errors import ConfigError
 
@@ -111,7 +111,7 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
 
 
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
-    """What the run would be."""
+    """The layout and batch of the run, as plain values."""
     from ..compat import mesh_sizes
     from ..config.key_checks import recipe_of
     from ..engine.parallel_plans import data_strategy

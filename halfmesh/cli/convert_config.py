@@ -145,7 +145,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str]) -> Iterator[str]:
-    """What was lost, what to look at, and the three lists."""
+    """The lost keys, the points to check, and the three lists."""
     from ..errors import show
 
     rows: dict[str, list[str]] = {"lost": [], "converted": [], "without": [], "not understood": []}
@@ -163,7 +163,7 @@ def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks:
 
 
 def _find_problems(config: Config, world_size: int | None, device: str) -> list[str]:
-    """Why a config cannot run; without a world size, on as many ranks as its layout needs."""
+    """The reasons why a config cannot run; without a world size, on as many ranks as its layout needs."""
     from ..compat import check
 
     parallel = config.parallel

@@ -1,4 +1,4 @@
-"""`halfmesh env`: what a bug report needs."""
+"""`halfmesh env`: the facts for a bug report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PACKAGES = (
     *("pydantic", "safetensors", "tensorboard", "timm", "transformers"),
     *("accelerate", "lightning-fabric", "deepspeed", "apex"),
 )
-"""Beside those that torch's report lists."""
+"""Packages besides those in torch's report."""
 VARIABLES = (
     *("CUDA_", "GLOO_", "HALFMESH_", "KMP_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "SLURM_JOB_"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
 )
-"""How the names of variables begin that change what torch does."""
+"""Prefixes of the environment variables that change torch's behaviour."""
 
 
 def env() -> None:

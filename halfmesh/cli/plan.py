@@ -55,7 +55,7 @@ def plan(
             writing.refuse_target("--out", out, ".py", force)
         if picture is not None:
             writing.refuse_target("--picture", picture, ".svg", force)
-        with contextlib.redirect_stdout(sys.stderr):  # what the config or the model prints is not part of the answer
+        with contextlib.redirect_stdout(sys.stderr):  # the output of the config or the model is not part of the answer
             loaded = load_config({} if config is None else config, overrides or ())
             limit = parse_bytes(gpu_memory)
             asked = Asked(loaded, world_size, limit, model, tuple(batch or ()), gpus_per_node, device)

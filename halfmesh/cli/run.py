@@ -45,7 +45,7 @@ def run(
         raise typer.Exit(1)
     meeting = ["--standalone"] if nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv_endpoint}"]
     shape = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
-    # "--": without it torchrun refuses a script's argument that begins like one of its own ("--nproc").
+    # "--": without it torchrun refuses a script's argument that begins like one of torchrun's ("--nproc").
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, *shape, "--", str(script), *context.args]
     sys.stdout.flush()
     os.execv(sys.executable, command)
@@ -61,7 +61,7 @@ def read_options(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def find_problems(config: Path, world_size: int, device: str | None, overrides: Sequence[str] = ()) -> list[str]:
-    """Everything that is wrong with `config` on `world_size` ranks."""
+    """All problems of `config` on `world_size` ranks."""
     import torch
 
     from ..compat import check

@@ -1,4 +1,4 @@
-"""`halfmesh verify`: whether a layout computes what one process computes."""
+"""`halfmesh verify`: checks that a layout computes the same as one process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def verify(
         raise typer.BadParameter(f"--device {device}: use cpu or cuda")
     options: dict[str, Any] = {"updates": updates, "overrides": overrides or (), "shrink": shrink, "timeout": timeout}
     report: Any
-    # What configs and models print is no part of the answer.
+    # The output of configs and models is not part of the answer.
     with _cleaned_up(), contextlib.redirect_stdout(sys.stderr), _progress(hidden=config is None) as options["progress"]:
         if config is None:
             from ..verify.machine import verify_machine
@@ -101,7 +101,7 @@ def verify(
 
 
 def _told(run: Callable[..., VerifyReport], config: Path, trained: Any, **options: Any) -> VerifyReport:
-    """What `run` returns; what it raises as a refusal, if it says what to change."""
+    """The report of `run`; an error that says what to change becomes a refusal."""
     from ..distributed.rank_process import RankError
     from ..errors import ConfigError, HalfmeshError
     from ..verify import VerifyReport
@@ -117,7 +117,7 @@ def _told(run: Callable[..., VerifyReport], config: Path, trained: Any, **option
 
 @contextlib.contextmanager
 def _cleaned_up() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end this block, and with it its processes and files, and then the command."""
+    """A scope in which Ctrl-C and SIGTERM clean up its processes and files, and then end the command."""
 
     def stop(number: int, _: object) -> None:
         for again in before:
@@ -134,7 +134,7 @@ def _cleaned_up() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(hidden: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows what begins: on a terminal beside a bar, else in lines."""
+    """A function that shows each step: on a terminal next to a bar, else in lines."""
     console = Console(stderr=True)
     if hidden or not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A run of any size, simulated on one machine: what each kind of rank holds, and what it sends."""
+"""A run of any size, simulated on one machine: the memory and the communication of each kind of rank."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
 
 MOST_KINDS = 3
-"""Ranks that are simulated: on the first, a middle and the last stage. Those of a stage are alike."""
+"""Ranks that are simulated: on the first, a middle and the last stage. The ranks of a stage are equal."""
 
 
 @dataclass
 class DryRun:
-    """What a run would need.
+    """The memory and communication that a run would need.
 
     Attributes:
         sizes: of the mesh axes, by their names, outermost first.
-        problems: why it cannot run; empty if it can.
-        ranks: what ranks of the first, middle and last stage hold and send, by rank.
-        bubble: the part of a step in which a rank of the pipeline waits.
-        extrapolated: None if all microbatches were simulated, else the two numbers of them that were.
-        notes: what is not counted.
+        problems: the reasons why it cannot run; empty if it can.
+        ranks: the figures of ranks of the first, middle and last stage, by rank.
+        bubble: the fraction of a step in which a rank of the pipeline waits.
+        extrapolated: None if all microbatches were simulated, else the two numbers of microbatches that were.
+        notes: costs that are not counted.
         rows: of a data rank's batch; 0 if not known.
     """
 
@@ -52,7 +52,7 @@ class DryRun:
 
     @property
     def largest(self) -> tuple[int, Figures]:
-        """The rank that needs most, and its figures."""
+        """The rank that needs the most memory, and its figures."""
         return max(self.ranks.items(), key=lambda item: needed(item[1]))
 
     def stage_of(self, rank: int) -> int:
@@ -66,15 +66,15 @@ def needed(figures: Figures) -> int:
 
 
 def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] = (), is_fresh: bool = False) -> DryRun:
-    """Simulate one update of `config` with AdamW. `compat.check` has nothing against the config.
+    """Simulate one update of `config`, which passes `compat.check`, with AdamW.
 
     Args:
         model: "package.module:build", see `build_model`.
-        batch: shapes of the model's inputs, in place of those that `build` returns.
+        batch: shapes of the model's inputs, instead of those that `build` returns.
         is_fresh: see `Workers`.
     """
     jobs = len(_Simulated(config, None, world_size).jobs)
-    # One per kind of rank even with fewer cores, because they take unequally long.
+    # One per kind of rank even with fewer cores, because their times differ.
     with Workers(min(jobs, max(MOST_KINDS, count_cores())), is_fresh) as workers:
         return dry_runs(workers, [(config, None)], world_size, model, batch)[0]
 
@@ -87,7 +87,7 @@ def dry_runs(
     batch: tuple[str, ...] = (),
     limit: int | None = None,
 ) -> list[DryRun]:
-    """Several side by side, each a config with the rows of its batch (None: those of the inputs); `limit`: see
+    """Several dry runs in parallel, each a config with the rows of its batch (None: those of the inputs); `limit`: see
     `simulate_rank`."""
     runs = [_Simulated(config, rows, world_size) for config, rows in wanted]
     calls = [
@@ -139,7 +139,7 @@ class _Simulated:
 
 
 def find_model_problems(config: Config, world_size: int, model: str) -> list[str]:
-    """Why the model cannot be sharded as `config` says."""
+    """The reasons why the model cannot be sharded by `config`."""
     try:
         with dry_run_mode(), Tracker():
             return find_plan_problems(config, world_size, build_model(model).model)
@@ -163,7 +163,7 @@ def choose_counts(pipeline: PipelineConfig) -> tuple[int, int] | None:
     """
     size, wanted = pipeline.size, pipeline.microbatches or 1
     schedule = SCHEDULES.get(pipeline.schedule)
-    # One more than what is in flight on the first rank: then forwards meet gradients. An interleaved one has up to
+    # One more than are in flight on the first rank: then forwards meet gradients. An interleaved schedule has up to
     # 2 (p - 1) + (v - 1) p forwards of stages in flight, of which a microbatch has v; one that runs the gradients of
     # weights later keeps activations longer.
     least = {"gpipe": 2}.get(pipeline.schedule, 3 * size if pipeline.chunks > 1 else size + 1)
@@ -193,7 +193,7 @@ def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: in
 
 
 def _without_extras(config: Config, notes: list[str]) -> Config:
-    """The config without `compile`, with notes about what is left out."""
+    """The config without `compile`, with notes about left-out features."""
     if config.compile.enabled:
         notes.append("compile is left out: compiled code needs less memory than counted here")
         config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": False})})
@@ -203,10 +203,10 @@ def _without_extras(config: Config, notes: list[str]) -> Config:
 
 
 def _try_to_simulate(*call: object) -> Figures | list[str]:
-    """`simulate_rank`, or why it cannot be done."""
+    """The result of `simulate_rank`, or its problems."""
     try:
         return simulate_rank(*call)  # type: ignore[arg-type]
-    except Exception as error:  # of the model, or of torch, which may not go through a pipe
+    except Exception as error:  # of the model, or of torch; it may not be picklable
         return _problems_of(error)
 
 

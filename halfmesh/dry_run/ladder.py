@@ -40,13 +40,13 @@ _REASON = 200
 
 @dataclass
 class Ladder:
-    """What was tried.
+    """The changes that were tried.
 
     Attributes:
-        update: what an update takes; None if the config as it is cannot be simulated.
+        update: the rows of an update; None if the unchanged config cannot be simulated.
         rungs: those with a dry run, and those that were refused, in order.
         chosen: the first that fits.
-        notes: what was left out, and why.
+        notes: the changes that were left out, with reasons.
     """
 
     update: Update | None = None
@@ -59,7 +59,7 @@ def climb(asked: Asked, workers: Workers, say: Callable[[str], None] = lambda te
     """Try changes from the simplest on, up to the first that fits.
 
     Args:
-        say: is told what is simulated.
+        say: called with a text about each simulation.
 
     Raises:
         InputError: the model's inputs are not known.
@@ -89,11 +89,11 @@ class _Climb:
         self._recompute: list[str] = []
         self._splits_batches = True
         self._least: dict[str, tuple[int, int, int]] = {}
-        """By data strategy: what each rank needed in the simplest layout, how much of it was state, and among how many
-        ranks the axes sharded the model there."""
+        """By data strategy: the bytes of each rank in the simplest layout, those of them that are state, and the number
+        of ranks over which the axes sharded the model there."""
 
     def simulate(self, rungs: Sequence[Rung]) -> list[Rung]:
-        """The same with their dry runs, or what these refuse."""
+        """`rungs` with their dry runs, or the reasons why there are none."""
         asked, wanted = self._asked, [rung for rung in rungs if not rung.refused]
         for rung in wanted:
             self._say(f"simulating {' '.join(rung.changes) or 'the config as it is'}")
@@ -106,7 +106,7 @@ class _Climb:
         ]
 
     def begin(self, first: Rung, update: Update) -> None:
-        """With the config as it is, which could be simulated."""
+        """Begin with the unchanged config, which could be simulated."""
         assert first.run is not None
         self._update = self.ladder.update = update
         first = replace(first, rows=first.run.rows, passes=update.cycle * first.run.rows // update.at_once)
@@ -139,7 +139,7 @@ class _Climb:
         return self.ladder
 
     def _look_at_model(self) -> None:
-        """Leave out what the composition table or the model does not allow, whatever the memory."""
+        """Leave out changes that the composition table or the model does not allow."""
         asked, update, kinds = self._asked, self._update, list(recomputations(self._asked.config))
         single: list[Changes] = [(change,) for _, change, _ in axis_changes(asked)]
         single += [(change,) for change in strategy_changes(asked.config)]
@@ -207,7 +207,7 @@ class _Climb:
         return [self._tried[key] for key in wanted]
 
     def _sizes(self, changes: Changes) -> list[int]:
-        """Rows that can go through the model at once, most first: as many as now, or parts of these."""
+        """Numbers of rows that can go through the model at once, most first: those of the config, or fractions."""
         at_once = self._update.at_once
         sizes = [n for n in range(at_once, 0, -1) if at_once % n == 0] if self._splits_batches else [at_once]
         allowed = [n for n in sizes if not make_rung(self._asked, self._update, changes, "", n).refused]
@@ -221,7 +221,7 @@ class _Climb:
         return rung.needs * part > self._asked.room
 
     def _note_least(self, rung: Rung, of: Callable[[Figures], int]) -> None:
-        """Remember the least that this layout can need: this rung's, by the figure that `of` selects."""
+        """Remember the least memory that this layout can need: this rung's, by the figure that `of` selects."""
         if rung.run is not None and not rung.refused:
             ranks, figures = math.prod(rung.config.parallel.sizes.values()), rung.run.ranks.values()
             least = min(map(of, figures)), min(one.state for one in figures), ranks
@@ -244,7 +244,7 @@ class _Climb:
 
 
 def _look_at(configs: Sequence[Config], world_size: int, model: str) -> tuple[bool, list[list[str]]]:
-    """Return True if a model has BatchNorm, and why it cannot be sharded as each of the configs says."""
+    """True if the model has BatchNorm; and for each config the reasons why the model cannot be sharded by it."""
     with dry_run_mode(), Tracker():
         given = build_model(model).model
         has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in given.modules())

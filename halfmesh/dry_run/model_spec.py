@@ -60,7 +60,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Built:
-    """What a builder returned.
+    """The result of a builder.
 
     Attributes:
         batches: inputs and targets of each; empty if it returned the model only. Without a criterion targets are None.
@@ -109,11 +109,11 @@ def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
 
 
 def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
-    """What `build()` returns, if it can be trained.
+    """The result of `build()`, if it can be trained.
 
     Args:
         name: of `build` in messages, such as "--model package.module:build".
-        how: in a message, how it is called.
+        how: the form of the call, in messages.
 
     Raises:
         InputError: it fails, or returns something else.

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..parallel.data_strategy import DataStrategy
 
 ROOM = 0.9
-"""The part of a device's memory that a config may use: the CUDA context, NCCL's buffers and the gaps of the allocator
-come on top of what a dry run counts."""
+"""The fraction of a device's memory that a config may use: a dry run does not count the CUDA context, NCCL's buffers
+and the gaps of the allocator."""
 MOST_RANKS = 2**14
-"""A dry run makes the groups of all ranks; with more of them it takes minutes."""
+"""The most ranks: a dry run makes the groups of all, and takes minutes with more."""
 RECOMPUTE = ("selective", "full")
-"""Values of activation_checkpoint, by how much is computed again."""
+"""Values of activation_checkpoint, by the amount of recomputation."""
 
 Changes = tuple[str, ...]
 """KEY=VALUE each, as `--set` takes them."""
@@ -32,7 +32,7 @@ Changes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Asked:
-    """A config, and what it has to fit into.
+    """A config, and the devices that it has to fit into.
 
     Attributes:
         world_size: ranks, one device each.
@@ -74,9 +74,9 @@ class Rung:
     Attributes:
         rows: of a data rank's batch.
         passes: forwards and backwards of an update.
-        recompute: what `activation_checkpoint` was changed to; "" if it was not.
+        recompute: the new value of `activation_checkpoint`; "" if it was not changed.
         run: its dry run.
-        refused: why it has none, a reason a line.
+        refused: the reasons why it has none, one per line.
     """
 
     changes: Changes
@@ -89,23 +89,23 @@ class Rung:
 
     @property
     def needs(self) -> int:
-        """Bytes of the largest rank; at least so many if no update was simulated."""
+        """Bytes of the largest rank; a lower bound if no update was simulated."""
         return needed(self.run.largest[1]) if self.run and self.run.ranks else 0
 
     @property
     def state(self) -> int:
-        """Those that smaller batches and recomputation do not change."""
+        """Bytes that smaller batches and recomputation do not change."""
         return self.run.largest[1].state if self.run and self.run.ranks else 0
 
 
 @dataclass(frozen=True)
 class Update:
-    """What all rungs have in common: the rows of an update.
+    """The rows of an update, the same for all rungs.
 
     Attributes:
         rows: over all data ranks.
-        at_once: that go through the model at once, as the config is.
-        cycle: batches of an update, as the config is.
+        at_once: rows that go through the model at once, in the unchanged config.
+        cycle: batches of an update, in the unchanged config.
     """
 
     rows: int
@@ -114,7 +114,7 @@ class Update:
 
 
 def describe_update(config: Config, world_size: int, rows: int) -> Update:
-    """What an update of `config` takes, with so many rows in a data rank's batch."""
+    """The rows of an update of `config`, with `rows` in a data rank's batch."""
     data, key = mesh_sizes(config, world_size)["dp"], _split_key(config)
     cycle = config.gradient_accumulation
     if config.global_batch_size is not None:
@@ -123,7 +123,7 @@ def describe_update(config: Config, world_size: int, rows: int) -> Update:
 
 
 def make_rung(asked: Asked, update: Update, changes: Changes, recompute: str, at_once: int) -> Rung:
-    """The config with `changes`, recomputation, and the same rows in an update, so many of them at once."""
+    """The config with `changes`, recomputation, and the same rows in an update, `at_once` of them at once."""
     config = load_config(asked.config, changes)
     own, key = update.rows // mesh_sizes(config, asked.world_size)["dp"], _split_key(config)
     changes += (f"activation_checkpoint={recompute}",) if recompute else ()
@@ -140,12 +140,12 @@ def make_rung(asked: Asked, update: Update, changes: Changes, recompute: str, at
 
 
 def half_precision(asked: Asked) -> Changes:
-    """Of a config without a mode: the one that docs/precision.md recommends first."""
+    """The mode that docs/precision.md recommends first, for a config without one."""
     return () if asked.config.precision else ("bf16.mode=torch",)
 
 
 def recomputations(config: Config) -> Iterator[str]:
-    """What may be computed again beyond what is already."""
+    """Values of activation_checkpoint that recompute more than the config's."""
     checkpoint = config.activation_checkpoint
     if not checkpoint.enabled:
         yield from RECOMPUTE
@@ -154,7 +154,7 @@ def recomputations(config: Config) -> Iterator[str]:
 
 
 def axis_changes(asked: Asked) -> Iterator[tuple[str, str, int]]:
-    """Each axis by itself: its name, a change, and the size it has then. Axes that take modules away come last."""
+    """Each axis alone: its name, a change, and its new size. Axes that remove modules from ranks come last."""
     sizes = asked.config.parallel.sizes
     for name, axis in sorted(AXES.each(), key=lambda pair: pair[1].takes_modules):
         now = sizes.get(name, 1)
@@ -169,7 +169,7 @@ def make_layouts(asked: Asked, before: Changes, allowed: Callable[[str], bool]) 
 
     Args:
         before: changes that all of them have.
-        allowed: whether the model allows a change.
+        allowed: returns True if the model allows a change.
     """
     parallel = asked.config.parallel
     options: dict[str, list[tuple[str, int]]] = {}

@@ -11,7 +11,7 @@ from .simulate_rank import PARTS
 
 
 def lines(run: DryRun, limit: int | None) -> Iterator[str]:
-    """A table of the ranks, what they send, and whether they fit."""
+    """A table of the ranks, their communication, and the verdict if they fit."""
     ranks = list(run.ranks.items())
     stages = run.sizes["pp"] > 1
     names = [f"rank {rank}" + (f", stage {run.stage_of(rank)}" if stages else "") for rank, _ in ranks]

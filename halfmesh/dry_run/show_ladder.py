@@ -23,7 +23,7 @@ _RECOMPUTED = {
 
 
 def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
-    """The rungs, why each does not fit, and the cost of the one that fits."""
+    """The rungs, the reason why each does not fit, and the cost of the one that fits."""
     if ladder.update is None:
         yield f"{asked.model} cannot be simulated with the config as it is:"
         yield from (f"  {problem}" for problem in ladder.rungs[0].refused.splitlines())
@@ -77,7 +77,7 @@ def _verdict(rung: Rung, asked: Asked) -> str:
 
 
 def costs(rung: Rung, update: Update) -> Iterator[str]:
-    """What is sent, waited for and recomputed."""
+    """The costs of a rung: communication, waiting and recomputation."""
     config, run = rung.config, rung.run
     assert run is not None
     used = {AXES.get(name).dim: (f"parallel.{name}", AXES.get(name).cost) for name in config.parallel.sizes}

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from .model_spec import ModelSpec
 
 PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
-"""Of a rank's memory. activations: with the batch. communication: what travels over dp and pp. temporary: what an
-update needs while it is made, some of it kept for the next."""
+"""Parts of a rank's memory. activations: with the batch. communication: messages over dp and pp. temporary: memory that
+an update needs while it runs, some of it kept for the next."""
 
 
 @dataclass
 class Figures:
-    """What one rank holds and sends.
+    """The memory and communication of one rank.
 
     Attributes:
-        parts: bytes by part, each at its largest within an update; not all of them are at the same time.
+        parts: bytes by part, each at its largest within an update; the maxima may be at different times.
         kept: bytes between two updates.
         peak: the most bytes at once; None if no update was simulated.
         numel: of the parameters.
@@ -58,7 +58,7 @@ class Figures:
 
     @property
     def state(self) -> int:
-        """Bytes that smaller batches and recomputation do not change: what is kept, and the gradients if known."""
+        """Bytes that smaller batches and recomputation do not change: `kept`, and the gradients if known."""
         return self.kept + self.parts.get("gradients", 0)
 
 
@@ -76,12 +76,12 @@ def simulate_rank(
 
     Args:
         model: "package.module:build", see `build_model`.
-        microbatches: as if the pipeline had so many, of the same size.
-        rows: of the batch, in place of those that the model comes with.
-        limit: if what is kept between two updates takes more bytes already, the update itself is not simulated.
+        microbatches: their number in the pipeline, of the same size, instead of the config's.
+        rows: of the batch, instead of those of the model's inputs.
+        limit: if the memory kept between two updates is larger (bytes), the update itself is not simulated.
 
     Raises:
-        InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
+        InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called with these inputs.
     """
     tracker = Tracker()
     with _quiet(rank > 0), _world(rank, world_size), dry_run_mode(), tracker:
@@ -113,7 +113,7 @@ class _Simulation:
         self._given = given
         self._tracker = tracker
         self._axes = engine.context.groups
-        # Over other axes activations travel: they count as such.
+        # Other axes send activations: these messages count as activations.
         between = {"dp", *(axis.dim for _, axis in AXES.each() if axis.takes_modules)}
         tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in between})
         self._numel = sum(param.numel() for param in engine.model.parameters())
@@ -152,7 +152,7 @@ class _Simulation:
         return Figures(parts, tracker.total - batch, peak, numel, self._traffic(), self._given.rows)
 
     def _label_held(self) -> dict[str, int]:
-        """Tell the tracker what is kept from one update to the next. Returns the bytes of it."""
+        """Label the memory that is kept from one update to the next in the tracker. Returns its bytes."""
         tracker, engine = self._tracker, self._engine
         tracker.label(self._update.master_weights.masters.values(), "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
@@ -180,14 +180,14 @@ class _Simulation:
         tracker.label([shard.param.grad for shard in trained], "gradients")
 
     def _traffic(self) -> dict[str, Traffic]:
-        """What was sent, by axis."""
+        """The communication, by axis."""
         found: dict[str, Traffic] = {}
         for group, sent in self._tracker.traffic.items():
             found.setdefault(self._axes.get(group, "all"), Traffic()).add(sent)
         return found
 
     def _make_state(self) -> None:
-        """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
+        """Create the optimizer's state, by a step whose gradients are zeros."""
         engine = self._engine
         reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if engine.context.dp_size > 1 else None
         for shard in self._update.master_weights.trained:
@@ -214,7 +214,7 @@ class _Simulation:
 
 
 class FewChunks(TorchFunctionMode):
-    """Chunks of equal size are one tensor. To be used where no values and no graph tell them apart.
+    """Makes chunks of equal size one tensor, where neither values nor a graph distinguish them.
 
     FSDP2 splits each parameter into the shards of all ranks and keeps one: on 512 ranks that was most of a dry run.
     """
@@ -234,13 +234,13 @@ def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor
 
 
 def _here(param: nn.Parameter) -> torch.Tensor:
-    """What this rank has of it: under fsdp a part."""
+    """This rank's shard of `param` under fsdp, else `param`."""
     to_local = getattr(param.detach(), "to_local", None)
     return param if to_local is None else to_local().requires_grad_(param.requires_grad)
 
 
 def _stand_in(output: Any) -> torch.Tensor:
-    """The model's own loss where it returns one, else the sum of its first output: what follows it has its size."""
+    """The model's loss if it returns one, else the sum of its first output."""
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not floats:
         raise InputError("--model: the model returned no tensor with a graph, so there is no loss to go backward from")

@@ -1,4 +1,4 @@
-"""What a step allocates and sends, seen at the operators."""
+"""Tracks the memory and communication of a step, at torch's operators."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch.utils._pytree import tree_leaves
 from ..utils.torch_private import FakeTensorMode, has_no_memory, in_shapes_only
 
 OTHER = "other"
-"""Activations while the model computes; what an update needs for a moment while it is made."""
+"""Activations while the model computes; temporary memory while an update runs."""
 
 _UNSENT = ("recv", "barrier")  # the sender counts
 
 _DEVICE = torch.ops.prim.device.default
-"""Three of four calls in a dry run; answering here takes a third off its time."""
+"""Three of four calls in a dry run; answering them here saves a third of its time."""
 
 _COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
-"""Of values, which are not there: what is compared is taken to be as it should be."""
+"""Comparisons of values, which do not exist: their result is taken to be the expected one."""
 
 
 @dataclass
 class Traffic:
-    """What a rank sends: messages, and bytes handed to them (of a gather or scatter: those of all ranks)."""
+    """The communication of a rank: messages, and their bytes (of a gather or scatter: those of all ranks)."""
 
     messages: int = 0
     bytes: int = 0
@@ -44,7 +44,7 @@ class Traffic:
 
 @contextmanager
 def dry_run_mode() -> Iterator[None]:
-    """Tensors made within have no memory. What is sent between ranks goes to a process group of the backend "fake"."""
+    """A scope in which new tensors have no memory, and messages go to a process group of the backend "fake"."""
     with warnings.catch_warnings():
         # Whether memory is the same is asked in many places. Here all is at address 0, which is said with a warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -56,9 +56,9 @@ def dry_run_mode() -> Iterator[None]:
 class Tracker(TorchDispatchMode):
     """Bytes of all storages that operators made and that are alive, each with a label; and messages by process group.
 
-    A storage counts from the operator that returns it until nobody holds it. What a kernel allocates and frees within
-    itself is not seen. It also answers what the host asks of tensors without memory. To be entered after
-    `dry_run_mode`; works on tensors with memory, too.
+    A storage counts from the operator that returns it until nothing refers to it. Memory that a kernel allocates and
+    frees inside is not seen. It also gives the host values of tensors without memory. Enter it after `dry_run_mode`; it
+    also works on tensors with memory.
 
     Attributes:
         alive: bytes by label, now.
@@ -77,16 +77,16 @@ class Tracker(TorchDispatchMode):
         self._labels: dict[int, str] = {}
 
     def begin(self) -> None:
-        """Peaks are those from now on."""
+        """Start new peaks."""
         self.look_again()
         self.largest, self.peak = Counter(self.alive), self.total
 
     def label_sent(self, labels: Mapping[str, str]) -> None:
-        """What is sent to or received from a group has this label from then on, by the group's name."""
+        """Label the messages of each group from now on; `labels` are by the group's name."""
         self._buffers = labels
 
     def label(self, tensors: Iterable[torch.Tensor | None], label: str, only: str | None = None) -> None:
-        """The storages of `tensors` have this label from now on; with `only`, those that have that one."""
+        """Label the storages of `tensors` from now on; with `only`, those that have that label."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -140,7 +140,7 @@ class Tracker(TorchDispatchMode):
         return size
 
     def look_again(self) -> None:
-        """FSDP2 gives memory up, and takes it again, by changing the size of a storage."""
+        """Update the sizes of storages: FSDP2 frees and allocates memory by resizing them."""
         for key, (ref, size) in list(self._known.items()):
             storage = ref()
             if storage is not None and storage.nbytes() != size:
@@ -173,7 +173,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _is_wide_grouped_product(func: Any, args: Any) -> bool:
-    """Return True if torch has kernels of this product, but knows its shape for half precision only."""
+    """Return True if torch has kernels of this product, but infers its shape for half precision only."""
     return func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32 and has_no_memory(args[0])
 
 
@@ -184,11 +184,11 @@ def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None
 
 
 def _value(tensor: torch.Tensor) -> float | int:
-    """What the host reads from `tensor` of one element in a dry run: its value where it is a constant, else a guess.
+    """The value that the host reads from `tensor` of one element in a dry run: its value if constant, else a guess.
 
-    The guess is 0 (no gradient is inf or nan; nothing is wrong), but for two kinds of integers that torch's pipelines
-    read: an int32 is torch 2.13's vote on whether all stages know their shapes, which is 1; an int64 is the number of a
-    microbatch, cut out of arange(n), which is where it lies in memory.
+    The guess is 0 (no gradient is inf or nan; nothing is wrong), except for two kinds of integers that torch's
+    pipelines read: an int32 is torch 2.13's vote that all stages know their shapes, which is 1; an int64 is the number
+    of a microbatch, an element of arange(n), which is its offset in memory.
     """
     constant = getattr(tensor, "constant", None)
     if constant is not None:

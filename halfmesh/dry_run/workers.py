@@ -1,4 +1,4 @@
-"""Where ranks are simulated: in processes forked before torch did anything here, or one after the other in this one."""
+"""Simulates ranks in processes forked before torch ran in this process, or one after the other in this process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Processes that work side by side.
+    """Processes that work in parallel.
 
     Args:
-        count: how many there are at most; 1 works in this process.
+        count: the most processes; 1 works in this process.
         is_fresh: nothing of torch has run in this process, so that processes forked from it can work. Others import
             torch first, which takes a few seconds.
     """
 
     def __init__(self, count: int, is_fresh: bool) -> None:
         method = "fork" if is_fresh and sys.platform == "linux" else "spawn"
-        # What is imported is not looked through for garbage again: a tenth of a dry run.
+        # Imported objects are not searched for garbage again: a tenth of a dry run.
         self._pool = ProcessPoolExecutor(count, get_context(method), gc.freeze) if count > 1 else None
 
     def run(self, function: Callable[..., T], calls: Iterable[Sequence[Any]]) -> list[T]:
-        """What `function` returns for each of the arguments, in their order."""
+        """The result of `function` for each of the arguments, in their order."""
         if self._pool is None:
             return [function(*call) for call in calls]
         running = [self._pool.submit(_alone, function, *call) for call in calls]
@@ -45,10 +45,10 @@ class Workers:
 
 
 def count_cores() -> int:
-    """At least 1."""
+    """The number of cores, at least 1."""
     return os.cpu_count() or 1
 
 
 def _alone(function: Callable[..., T], *call: Any) -> T:
-    torch.set_num_threads(1)  # of a fork the threads of the process before are gone
+    torch.set_num_threads(1)  # a fork has no threads of its parent process
     return function(*call)

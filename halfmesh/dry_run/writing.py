@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def short(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` in its shorthand forms: a size or a strategy in place of a dict with one key."""
+    """`config` in its shorthand forms: a size or a strategy instead of a dict with one key."""
     parallel = {}
     for name, keys in config.get("parallel", {}).items():
         key = "size" if name in AXES else "strategy"
@@ -29,7 +29,7 @@ def short(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> None:
-    """Check that a file can be written there, before anything is computed for it.
+    """Check that a file can be written to `path`, before anything is computed for it.
 
     Raises:
         InputError: another suffix, a directory that does not exist, or a file that does and may not be replaced.
@@ -43,7 +43,7 @@ def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> No
 
 
 def config_text(rung: Rung, asked: Asked, update: Update) -> str:
-    """The config of `rung` as a .py file, with comments: what it was made for, and what it needs."""
+    """The config of `rung` as a .py file, with comments on its purpose and its memory."""
     lines = [
         f"# Made by halfmesh plan for {asked.model} on {asked.world_size} rank(s) of {readable(asked.limit)}, AdamW.",
         f"# Give each data rank's loader a batch size of {rung.rows}; an update takes {update.rows} rows in all.",

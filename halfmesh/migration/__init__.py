@@ -1,1 +1,1 @@
-"""Configs of other engines as ours, for `halfmesh convert-config`: table.py, a table for each engine, convert.py."""
+"""Converts configs of other engines, for `halfmesh convert-config`: table.py, a table for each engine, convert.py."""

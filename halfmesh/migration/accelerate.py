@@ -21,7 +21,7 @@ def _half(value: str, values: Values) -> object:
 
 
 def _clipping(values: Values) -> Values:
-    """DeepSpeed's default, unless a file of its own may say otherwise."""
+    """DeepSpeed's default, unless a separate DeepSpeed file may set another value."""
     decided = {"deepspeed_config.gradient_clipping", "deepspeed_config.deepspeed_config_file"} & values.keys()
     return CLIPPED if values.get("distributed_type") == "DEEPSPEED" and not decided else {}
 

@@ -7,7 +7,7 @@ _OWN_LAYERS = "take Colossal-AI's own layers out of the model"
 
 
 def _static(value: bool, values: Values) -> object:
-    return to({"fp16.loss_scale": values.get("fp16.initial_scale")})  # None, which is refused, where it is missing
+    return to({"fp16.loss_scale": values.get("fp16.initial_scale")})  # None, which is refused, if it is missing
 
 
 def _microbatches(value: int, values: Values) -> object:

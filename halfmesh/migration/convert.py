@@ -1,4 +1,4 @@
-"""Another engine's config, walked with its table, as ours. ORIGINS: by the name that --from takes."""
+"""Converts another engine's config by its table. ORIGINS: the engines, by the name that --from takes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,7 +17,7 @@ ORIGINS: Mapping[str, Origin] = MappingProxyType(
 
 
 def convert(origin: Origin, values: Values) -> tuple[dict[str, Outcome], dict[str, Any]]:
-    """What became of each key of `values`, which is flat, and the config that they make."""
+    """The outcome of each key of `values`, which is flat, and the converted config."""
     by_name = {key.removeprefix(origin.prefix): value for key, value in values.items()}
     outcomes = {key: _look_up(origin, key.removeprefix(origin.prefix), value, by_name) for key, value in values.items()}
     flat = dict(origin.always(by_name))
@@ -40,13 +40,13 @@ def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
     rows = {key: row for keys, row in origin.rows.items() for key in keys.split()}
     row = rows.get(name, next((row for key, row in rows.items() if matches(name, key)), None))
     if row is None and origin is COLOSSAL and name.isupper():
-        return to({name: value})  # a constant of the user's own is one here, too
+        return to({name: value})  # a user's constant stays one
     if row is None and not any(key.startswith(f"{name}.") for key in rows):
         return Outcome("not understood", {}, f"{origin.title} has no such key that is known{did_you_mean(name, rows)}")
     if value is None or value == {}:
         return done("nothing to write: it is off, or as by default")
     is_off = value is False or value == "" or (type(value) is int and value <= 1)
-    if is_off and isinstance(row, Outcome) and row.kind == "lost":  # a row that names the value decides by itself
+    if is_off and isinstance(row, Outcome) and row.kind == "lost":  # a row that names the value takes precedence
         return done("off")
     for keys, other, wanted, default in origin.needs:
         if name != other and matches(name, keys) and (given := values.get(other, default)) != wanted:
@@ -58,7 +58,7 @@ def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
 
 
 def _follow(row: Any, name: str, value: Any, values: Values) -> Outcome:
-    """From a row to an outcome."""
+    """The outcome of a row for a value."""
     if isinstance(row, Outcome):
         return row
     if isinstance(row, Mapping):

@@ -8,7 +8,7 @@ _offload = lambda _, values: OFFLOAD if values.get("zero_optimization.stage") ==
 
 
 def _batch(value: int, values: Values) -> object:
-    """A loader's batch is one microbatch in DeepSpeed's pipelines; here it is cut into all of them."""
+    """A loader's batch is one microbatch in DeepSpeed's pipelines; here it is split into all of them."""
     count = values.get("gradient_accumulation_steps", 1) if values.get("pipeline.stages", 1) > 1 else 1
     return to({"BATCH_SIZE": value * count}, f"for your DataLoader: {value} x {count} microbatches of a pipeline")
 

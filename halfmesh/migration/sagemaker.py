@@ -13,7 +13,7 @@ def _stages(values: Values) -> int:
 
 
 def _defaults(values: Values) -> dict[str, object]:
-    """What SageMaker does where nothing is said. (1f1b needs a microbatch for each stage at least.)"""
+    """SageMaker's defaults. (1f1b needs at least a microbatch for each stage.)"""
     settings: dict[str, object] = {}
     if {"static_loss_scale", "dynamic_loss_scale"} & values.keys() and values.get("bf16") is not True:
         settings["fp16.mode"] = "naive"

@@ -1,11 +1,11 @@
-"""What a table of another engine's keys is made of: a row for each key.
+"""The elements of a table of another engine's keys: a row for each key.
 
 Keys that share a row are in one string; `*` matches anything, and an exact key takes precedence. A row is
 
-- one of our keys, for the same value (a `*` in it is the last part of their key); or (our key, what to look at);
+- a halfmesh key, for the same value (a `*` in it is the last part of the other key); or (halfmesh key, what to check);
 - an `Outcome`: to, done, no, lost;
 - a dict from values (texts in lower case) to rows, "*" for all others;
-- a function of the value, and of all values by key, that returns a row; a ValueError says why the value makes no sense.
+- a function of the value, and of all values by key, that returns a row; a ValueError gives the reason why it is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a key: values by our dotted key, if there is anything to write; and why, or what to look at.
+    """The outcome of a key: values by dotted halfmesh key, if there is anything to write; and why, or what to check.
 
     Kinds: "converted", "without" an equivalent, "lost" (a precision or sharding without one), "not understood".
     """
@@ -37,7 +37,7 @@ AS_HERE = done("as here")
 
 
 def on(row: Any) -> dict[Any, Any]:
-    """A switch: the row where it is on."""
+    """The rows of a switch: `row` if it is on."""
     return {True: row, False: AS_HERE}
 
 
@@ -48,10 +48,10 @@ def matches(name: str, patterns: str) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """An engine whose configs are understood.
+    """An engine whose configs can be converted.
 
-    `needs`: keys that count only where another key has a value: (keys, the other, that value, its default). `prefix`:
-    what may stand before its keys. `always`: settings that follow from what is left out. `look`: what to look at.
+    `needs`: keys that count only if another key has a value: (keys, the other, that value, its default). `prefix`: an
+    optional prefix of its keys. `always`: settings that follow from missing keys. `look`: what to check.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Origin:
 
 STAGES, MICROBATCHES, TENSOR = "parallel.pipeline.size", "parallel.pipeline.microbatches", "parallel.tensor.size"
 CONTEXT = "parallel.context.size", "give engine(...) whole sequences, see docs/context-parallel.md"
-CLIPPED = {"clip_grad_norm": 1.0}  # by DeepSpeed since 0.19, where gradient_clipping is left out
+CLIPPED = {"clip_grad_norm": 1.0}  # DeepSpeed's default of gradient_clipping since 0.19
 ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
 ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 does not shard gradients: the same numbers"), 3: to(FSDP)}
 _OFFLOADED = to({"parallel.data.cpu_offload": True}, "parameters, gradients and optimizer state wait in host memory")

@@ -16,7 +16,7 @@ _GIB = 2**10  # of memory_mib
 
 @dataclass(frozen=True)
 class Wanted:
-    """A chart that every report has, or else says how to get: names in the records with their labels."""
+    """A chart that every report has, or explains how to get: names in the records with their labels."""
 
     key: str
     title: str
@@ -108,13 +108,13 @@ def thinned(series: Series) -> Series:
 
 
 def planned_mib(run: Run) -> float | None:
-    """The most that a rank needs besides activations."""
+    """The most memory that a rank needs besides activations, in MiB."""
     sizes = [rank["bytes"] for rank in run.plan.get("values", {}).get("ranks", ())]
     return max(sizes) / 2**20 if sizes else None
 
 
 def _lines(run: Run, place: int, names: dict[str, str], several: bool) -> list[Line]:
-    # A Trainer records a loss scale of 1 where there is none.
+    # A Trainer records a loss scale of 1 if there is none.
     unscaled = run.plan.get("values", {}).get("loss_scale", "unknown") is None
     lines = []
     for name, label in names.items():
@@ -130,7 +130,7 @@ def _lines(run: Run, place: int, names: dict[str, str], several: bool) -> list[L
 
 
 def _finish(chart: Chart, runs: Sequence[Run]) -> Chart:
-    """Set the axes, and add what is drawn beside the records."""
+    """Set the axes, and add the lines that are not in the records."""
     chart.last_step = max(1, *(max([run.last_step, *run.skipped[-1:]]) for run in runs))
     values = [value for line in chart.lines for value in line.series.numbers]
     chart.from_zero = chart.key in ("lr", "throughput", "memory")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 _MOST_UNREAD = 1000
-"""Results that are kept unread. The older ones have been computed long ago, so reading them waits for nothing."""
+"""The number of results that are kept unread. Older ones were computed long ago, so reading them does not wait."""
 
 
 class RunFolder:
@@ -61,7 +61,7 @@ class RunFolder:
         self._noted = engine.global_step
         self._last: StepResult | None = None
         self._sessions: list[dict[str, Any]] = []
-        self._file: Any = None  # of the records; None where this rank does not write, or no longer
+        self._file: Any = None  # of the records; None if this rank does not write, or no longer
         ranks, problem = engine.context.everyone(_describe_rank(engine)), None
         if engine.context.rank == 0:
             try:
@@ -98,7 +98,7 @@ class RunFolder:
         """Write a record: `values` (rank 0's numbers, or tensors with one element), the number of updates, and the
         learning rate, grad norm (if known) and loss scale of the last update noted.
 
-        A value of yours with one of these names replaces it. This reads the device, so do not call it for every update.
+        One of `values` with such a name replaces it. This reads the device, so do not call it for every update.
         The report draws the Trainer's names together: loss, eval_loss, samples_per_s, memory_mib.
         """
         if self._file is None:
@@ -131,7 +131,7 @@ class RunFolder:
             self.write({"step": self._engine.global_step})
 
     def save_precision_report(self, report: PrecisionReport) -> None:
-        """Save what `with engine.precision_report() as report:` has measured."""
+        """Save the report of `with engine.precision_report() as report:`."""
         if self._file is not None:
             self._put(PRECISION, step=self._engine.global_step, report=report.to_dict(), text=str(report))
 
@@ -216,7 +216,7 @@ class RunFolder:
 
 
 def _describe_rank(engine: Engine) -> dict[str, Any]:
-    """The blocks whose parameters this rank holds, which shard of them, and their bytes."""
+    """The blocks whose parameters this rank holds, its shard of them, and their bytes."""
     context = engine.context
     return {
         "holds": compress(dict.fromkeys(block_of(name) for name, _ in engine.model.named_parameters())),
@@ -226,7 +226,7 @@ def _describe_rank(engine: Engine) -> dict[str, Any]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """All keys with their values, including defaults; the mode's own keys beside the mode, as a user writes them."""
+    """All keys with their values, including defaults; the mode's keys next to the mode, as a user writes them."""
     settings = config.model_dump(exclude=set(config.user))
     for name in PRECISIONS:
         if settings[name] is not None:

@@ -1,4 +1,4 @@
-"""The mesh in words and as an SVG, which rank holds what: for `halfmesh check`, `halfmesh plan` and the report."""
+"""The mesh and each rank's shards, in words and as an SVG: for `halfmesh check`, `halfmesh plan` and the report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ..config.schema import ParallelConfig
 
 _MOST = 8
-"""Rows and columns that are drawn; of more, the first ones and the last."""
+"""Rows and columns that are drawn; if there are more, the first ones and the last."""
 _WIDTH, _LINE, _GAP, _DOTS = 178, 16, 8, 30
-"""Of a rank, a line of text, the space between ranks, and what is left out; px."""
+"""Sizes of a rank, a line of text, the gap between ranks, and the mark for left-out ranks; px."""
 _LETTERS = 24
-"""In a line of a rank."""
+"""Characters in a line of a rank."""
 _STYLE = """
 .mesh { --back: #ffffff; --ink: #17202b; --soft: #556274; --line: #b9c3cf;
   --n0: #f1f4f8; --n1: #fdf0de; --n2: #e7f4ea; --n3: #f1e8f7; font: 11px system-ui, "DejaVu Sans", sans-serif; }
@@ -35,7 +35,7 @@ _STYLE = """
 
 
 def describe_shards(parallel: ParallelConfig, sizes: Mapping[str, int], rank: int) -> str:
-    """Which part `rank` holds of the modules that it has: "tensor 1/2, fsdp 3/4"; "" where it holds all of them."""
+    """The shard of its modules that `rank` holds: "tensor 1/2, fsdp 3/4"; "" if they are not sharded."""
     places = find_places(rank, sizes)
     axes = {name: AXES.get(name) for name in parallel.sizes}
     parts = [
@@ -61,7 +61,7 @@ def block_of(name: str) -> str:
 def compress(names: Iterable[str]) -> list[str]:
     """blocks.0, blocks.1, blocks.2 as blocks.0-2."""
 
-    def run(item: tuple[int, str]) -> tuple[str, int]:  # numbers that follow each other are as far from their place
+    def run(item: tuple[int, str]) -> tuple[str, int]:  # consecutive numbers have the same distance from their index
         row, _, last = item[1].rpartition(".")
         return (row, int(last) - item[0]) if last.isdigit() else (item[1], 0)
 
@@ -70,7 +70,7 @@ def compress(names: Iterable[str]) -> list[str]:
 
 
 def draw(sizes: Mapping[str, int], describe: Callable[[int], Sequence[str]], node: int | None = None) -> str:
-    """The SVG of a mesh: a row for each place on its outermost axis, a column for each place on the others.
+    """The SVG of a mesh: a row for each coordinate on its outermost axis, a column for each on the others.
 
     Args:
         sizes: of the axes, outermost first; the last one is fastest.
@@ -124,12 +124,12 @@ def _text(x: int, y: int, text: str, style: str) -> str:
 
 
 def _fit(lines: Sequence[str]) -> list[str]:
-    """Each line in at most two of a rank's."""
+    """Each of `lines` broken into at most two lines of a rank."""
     return [part for line in lines for part in textwrap.wrap(line, _LETTERS, max_lines=2, placeholder=" ...")]
 
 
 def _pick(count: int) -> list[int]:
-    """Which of so many are drawn; -1 for those that are left out."""
+    """The indices, of `count`, that are drawn; -1 for those that are left out."""
     return list(range(count)) if count <= _MOST else [*range(_MOST - 2), -1, count - 1]
 
 

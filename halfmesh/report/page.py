@@ -15,7 +15,7 @@ from .charts import make_charts
 from .run import Run, read_runs
 
 _MARK = '<meta name="generator" content="halfmesh report'
-"""A file that begins with it may be replaced."""
+"""The beginning of a report; a file that begins with it may be replaced."""
 _EMBEDDED = ("page.css", "page.js", "uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
@@ -81,7 +81,7 @@ def draw_mesh(run: Run) -> str | None:
 
 
 def as_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """The same as plain values, for JSON, with all points of the charts."""
+    """The contents of the page as plain values, for JSON, with all points of the charts."""
     return {
         "runs": [
             {

@@ -38,7 +38,7 @@ class Run:
         plans: resolved configurations, as RunFolder wrote them; the latest last.
         series: the recorded values, by name.
         skipped: numbers of the skipped updates, ascending.
-        skipped_count: how many updates were skipped; None if no record says so.
+        skipped_count: the number of skipped updates; None if it is not recorded.
         warnings: each text once, with the number of updates made by then.
         last_step: the last update that has a record.
         precision: the result of `engine.precision_report()`; empty without one.
@@ -71,7 +71,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a folder. Unreadable parts are skipped, and `notes` says so.
+    """Read a folder. Unreadable parts are skipped, and listed in `notes`.
 
     Raises:
         InputError: the folder does not exist, or is not a run's; the message names similar ones.

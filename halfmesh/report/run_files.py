@@ -80,7 +80,7 @@ def read_earlier(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def move_earlier(directory: Path) -> None:
-    """Move the files of an earlier run to a folder of their own, which `halfmesh report` can show, too."""
+    """Move the files of an earlier run to a separate folder, which `halfmesh report` can show, too."""
     there = [path for name in FILES if (path := directory / name).exists()]
     if not there:
         return

@@ -23,7 +23,7 @@ _STATUS = {
 
 
 def number(value: float) -> str:
-    """A value with at most 5 digits; whole numbers with all digits."""
+    """A value with at most 5 digits; integers with all digits."""
     return f"{int(value):,}" if value == int(value) and abs(value) < 1e15 else f"{value:,.5g}"
 
 
@@ -98,7 +98,7 @@ def all_keys(session: dict[str, Any]) -> dict[str, str]:
 
 
 def changes(runs: Sequence[Run]) -> list[str]:
-    """What changed when a run was resumed, in words."""
+    """The changes when a run was resumed, in words."""
     said = []
     for run in runs:
         for before, after in zip(run.sessions, run.sessions[1:], strict=False):

@@ -1,14 +1,14 @@
 """A training loop over the engine, with hooks. Everything it does is a public call of `halfmesh.Engine`.
 
 batch.py        From a batch to a loss: Outcome, compute_batch.
-hook.py         What a hook may do, and when; hooks by name.
-loaders.py      Which batches are trained and evaluated on.
+hook.py         The events of a hook; hooks by name.
+loaders.py      The batches to train and evaluate on.
 evaluation.py   The mean loss over batches and data ranks; predict.
 trainer.py      Trainer, which calls all of these; none of them imports it.
 
 The hooks (`halfmesh.hooks` has their public names):
 monitors.py     Those that follow a result of evaluation: best weights, early stopping, LR schedulers.
 metrics.py      torchmetrics, over the right ranks.
-throughput.py   Samples, tokens and FLOPs per second; memory.  peaks.py: what devices can do.
+throughput.py   Samples, tokens and FLOPs per second; memory.  peaks.py: peak FLOP/s of devices.
 progress.py, run.py, writers.py   Records on the terminal, in the run folder, to trackers.
 """

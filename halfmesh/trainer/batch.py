@@ -1,4 +1,4 @@
-"""From a batch to its loss and output."""
+"""Computes the loss and the output of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..utils.tensors import count_rows
 
 TARGETS = ("labels", "label", "targets", "target")
-"""Keys of a batch that is a dict under which the criterion's target is looked for (Hugging Face's is the first)."""
+"""Keys of the criterion's target in a dict batch, in the order of the search (Hugging Face's is the first)."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Outcome:
     """The result of one batch.
 
     Attributes:
-        loss: what `engine.backward` takes. In evaluation it may be None: the model has no loss, or it is on another
-            stage.
+        loss: the argument of `engine.backward`. In evaluation it may be None: the model has no loss, or it is on
+            another stage.
         output: the model's output. Training under a pipeline needs `keep_outputs=True` to use it.
-        target: what the output is compared with, or None.
+        target: the criterion's target, or None.
         rows: samples in the batch.
     """
 
@@ -55,7 +55,7 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     | a tensor, no criterion | `engine(batch)`, the same |
 
     Raises:
-        InputError: the batch is none of these; give the trainer a `compute` of your own.
+        InputError: the batch is none of these; give the trainer another `compute`.
     """
     if not isinstance(batch, (tuple, list)):
         if isinstance(batch, Mapping):

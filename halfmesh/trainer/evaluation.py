@@ -1,4 +1,4 @@
-"""Losses and outputs of a whole data set, gathered from the ranks."""
+"""Losses and outputs of a full data set, gathered from the ranks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def predict(engine: Engine, dataloader: Any) -> Any:
 
 
 def _outputs(engine: Engine, batches: Iterator[Any]) -> list[Any]:
-    """This rank's outputs on the CPU, if it is one that counts them."""
+    """This rank's outputs on the CPU, if it counts outputs."""
     outputs = []
     for batch in batches:
         output = _call(engine, batch)
@@ -101,7 +101,7 @@ def _outputs(engine: Engine, batches: Iterator[Any]) -> list[Any]:
 
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards each module is in its own mode again: a frozen layer stays so."""
+    """Evaluation mode without gradients. Afterwards each module is in its former mode again."""
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.eval()
     try:
@@ -128,7 +128,7 @@ def _look(output: Any) -> tuple[list[int], str]:
 
 
 def _is_odd(sizes: list[int]) -> bool:
-    """Return True if there is no row for each sample."""
+    """Return True if the output does not have one row for each sample."""
     return len(set(sizes)) != 1 or not sizes[0]
 
 
@@ -150,7 +150,7 @@ def _rows(output: Any) -> list[Any]:
 
 
 def _joined(pieces: list[Any]) -> Any:
-    """The pieces joined along the first dim, or as they are if they do not fit together."""
+    """The pieces joined along the first dim, or the list of them if their shapes do not fit."""
     if not pieces:
         raise InputError("predict was given no sample; give it a DataLoader that is not empty")
     kinds = {(_look(piece)[1], *(tensor.shape[1:] for tensor in tensors_of(piece))) for piece in pieces}

@@ -12,11 +12,11 @@ from ..utils.registry import Registry
 from .batch import Outcome
 
 Trainer = Any
-"""The `halfmesh.Trainer` that calls the hook. Its file imports this one, so its type is not named here; a hook of yours
-may annotate it."""
+"""The `halfmesh.Trainer` that calls the hook. Its file imports this one, so its type is not named here; your hooks may
+annotate it."""
 
 Record = dict[str, Any]
-"""Numbers by name: "step", "epoch", and what was measured."""
+"""Numbers by name: "step", "epoch", and measured values."""
 
 
 class Hook:
@@ -27,8 +27,8 @@ class Hook:
     """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What this hook needs to resume: plain values and tensors, saved with each checkpoint. Each rank
-        calls it on its own: no collectives here."""
+        """The state to resume this hook: plain values and tensors, saved with each checkpoint. Ranks call it
+        independently: no collectives here."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -36,58 +36,58 @@ class Hook:
         matched by class name, several of one class by their order. After a change of layout it is rank 0's state."""
 
     def before_fit(self, trainer: Trainer) -> None:
-        """Training begins, or resumes."""
+        """Called when training begins, or resumes."""
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Training has ended without an error."""
+        """Called when training has ended without an error."""
 
     def close(self, trainer: Trainer) -> None:
         """The last call, also after an error: release what `before_fit` or `before_eval` acquired."""
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """The epoch `trainer.epoch` begins."""
+        """Called when the epoch `trainer.epoch` begins."""
 
     def after_epoch(self, trainer: Trainer) -> None:
-        """All batches of the epoch were trained on; evaluation follows. Not called if the epoch was cut short."""
+        """Called after all batches of the epoch, before evaluation. Not called if the epoch was stopped early."""
 
     def before_batch(self, trainer: Trainer, batch: Any) -> None:
-        """The next batch to train on."""
+        """Called with the next batch to train on."""
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
-        """Backward and `engine.step` have run with a batch."""
+        """Called after backward and `engine.step` of a batch."""
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """The last batch of an accumulation cycle led to an update, which may have been skipped."""
+        """Called after the update of an accumulation cycle, which may have been skipped."""
 
     def before_eval(self, trainer: Trainer) -> None:
-        """An evaluation begins, in `fit` or in `evaluate`. The model is in evaluation mode."""
+        """Called when an evaluation begins, in `fit` or in `evaluate`. The model is in evaluation mode."""
 
     def after_eval_batch(self, trainer: Trainer, outcome: Outcome) -> None:
-        """A batch was evaluated. Data ranks may have different numbers of batches: no collectives here."""
+        """Called after each batch. Data ranks may have different numbers of batches: no collectives here."""
 
     def eval_results(self, trainer: Trainer) -> Mapping[str, float]:
         """This hook's results of the evaluation; the same on all ranks."""
         return {}
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
-        """The results of an evaluation, of all hooks."""
+        """Called with the results of an evaluation, of all hooks."""
 
     def before_save(self, trainer: Trainer) -> None:
-        """A checkpoint is about to be saved by `trainer.save`."""
+        """Called before `trainer.save` saves a checkpoint."""
 
     def after_save(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint was saved to `path`, or is being saved in the background."""
+        """Called after a checkpoint was saved to `path`, or its save in the background has begun."""
 
     def measure(self, trainer: Trainer) -> Mapping[str, float]:
         """Values to add to the record, every `log_every` updates and at the end of an epoch."""
         return {}
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        """A complete record, of training or of an evaluation (whose names begin with "eval_")."""
+        """Called with a complete record, of training or of an evaluation (whose names begin with "eval_")."""
 
 
 def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, Any]) -> None:
-    """Add what a `method` of `hook` has returned to `record`.
+    """Add `given`, the result of a `method` of `hook`, to `record`.
 
     Raises:
         InputError: a name is in the record already, so one value would hide the other.
@@ -123,10 +123,10 @@ HookLike = Hook | str | Mapping[str, Any]
 
 
 def make_hook(given: HookLike) -> Hook:
-    """The hook itself, or one that is made by its name.
+    """The hook itself, or a new one by its name.
 
     Raises:
-        RegistryError: no hook of that name. InputError: something else than a hook.
+        RegistryError: no hook of that name. InputError: not a hook.
     """
     if isinstance(given, Hook):
         return given

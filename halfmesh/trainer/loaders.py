@@ -1,4 +1,4 @@
-"""Which batches a trainer uses, sharded over the data ranks."""
+"""The batches that a trainer uses, sharded over the data ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
 
 
 def choose_eval_loader(engine: Engine, dataloader: Any) -> Any:
-    """The engine's own eval_dataloader, or `dataloader`, sharded; None if there is neither."""
+    """The engine's eval_dataloader, or `dataloader`, sharded; None if there is neither."""
     if dataloader is None:
         return engine.eval_dataloader if engine.has_eval_dataloader else None
     if isinstance(dataloader, DataLoader):

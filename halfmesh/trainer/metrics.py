@@ -31,7 +31,7 @@ class MetricHook(Hook):
     Args:
         metrics: torchmetrics metrics by name, or a MetricCollection. Results in evaluation are named "eval_" + name.
         on: "eval", or "train" for the batches since the last record. Under a pipeline "train" needs `keep_outputs`.
-        arguments: what `metric.update` is called with; (output, target) by default.
+        arguments: returns the arguments of `metric.update`; (output, target) by default.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MetricHook(Hook):
             metric.to(trainer.engine.context.device)
             metric.reset()
             metric.compute_with_cache = False
-            metric.distributed_available_fn = lambda: True  # then `dist_sync_fn` is asked
+            metric.distributed_available_fn = lambda: True  # then `dist_sync_fn` is called
 
     @torch.no_grad()
     def _update(self, outcome: Outcome) -> None:
@@ -125,7 +125,7 @@ def _computed(metric: Any, filled: list[list[torch.Tensor]]) -> Any:
 
     metric.dist_sync_fn = theirs
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*before the ``update`` method.*")  # there was no batch at all
+        warnings.filterwarnings("ignore", message=".*before the ``update`` method.*")  # no rank had a batch
         return metric.compute()
 
 

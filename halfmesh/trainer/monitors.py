@@ -21,7 +21,7 @@ class Monitor:
 
     Args:
         name: the result of evaluation, such as "eval_loss".
-        mode: whether less or more is better.
+        mode: "min" if less is better, "max" if more is.
         min_delta: the smallest change that counts as an improvement.
     """
 
@@ -36,7 +36,7 @@ class Monitor:
         self.best = math.inf * self._sign
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and of which result."""
+        """The best value, and the name of the result."""
         return {"monitor": self.name, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -78,7 +78,7 @@ class CheckpointHook(Hook):
     Args:
         directory: a folder that all ranks share.
         monitor: the name of a result of evaluation.
-        mode: whether less ("min") or more ("max") of it is better.
+        mode: "min" if less of it is better, "max" if more is.
     """
 
     def __init__(self, directory: str | Path, monitor: str, mode: Literal["min", "max"] = "min") -> None:
@@ -108,12 +108,12 @@ class CheckpointHook(Hook):
 class EarlyStopHook(Hook):
     """Stops after `patience` evaluations in a row without an improvement.
 
-    A resumed run continues the count; a run that was stopped stays so until `patience` is raised. Evaluating twice at
-    the same update counts once.
+    A resumed run continues the count; a run that was stopped stops again until `patience` is raised. Evaluating twice
+    at the same update counts once.
 
     Args:
         monitor: the name of a result of evaluation.
-        mode: whether less ("min") or more ("max") is better.
+        mode: "min" if less is better, "max" if more is.
         min_delta: the smallest change that counts as an improvement.
     """
 

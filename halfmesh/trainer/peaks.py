@@ -15,7 +15,7 @@ class Peak(NamedTuple):
     fp32: float
 
 
-# By the device's name, from NVIDIA's data sheets; half of what they give "with sparsity". V100 and T4 have no TF32.
+# By the device's name, from NVIDIA's data sheets; half of the values "with sparsity". V100 and T4 have no TF32.
 PEAK_FLOPS = {
     "B200": Peak(2250e12, 1125e12, 75e12),
     "H200": Peak(989e12, 494e12, 67e12),
@@ -34,9 +34,9 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The FLOP/s that `device` can do in `dtype`; None if unknown.
+    """The peak FLOP/s of `device` in `dtype`; None if unknown.
 
-    fp32 counts as TF32 where torch may use it: `torch.backends.cuda.matmul.fp32_precision`.
+    fp32 counts as TF32 if torch may use it: `torch.backends.cuda.matmul.fp32_precision`.
     """
     if device.type != "cuda":
         return None

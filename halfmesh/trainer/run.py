@@ -22,7 +22,7 @@ class RunHook(Hook):
     The hooks "throughput" and "memory" add their values to the records.
 
     Args:
-        directory: the folder; RunFolder says what happens if it exists.
+        directory: the folder; see RunFolder if it exists.
         precision_report: measure `engine.precision_report()` in the first update of each epoch, and keep the last one.
     """
 

@@ -1,4 +1,4 @@
-"""How fast training is, and how much memory it uses."""
+"""Hooks that measure throughput and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _WINDOW_S, _WINDOW_BATCHES = 10.0, 20
-"""The shortest window for the share of waiting: long enough that starting the workers does not dominate it."""
+"""The shortest window for the share of waiting, in seconds and batches: the start of workers must not dominate it."""
 _WAITING = 0.3
 """The share of time that may be spent waiting for data. With a loader that keeps up it is almost zero."""
 
@@ -52,7 +52,7 @@ class ThroughputHook(Hook):
         self.flops: float | None = None
         """Operations of one sample."""
         self._warm_up = 0
-        """Batches until the operations are counted; with the first one some models are tried out, too."""
+        """Batches until the operations are counted; the first one also runs the trials of some models."""
         self._counting = ExitStack()
         self._counter = FlopCounterMode(display=False)
         self._window = [0.0, 0.0, 0.0]
@@ -173,7 +173,7 @@ def _waited_s(trainer: Trainer) -> float:
 
 
 def _dtype(trainer: Trainer) -> torch.dtype | None:
-    """The dtype in which most of the model multiplies under this config; None for float8, whose peaks are not known."""
+    """The dtype of most matrix products under this config; None for float8, whose peaks are not known."""
     config = trainer.engine.config
     if config.fp8:
         return None

@@ -21,7 +21,7 @@ _log = get_logger(__name__)
 
 
 class FitState:
-    """The state of a `fit` that is saved with the engine, by each rank on its own.
+    """The state of a `fit` that is saved with the engine, separately by each rank.
 
     Attributes:
         evaluated_at: the update of the last evaluation; -1 before the first.
@@ -59,13 +59,13 @@ class Trainer:
     All ranks call its methods together.
 
     Args:
-        compute: from a batch to loss and output; by default `halfmesh.compute_batch`.
+        compute: computes loss and output of a batch; by default `halfmesh.compute_batch`.
         log_every: updates between two records for the hooks. Making a record reads the device.
 
     Attributes:
         engine: the engine.
         epoch: number of the current epoch, from 0; -1 before the first.
-        result: what the last `engine.step()` returned: None inside an accumulation cycle.
+        result: the result of the last `engine.step()`: None inside an accumulation cycle.
     """
 
     def __init__(self, engine: Engine, *, compute: Compute = compute_batch, log_every: int = 10) -> None:
@@ -161,13 +161,13 @@ class Trainer:
         The model does not get the target: the last item of a batch that is a tuple of two or more, or a dict's target.
 
         Returns:
-            What the model returns for one batch (a tensor, or a nest of tensors), joined along the first dim. If that
-            does not fit together (sequences of other lengths in each batch), a list: of the output for each batch, in
-            one process; of each sample's, whose first dim is 1, where data ranks take turns in samples.
+            The model's outputs (a tensor, or nested tensors), joined along the first dim. If shapes do not fit
+            (sequences of another length in each batch), a list: of the output for each batch, in one process; of each
+            sample's, whose first dim is 1, if data ranks take turns in samples.
 
         Raises:
-            InputError: they do, and the outputs have not one row for each sample, or values that change from batch to
-                batch and are no tensors; after the first batch, if it is seen there.
+            InputError: data ranks take turns in samples, and the outputs do not have one row for each sample, or values
+                that are no tensors change from batch to batch; after the first batch, if it shows there.
         """
         return predict(self.engine, dataloader)
 
@@ -190,7 +190,7 @@ class Trainer:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _train_epoch(self, batches: Iterable[Any]) -> bool:
-        """Train on the batches of an epoch. Returns whether all were used."""
+        """Train on the batches of an epoch. Returns True if all were used."""
         engine = self.engine
         engine.train()
         self._call("before_epoch")
@@ -219,7 +219,7 @@ class Trainer:
                 f"epoch {self.epoch}: there was no batch to train on; `train` has to be iterable in each epoch (a "
                 "list, a DataLoader, not a generator)"
             )
-        if is_complete and count and self.result is None:  # the user's own batches end within an accumulation cycle
+        if is_complete and count and self.result is None:  # the user's batches end within an accumulation cycle
             self.result = engine.step(last=True)
             if self.result is not None:
                 self._after_step(self.result)
@@ -237,7 +237,7 @@ class Trainer:
             self._evaluate_once()
 
     def _evaluate_once(self) -> None:
-        """Evaluate, unless this was done since the last update (maybe before the run was saved and resumed)."""
+        """Evaluate, unless it was done since the last update (also before the run was saved and resumed)."""
         step = self.engine.global_step
         if self._evaluated is not None and self._fit_state.evaluated_at != step:
             self._evaluate(self._evaluated)
@@ -262,7 +262,7 @@ class Trainer:
         return results
 
     def _record(self) -> None:
-        """Make a record of what was measured since the last one."""
+        """Make a record of the measurements since the last one."""
         engine = self.engine
         loss = self._loss.take()
         if loss is None:  # no update since

@@ -61,7 +61,7 @@ class WriterHook(Hook):
 class TensorBoardHook(WriterHook):
     """Writes the records for TensorBoard, one scalar per name and update.
 
-    A resumed run hides what was written after its checkpoint.
+    A resumed run hides records that were written after its checkpoint.
 
     Args:
         log_dir: the folder for `tensorboard --logdir`.
@@ -120,7 +120,7 @@ class MLflowHook(WriterHook):
     """Logs the records as metrics of an MLflow run, by update.
 
     Without options, an active run of `mlflow.start_run` is used and left open. To resume a run, give its `run_id`;
-    updates that are trained again are logged twice. MLflow's own setting says where runs are stored
+    updates that are trained again are logged twice. MLflow's setting determines where runs are stored
     (`MLFLOW_TRACKING_URI`, `mlflow.set_tracking_uri`).
 
     Args:

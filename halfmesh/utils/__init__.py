@@ -1,5 +1,5 @@
-"""What every room uses: parameters as shards (`param_shard`), trees of tensors (`tensors`), registries (`registry`),
-the contract of hooks on an engine's loop (`engine_hook`), logging (`log`), and private torch names (`torch_private`).
+"""Shared helpers: parameters as shards (`param_shard`), trees of tensors (`tensors`), registries (`registry`), the
+contract of hooks on an engine's loop (`engine_hook`), logging (`log`), and private torch names (`torch_private`).
 
-Imports `errors` only.
+It imports `errors` only.
 """

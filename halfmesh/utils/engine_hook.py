@@ -1,4 +1,4 @@
-"""What may take part in an engine's loop."""
+"""The contract of hooks on an engine's loop."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class EngineHook:
     """
 
     def before_fetch(self) -> None:
-        """The engine's training loader is about to fetch a batch."""
+        """Called before the engine's training loader fetches a batch."""
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is about to be called, with these inputs; `model.training` says what for."""
+        """Called before the model, with its inputs; `model.training` tells training from evaluation."""
 
     def before_backward(self, loss: Any) -> None:
-        """`engine.backward(loss)` was called."""
+        """Called when `engine.backward(loss)` begins."""
 
     def after_backward(self, loss: Any) -> None:
-        """Gradients of one microbatch are added."""
+        """Called when the gradients of one microbatch are added."""
 
     def before_step(self) -> None:
-        """`engine.step` was called; it may be inside an accumulation cycle."""
+        """Called when `engine.step` begins; it may be inside an accumulation cycle."""
 
     def after_step(self, result: StepResult) -> None:
-        """An update has ended, taken or skipped."""
+        """Called after an update, taken or skipped."""
 
     def on_error(self, error: NonFiniteError) -> None:
-        """An update raised `error`, on all ranks."""
+        """Called when an update raised `error`, on all ranks."""
 
     def close(self, error: BaseException | None) -> None:
-        """The engine closes, because of `error` if there is one; other ranks may already be gone."""
+        """Called when the engine closes, because of `error` if there is one; other ranks may have ended already."""

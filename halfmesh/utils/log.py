@@ -1,8 +1,8 @@
-"""Loggers that know their rank: by default only rank 0 logs.
+"""Loggers per rank: by default only rank 0 logs.
 
 A library must not configure logging, but users who never set it up should see the plan of their run. So the logger
-"halfmesh" has level INFO unless the user gave it one, halfmesh installs no handler, and where there is none at all, the
-text goes to stderr. `logging.NullHandler` on "halfmesh" with `propagate = False` silences it.
+"halfmesh" has level INFO unless the user set one, halfmesh installs no handler, and if there is none at all, the text
+goes to stderr. `logging.NullHandler` on "halfmesh" with `propagate = False` silences it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `amp` and `parallel` share: a rank's shards of the parameters, their gradients, and the other ranks."""
+"""The types that `amp` and `parallel` share: a rank's shards of the parameters, their gradients, the other ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class ParamShard:
     """One rank's shard of one parameter. `parallel` makes them, `amp` turns their gradients into new weights."""
 
     name: str
-    """The parameter's name in the whole model."""
+    """The parameter's name in the full model."""
     param: nn.Parameter
     """The parameter as the model on this rank uses it."""
     weight: float = 1.0
     """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
     source: ParamShard | None = field(default=None, repr=False)
-    """Set if this rank steps only a part, `param`, of a parameter (zero1, fsdp): the one that the model uses, which
-    receives the gradient in backward."""
+    """Set if this rank steps only a shard, `param`, of a parameter (zero1, fsdp): the parameter that the model uses,
+    which receives the gradient in backward."""
     start: int = 0
-    """Where the part begins in the memory of `source`, in elements."""
+    """The offset of the shard in the memory of `source`, in elements."""
     original: nn.Parameter | None = field(default=None, repr=False)
     """The user's original parameter, if the model now uses another one (fsdp: a DTensor with `param` as its local
-    part)."""
+    tensor)."""
 
     @property
     def model_param(self) -> nn.Parameter:
@@ -45,12 +45,12 @@ class ParamShard:
         return in_memory_order(tensor)[self.start : self.start + self.param.numel()]
 
     def rebind_view(self) -> None:
-        """Make `param` a view of the model's parameter again, after that got new memory."""
+        """Make `param` a view of the model's parameter again, after the latter got new memory."""
         if self.source is not None and self.original is None:
             self.param.data = self.part_of(self.source.param.data)
 
     def rebind_grad(self) -> None:
-        """Take this part of the gradient of `source` again, after the user changed that."""
+        """Take this shard of the gradient of `source` again, after the user changed the gradient."""
         assert self.source is not None
         grad: Any = self.source.param.grad
         if grad is None:
@@ -62,7 +62,7 @@ class ParamShard:
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make `grad` the gradient of `param`, in its own dtype: fp32 sums of a half-precision parameter, too.
+    """Make `grad` the gradient of `param`, keeping its dtype, such as fp32 sums of a half-precision parameter.
 
     Later backwards add to it in that dtype, until `clear_grads`.
     """
@@ -82,7 +82,7 @@ def clear_grads(params: Iterable[torch.Tensor]) -> None:
 
 
 def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of `optimizer` that are not among `known`, by their place in its groups and their shape."""
+    """The parameters of `optimizer` that are not in `known`, by their index in its groups and their shape."""
     ids = set(map(id, known))
     return {
         f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}": param
@@ -93,40 +93,40 @@ def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) ->
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype in which the model computes with `param`: not its own where fsdp casts it while it is gathered."""
+    """The dtype in which the model computes with `param`: another one than its own if fsdp casts it for the gather."""
     dtype: torch.dtype = getattr(param, "_halfmesh_computes_in", param.dtype)
     return dtype
 
 
 def set_compute_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let `compute_dtype` return `dtype` for `param`."""
+    """Make `compute_dtype` return `dtype` for `param`."""
     param._halfmesh_computes_in = dtype  # type: ignore[attr-defined]
 
 
 class GatherCast(Protocol):
-    """Casts a weight before ranks gather it, to numbers of one byte with a scale for the whole weight. `amp` knows what
-    they mean, `parallel` sends them."""
+    """Casts a weight before ranks gather it, to numbers of one byte with a scale for the full weight. `amp` implements
+    it, `parallel` sends the numbers."""
 
     def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The numbers of `part`, a rank's shard of the weight, as uint8, and the scale.
 
         Args:
-            largest: absolute value in the whole weight, 0-dim.
+            largest: absolute value in the full weight, 0-dim.
         """
 
     def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What the layer computes with, of `dtype`: a view of all ranks' numbers and of the scale, both of which are
-        written again for each gather."""
+        """The weight that the layer computes with, of `dtype`: a view of all ranks' numbers and of the scale, both of
+        which are written again for each gather."""
 
 
 class Publisher(Protocol):
     """Sends the weights that a rank has stepped to the ranks that use them: an all-gather (zero1, fsdp)."""
 
     def follow(self) -> None:
-        """Called before weights are used: what is stepped, or computed with, may have other memory (`x.data = ...`)."""
+        """Called before weights are used: those of optimizer or model may have other memory (`x.data = ...`)."""
 
     def join(self, names: list[str]) -> list[str]:
-        """Called if others have written into what is stepped, before it is sent: the `names` that any rank has."""
+        """Called if user code has written into stepped weights, before they are sent: the `names` of all ranks."""
 
     def begin(self) -> None:
         """Called before an update writes weights."""
@@ -139,7 +139,7 @@ class Publisher(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks that share one update: this one's number, and how many there are."""
+    """The ranks that share one update: this rank, and their number."""
 
     @property
     def rank(self) -> int: ...
@@ -147,7 +147,7 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> object:
-        """Sum `tensor` in place over all of them."""
+        """Sum `tensor` in place over all ranks."""
 
 
 @dataclass(frozen=True)

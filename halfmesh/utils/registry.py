@@ -16,7 +16,7 @@ _log = get_logger(__name__)
 
 
 class _Reference(NamedTuple):
-    """An object that has not been imported yet: "module:attribute", and the package that brings it (None: halfmesh)."""
+    """An object that is not imported yet: "module:attribute", and the package that provides it (None: halfmesh)."""
 
     target: str
     package: str | None = None
@@ -25,19 +25,19 @@ class _Reference(NamedTuple):
 class Registry(Generic[T]):
     """Names (lower case, compared without case) to objects of one kind.
 
-    Three ways in: `register` as decorator or call, `register_lazy` with a "module:attribute" reference that is
-    imported when first asked for, and entry points of installed packages in the group `entry_point_group`:
+    Three ways to register: `register` as decorator or call, `register_lazy` with a "module:attribute" reference that
+    is imported on first use, and entry points of installed packages in the group `entry_point_group`:
 
         [project.entry-points."halfmesh.amp_plugins"]
         my_mode = "my_package.amp:MyPlugin"
 
-    A name can be taken once, unless `override=True` says to replace it. An entry point whose name is taken is left
-    out with a warning.
+    A name can be taken once, unless `override=True` replaces it. An entry point whose name is taken is left out with a
+    warning.
 
     Args:
-        kind: what the objects are, for messages.
-        entry_point_group: read when the registry is first asked for something.
-        find_problem: says what is wrong with an imported object, if anything is.
+        kind: the kind of the objects, for messages.
+        entry_point_group: read on the first use of the registry.
+        find_problem: returns the problem of an imported object, if there is one.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
         """The object registered as `name`.
 
         Raises:
-            RegistryError: no such name (the message has the nearest one and the list), or what it refers to cannot be
+            RegistryError: no such name (the message has the nearest one and the list), or its object cannot be
                 imported or is not of this kind.
         """
         key, names = str(name).lower(), self.names()
@@ -105,8 +105,8 @@ class Registry(Generic[T]):
         return found.target if isinstance(found, _Reference) else found
 
     def each(self) -> Iterator[tuple[str, T]]:
-        """All names with their objects. A package's object that cannot be used is dropped with a warning: no one asked
-        for it by name."""
+        """All names with their objects. A package's object that cannot be used is dropped with a warning: it was not
+        requested by name."""
         for name in self.names():
             try:
                 found = self.get(name)

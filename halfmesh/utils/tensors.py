@@ -1,4 +1,4 @@
-"""Tensors in nested containers, and how a tensor's elements lie in memory."""
+"""Tensors in nested containers, and the order of a tensor's elements in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type | tuple[type, ..
     """`tree` with `fn` applied to its tensors (or leaves of another `kind`); containers keep their type.
 
     Walks lists, tuples, named tuples, mappings (also dict subclasses such as a model's output class) and dataclass
-    instances; returns anything else as it is. A container in which `fn` changes nothing is itself returned, so that
+    instances; returns anything else unchanged. A container in which `fn` changes nothing is itself returned, so that
     code that compares outputs by identity still works.
     """
     return map_named(lambda _, leaf: fn(leaf), tree, "", kind)
@@ -60,7 +60,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def count_rows(batch: Any) -> int:
-    """The size of the first tensor's first dim; 1 where there is none."""
+    """The size of the first tensor's first dim; 1 if there is none."""
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
         return first.shape[0] if first.dim() else 1
@@ -97,7 +97,7 @@ def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
         return kind(**new)
     if isinstance(tree, Mapping):
         if hasattr(tree, "copy") and hasattr(tree, "update") and type(rebuilt := tree.copy()) is kind:
-            rebuilt.update(new)  # it keeps what a subclass has besides its items, such as a default factory
+            rebuilt.update(new)  # keeps attributes of a subclass, such as a default factory
             return rebuilt
         return kind(new)
     rebuilt = copy.copy(tree)  # keeps attributes that are not fields
@@ -117,7 +117,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as one contiguous dim, in the order in which they lie in memory. A view; a copy if not dense."""
+    """The elements as one contiguous dim, in memory order. A view; a copy if not dense."""
     if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.reshape(-1).contiguous()

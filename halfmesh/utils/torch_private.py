@@ -74,7 +74,7 @@ def all_gather(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
 
 
 def reduce_scatter(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
-    """Fill `output` with this rank's part, along dim 0, of the sum of the ranks' `x`."""
+    """Fill `output` with this rank's shard, along dim 0, of the sum of the ranks' `x`."""
     return getattr(dist, REDUCE_SCATTER)(output, x, **options)
 
 
@@ -83,8 +83,8 @@ BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.auto
 
 
 def without_override(func: FunctionType) -> FunctionType:
-    """A copy of a Python function of torch that does not ask for overrides of itself: a TorchFunctionMode can call it
-    and see each function that it calls."""
+    """A copy of a Python function of torch that does not dispatch to overrides of itself: a TorchFunctionMode can call
+    it and see each function that it calls."""
     asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
     names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
@@ -93,7 +93,7 @@ def without_override(func: FunctionType) -> FunctionType:
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """How often each tensor was written in place; 0 for None, and where torch does not count (inference mode)."""
+    """The number of in-place writes to each tensor; 0 for None, and if torch does not count (inference mode)."""
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -106,7 +106,7 @@ WriteStamp = tuple[int, torch.UntypedStorage]
 
 
 def write_stamps(tensors: Sequence[torch.Tensor]) -> list[WriteStamp]:
-    """`edit_stamp` of each tensor, for stamps that are kept long: they keep the memory, too, so that no later one of
+    """`edit_stamp` of each tensor, for stamps that are kept long: they also keep the memory, so that no later memory of
     the tensor has its address."""
     return list(zip(versions(tensors), map(torch.Tensor.untyped_storage, tensors), strict=True))
 
@@ -152,16 +152,16 @@ DATA_NEEDED = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-"""Raised where an operator needs the values of such tensors."""
+"""Raised if an operator needs the values of such tensors."""
 
 
 class _ShapesOnly(fake_tensor.FakeTensorMode):
-    """Distinct from the mode of a dry run, which does everything that a run does."""
+    """The mode of `shapes_only`, distinct from that of a dry run, which does everything that a run does."""
 
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Infer shapes: tensors made within have no memory, collectives send nothing, and no random numbers are drawn."""
+    """Infer shapes: new tensors have no memory, collectives send nothing, and no random numbers are drawn."""
     log = logging.getLogger(fake_tensor.__name__)  # it writes the stack of an error that the caller may expect
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -178,14 +178,14 @@ def in_shapes_only() -> bool:
 
 @contextmanager
 def outside_of_dry_run() -> Iterator[None]:
-    """Tensors made within have memory, also in a dry run."""
+    """A scope in which new tensors have memory, also in a dry run."""
     with fake_tensor.unset_fake_temporarily():
         yield
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Nothing that watches torch's operators, such as a counter of FLOPs, sees those within."""
+    """A scope whose operators are hidden from modes that watch torch's operators, such as a counter of FLOPs."""
     with _disable_current_modes():
         yield
 
