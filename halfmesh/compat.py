@@ -60,7 +60,7 @@ def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
 
 def mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
     """The axes of the mesh that `config` makes of `world_size` ranks and their sizes, outermost first, as
-    `ParallelContext.sizes` will have them. dp is at least 1 where the others do not fit."""
+    `ParallelContext.sizes` will have them. dp is at least 1 if the other axes do not fit."""
     parallel = config.parallel
     outermost, *others = parallel.mesh_sizes.items()
     dp = parallel.data.size or max(1, world_size // math.prod(parallel.sizes.values()))

@@ -1,10 +1,10 @@
-"""Precision: which number format each tensor has, and how scaled gradients become new weights.
+"""Precision: the number format of each tensor, and the update from scaled gradients to new weights.
 
 Read in this order:
     recipe          a precision mode as plain values
     plugin          the contract of a mode; naive_amp, torch_amp, apex_amp: the modes; apex_backend: an installed apex
     precision       runs model and criterion in a recipe's formats; o1: apex's lists for that
-    float8          products of linear layers in float8; float8_weight: a weight that comes in float8
+    float8          products of linear layers in float8; float8_weight: a weight that was gathered in float8
     convert         applies a recipe to a model and its optimizer, and takes it back; in between, state dicts have
                     full precision
     optimizer       an update, from a loss to new weights. Below it:

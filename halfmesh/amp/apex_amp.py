@@ -16,7 +16,7 @@ from .plugin import ALL_PARALLEL, AMPPlugin, Backend, Composes
 from .recipe import LossScale, Recipe
 
 INITIAL_SCALE = 2.0**16
-"""Where a dynamic scale starts (apex.amp.scaler)."""
+"""The initial value of a dynamic scale (apex.amp.scaler)."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ApexBackend(Backend):
             problem = f"apex.amp takes CUDA tensors only, and the device is {device}; train on a GPU"
         try:
             importlib.import_module("apex.amp")
-        except Exception as error:  # whatever a broken build raises
+        except Exception as error:  # any error of a broken build
             problem = (
                 f"apex.amp cannot be imported ({type(error).__name__}: {error}); build it from "
                 "https://github.com/NVIDIA/apex at tag 25.05 or earlier (later ones have no amp, and the package named "
@@ -47,7 +47,7 @@ class ApexBackend(Backend):
     def cast_model(self, model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
         """Let apex cast `model`; under O1 also let it make its replacements of torch's functions.
 
-        apex checks what it is given: a model in fp32 on a GPU.
+        apex checks its argument: a model in fp32 on a GPU.
         """
         amp: Any = importlib.import_module("apex.amp")
         names = ("opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "cast_model_outputs")

@@ -100,7 +100,7 @@ def _take_back(
 
 
 def _reset_grad(tensor: torch.Tensor) -> None:
-    """Drop the gradient; the next one comes in the tensor's dtype. (`grad_dtype` outlives a cast of the tensor.)"""
+    """Drop the gradient; the next one has the tensor's dtype. (`grad_dtype` outlives a cast of the tensor.)"""
     tensor.grad = None
     if tensor.grad_dtype is not tensor.dtype:
         tensor.grad_dtype = tensor.dtype
@@ -180,7 +180,7 @@ def _load_full(
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             continue
         originals.keep(param, value)
-        # A value in the parameter's dtype is no more exact than what the parameter gets: the next step adopts that.
+        # A value in the parameter's dtype is no more exact than the parameter: the next step adopts the parameter.
         if shard is not None and shard.param in masters and value.dtype != param.dtype:
-            master = masters[shard.param].data  # `.data`: no write of others, the model gets it, too
+            master = masters[shard.param].data  # `.data`: not a user's write, the model gets it, too
             master.copy_(shard.part_of(torch.empty_like(param, dtype=master.dtype).copy_(value)))

@@ -119,7 +119,7 @@ class Float8Product:
         """Yield the reasons why it cannot be used."""
         if find_spec("torchao") is None:
             yield "fp8: it needs the package torchao, which is not installed; pip install 'halfmesh[fp8]'"
-        planned = any(map(has_no_memory, model.parameters()))  # a dry run stands for another device
+        planned = any(map(has_no_memory, model.parameters()))  # a dry run simulates another device
         if self.emulate is False and not planned and not has_float8(device):
             yield (
                 f"fp8.emulate: False, but {device.type} has no products in float8 (CUDA from compute capability 8.9 "

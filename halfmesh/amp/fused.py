@@ -13,7 +13,7 @@ from ..utils.tensors import is_dense
 from .recipe import HALF
 
 # When fused, these read the attributes `grad_scale` and `found_inf` of the optimizer. Every other optimizer of torch
-# ignores them, and a subclass may have a step of its own: exact types only.
+# ignores them, and a subclass may override `step`: exact types only.
 _TAKES_GRAD_SCALE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 # These update each parameter from its own gradient and state alone, so a step may be taken in buckets.
@@ -55,7 +55,7 @@ def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
 
 def switch_back(optimizer: optim.Optimizer, switched: set[int]) -> None:
     """Return the choice to torch in these groups, unless someone else has made it."""
-    for index, group in enumerate(optimizer.param_groups):  # loading a state makes new ones in their places
+    for index, group in enumerate(optimizer.param_groups):  # loading a state replaces the groups
         if index in switched and group["fused"] is True and group["foreach"] is False:
             group["fused"] = group["foreach"] = None
 

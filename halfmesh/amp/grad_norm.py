@@ -29,7 +29,7 @@ class GradStats:
     found_inf: torch.Tensor
     """1.0 if any gradient on any rank is inf or nan, else 0.0 (0-dim float32)."""
     num_zeros: torch.Tensor | None
-    """Number of gradient elements over all ranks that are exactly zero (0-dim float64), if it was asked for."""
+    """Number of gradient elements over all ranks that are exactly zero (0-dim float64), with `count_zeros`."""
     flags: torch.Tensor | None
     """The `flags` given to `grad_stats`, summed over the ranks (float64)."""
     own: tuple[torch.Tensor, torch.Tensor | None]

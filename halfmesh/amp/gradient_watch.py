@@ -101,7 +101,7 @@ class GradientWatch:
                 continue
             if new is not None:
                 names.append(shard.name)
-            is_reduced = shard.param.grad is not None or old is None  # else what was written is still to be summed
+            is_reduced = shard.param.grad is not None or old is None  # else the written gradient is still to be summed
             if shard.source is not None and is_reduced and (new is not old or stamp[0] != old_stamp[0]):
                 shard.rebind_grad()
         is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)

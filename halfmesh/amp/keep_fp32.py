@@ -28,7 +28,7 @@ def is_kept(name: str, patterns: Sequence[str]) -> bool:
 def kept_tensors(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
     """The parameters and buffers that `recipe` leaves in fp32."""
     yield from kept_by_name(model, recipe)
-    # transformers and diffusers load these in fp32, and their code casts what meets them; the second also if in bf16.
+    # transformers and diffusers load these in fp32, and their code casts the other operand; the second also in bf16.
     keys = ["_keep_in_fp32_modules"] * (recipe.param_dtype == torch.float16) + ["_keep_in_fp32_modules_strict"]
     for module in model.modules() if _keeps(recipe) else ():
         words = {word for key in keys for word in getattr(module, key, None) or ()}

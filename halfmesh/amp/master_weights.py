@@ -65,7 +65,7 @@ class MasterWeights:
         # The model's original parameter for each of `masters`: users write into these.
         self._written: list[nn.Parameter] = []
         self._stamps: list[WriteStamp] = []  # of these, at the last publish
-        # And into these: what is stepped in place of a parameter of the model, with its stamp at its last publish.
+        # And into these: tensors stepped instead of a parameter of the model, with their stamps at the last publish.
         self._published: dict[torch.Tensor, WriteStamp] = {}
         self._has_warned = False
         self.add(masters or {})
@@ -148,7 +148,7 @@ class MasterWeights:
         unlike = set()
         for (param, master), value in zip(pairs, current_values(pairs), strict=True):
             if master not in moved:
-                master.data.copy_(value)  # of which `moved` knows nothing
+                master.data.copy_(value)  # not seen by `moved`
             elif value.data_ptr() != master.data_ptr():  # a merged copy
                 unlike.add(param)
         if not unlike:
@@ -164,7 +164,7 @@ class MasterWeights:
         return master.detach() if has_moved else current_value(tensor, master)
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """The masters by the parameter's name, with what others have written into the model."""
+        """The masters by the parameter's name, with the writes of user code into the model."""
         held = [shard for shard in self.trained if shard.param in self.masters]
         values = current_values([(shard.param, self.masters[shard.param]) for shard in held])
         return {shard.name: value for shard, value in zip(held, values, strict=True)}

@@ -37,7 +37,7 @@ class MultiLoss:
         clear_grads([shard.param for shard in self._stash])
 
     def merge_grads(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
-        """After the backward of loss `loss_id`: unscale its gradients and add them to the others'."""
+        """After the backward of loss `loss_id`: unscale its gradients and add those of the other losses."""
         grads = {shard: grad for shard in shards if (grad := shard.param.grad) is not None}
         self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + count_nonfinite(grads, self._device)
         factor = 1 / self._scalers[loss_id].scale

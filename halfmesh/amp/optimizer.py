@@ -38,7 +38,7 @@ class MixedPrecisionOptimizer:
         optimizer: over parameters of `shards` only.
         shards: every parameter that this rank holds, cast to the recipe's dtype.
         ranks: the ranks that take this update together.
-        masters: fp32 masters made before the cast; others are made from the parameters as they are.
+        masters: fp32 masters made before the cast; the others are made from the parameters now.
         device: of the norm, `found_inf` and the loss scale; by default the parameters' device.
 
     Attributes:
@@ -176,7 +176,7 @@ class MixedPrecisionOptimizer:
             divisor: the gradients are divided by it (and by the loss scale).
 
         Raises:
-            NonFiniteError: inf or nan, as the options say.
+            NonFiniteError: inf or nan, by the options.
         """
         self.gradient_watch.check(divisor)
         if self.stepper.changed():

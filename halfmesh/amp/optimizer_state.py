@@ -26,7 +26,7 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
             for group, names in zip(optimizer.param_groups, packed.get("param_groups", ()), strict=False)
             for param, key in zip(group["params"], names["params"], strict=True)
         }
-    # Torch's own puts new state and groups in place of those that an inner one may share.
+    # torch's `load_state_dict` replaces state and groups that an inner optimizer may share.
     gives_back = type(optimizer).load_state_dict is not optim.Optimizer.load_state_dict
     outer = type(optimizer).__name__
     for inner in _find_inner(vars(optimizer), {id(optimizer)}):

@@ -57,7 +57,7 @@ class Originals:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round what was written into the targets into the model."""
+        """Round the values written into the targets into the model."""
         while self._targets:
             tensor, value = self._targets.popitem()
             tensor.copy_(value)

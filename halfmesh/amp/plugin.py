@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 PRECISIONS = MappingProxyType({"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"})
-"""The key of a config that names a mode, and the dtype that the mode's recipe is asked for."""
+"""The key of a config that names a mode, and the dtype for the mode's recipe."""
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)

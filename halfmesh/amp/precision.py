@@ -76,7 +76,7 @@ class Precision:
             torch.clear_autocast_cache()
 
     def forward(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
+        """`model(*args, **kwargs)` with inputs and outputs cast by the recipe."""
         args, kwargs = self.cast_inputs(model, args, kwargs)
         return self.cast_output(self.run_in_autocast(model, *args, **kwargs))
 
@@ -87,7 +87,7 @@ class Precision:
         with self.autocast():
             return call(*args, **kwargs)
 
-    criterion = run_in_autocast  # where the forward runs, so that losses are fp32 where autocast says so
+    criterion = run_in_autocast  # in the scope of the forward, so that autocast computes losses in fp32
 
     def cast_inputs(
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

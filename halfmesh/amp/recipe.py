@@ -71,7 +71,7 @@ class Recipe:
     """Add up the half-precision gradients of several backwards in fp32."""
     keep_fp32: tuple[str, ...] | None = ()
     """Patterns of the names of buffers, parameters and the model's arguments that are not cast; frequencies of rotary
-    embeddings, and what the model itself wants in fp32, are not either. None: all are cast."""
+    embeddings, and tensors that the model keeps in fp32, are not either. None: all are cast."""
     linear: Float8Product | None = None
     """Computes the products of linear layers in a narrower format; None: they are computed as all others."""
 
@@ -117,7 +117,7 @@ class UpdateOptions:
     """Clip the norm of all gradients to this; 0 does not clip."""
     norm_type: float = 2.0
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
-    """The action on an update that has inf or nan; auto: as the recipe says."""
+    """The action on an update that has inf or nan; auto: by the recipe."""
     max_consecutive_skips: int = 50
     """The number of updates with inf or nan in a row that ends the run."""
     track_grad_norm: bool = False

@@ -37,7 +37,7 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the gradients over all ranks, unscaled and before clipping; None if nothing asked for it."""
+        """Norm of the gradients over all ranks, unscaled and before clipping; None if it was not measured."""
         norm = self._get("norm")
         divisor = None if norm is None else self._get("divisor")
         return norm if norm is None or divisor is None else norm / divisor
@@ -50,7 +50,7 @@ class StepResult:
 
     @property
     def num_zeros(self) -> int | None:
-        """Number of gradient elements that are exactly zero, over all ranks; None unless asked for."""
+        """Number of gradient elements that are exactly zero, over all ranks; None if not counted."""
         zeros = self._get("num_zeros")
         return None if zeros is None else round(zeros)
 

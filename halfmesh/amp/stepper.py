@@ -203,7 +203,7 @@ class Stepper:
 
 
 def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply in place by the 0-dim `factor`, which need not be where they are."""
+    """Multiply `grads` in place by the 0-dim `factor`, which may be on another device."""
     for device in {grad.device for grad in grads}:
         foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
 

@@ -52,7 +52,7 @@ class Checkpointer:
     """Saves and loads for one engine.
 
     Attributes:
-        preemption: the automatic checkpoints, if the config asks for them.
+        preemption: the automatic checkpoints, if the config has them.
         locks: of the folders that were saved into, until `close`.
         attached: the state of objects that the loop attached.
     """
@@ -239,7 +239,7 @@ class Checkpointer:
             average.begin_anew(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
 
     def _load_rest(self, stored: Stored, shared: SharedRNG) -> Iterator[str]:
-        """Load everything but the tensors of model and optimizer. Yields a line for whatever starts fresh.
+        """Load everything but the tensors of model and optimizer. Yields a line for all state that starts fresh.
 
         Args:
             shared: rank 0's current random numbers. In another layout, ranks with the same continue with rank 0's saved

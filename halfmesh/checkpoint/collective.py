@@ -21,7 +21,7 @@ def gather_results(
 
     Args:
         what: the beginning of the error message: "saving to here failed".
-        group: of all ranks, for a thread beside training; None: torch's default one.
+        group: of all ranks, for a thread that runs during training; None: torch's default one.
 
     Raises:
         CheckpointError, InputError: it failed on some ranks; raised on all, with the reason of each.

@@ -291,7 +291,7 @@ def shelter_worker(signals: frozenset[int], then: Callable[[int], object] | None
     Args:
         then: the user's `worker_init_fn`.
     """
-    # A handler in Python does not know who sent the signal; a thread that waits for it does.
+    # A handler in Python does not get the sender of the signal; a thread that waits for it does.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     threading.Thread(target=_exit_at, args=(signals, os.getppid()), daemon=True).start()
     if then is not None:

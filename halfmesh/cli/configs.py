@@ -15,7 +15,7 @@ def configs(name: Annotated[str | None, typer.Argument(help="The config to print
     """List the configs that come with halfmesh, or print one."""
     from ..errors import did_you_mean
 
-    # In the installed package, or in the repository beside it.
+    # In the installed package, or in the repository.
     folder = next(one for one in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (one / "tensor.py").is_file())
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))}
     if name is None:

@@ -35,8 +35,8 @@ def plan(
     """Find the simplest change by which a model fits.
 
     Tries changes of the config from the simplest to the most invasive, each in a dry run: one rank of each kind does an
-    update on tensors without memory. Says what the chosen change costs. Needs no GPU. The exit status is 0 if something
-    fits, else 1.
+    update on tensors without memory. Reports the costs of the chosen change. Needs no GPU. The exit status is 0 if
+    something fits, else 1.
 
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
     """

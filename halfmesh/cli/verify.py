@@ -45,15 +45,15 @@ def verify(
     quick: Annotated[bool, typer.Option("--quick", help="Without a config: in a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prove that a layout computes what one process computes.
+    """Prove that a layout computes the same as one process.
 
     Trains the model for a few updates in one process, and in the layout on ranks of this machine, and compares what
     each module and each update computes. Says where it differs first. The exit status is 0 if all is equal, 1 if
     something differs or is refused.
 
-    build() returns (model, inputs); or (model, (inputs, targets), criterion); a list in place of the second is of
-    batches. With --script a training script takes the place of the model. Without a config, small models are trained in
-    the modes and layouts that this machine can run.
+    build() returns (model, inputs); or (model, (inputs, targets), criterion); a list instead of the second is of
+    batches. With --script a training script replaces the model. Without a config, small models are trained in the modes
+    and layouts that this machine can run.
     """
     if config is None and (model or script or world_size or overrides or optimizer or shrink is not None):
         raise typer.BadParameter("without a config this machine is verified: only --device, --quick and --json fit")

@@ -127,7 +127,7 @@ class EngineDataLoader:
         self.next_epoch = state["epoch"]
         order = self.loader.order
         trained = order.same_place(DataOrder(*state["share"]), state["trained"])
-        # Persistent workers draw their seed in the first epoch only, from the generator that the order comes from.
+        # Persistent workers draw their seed in the first epoch only, from the generator of the order.
         persists = self.loader.given.persistent_workers and state["epoch"] > 0
         if trained is None or persists:
             self.next_epoch += 1

@@ -272,7 +272,7 @@ class _Indices:
             self._has_ended = True
 
     def check(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """The batches of `loader`. Raises InputError, on all ranks, if it never asks which samples are to be read."""
+        """The batches of `loader`. Raises InputError, on all ranks, if it never reads its sampler."""
         batches = iter(loader)
         if type(loader).__iter__ is DataLoader.__iter__:
             return batches
@@ -292,7 +292,7 @@ class _Indices:
 
 def copy_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A shallow copy that starts separate workers, if `loader` keeps some (persistent_workers)."""
-    clone = copy.copy(loader)  # keeps what a subclass of DataLoader adds
+    clone = copy.copy(loader)  # keeps attributes of a subclass of DataLoader
     clone._iterator = None
     return clone
 

@@ -97,7 +97,7 @@ class SyncCheck(EngineHook):
         groups = [dict(plain_settings(group)) for group in self._parts.update.optimizer.param_groups]
         settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
         for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
-            if key not in IMPLEMENTATION:  # a rank may choose these by what it holds
+            if key not in IMPLEMENTATION:  # a rank may choose these by its shards
                 yield ReplicatedValue(f"{key} of parameter group {number}", value)
 
     def _weights(self) -> Iterator[ReplicatedValue]:

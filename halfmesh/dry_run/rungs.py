@@ -164,8 +164,8 @@ def axis_changes(asked: Asked) -> Iterator[tuple[str, str, int]]:
 
 
 def make_layouts(asked: Asked, before: Changes, allowed: Callable[[str], bool]) -> Iterator[Changes]:
-    """All layouts, simplest first: by how many axes are changed, which, and how many ranks they take; within these by
-    what data ranks shard. What the config has already stays.
+    """All layouts, simplest first: by the number of changed axes, the axes, and the number of their ranks; within these
+    by the data strategy. Axes and strategy of the config stay.
 
     Args:
         before: changes that all of them have.

@@ -46,9 +46,9 @@ class Traffic:
 def dry_run_mode() -> Iterator[None]:
     """A scope in which new tensors have no memory, and messages go to a process group of the backend "fake"."""
     with warnings.catch_warnings():
-        # Whether memory is the same is asked in many places. Here all is at address 0, which is said with a warning.
+        # Many functions compare memory addresses. Here all memory is at address 0, of which torch warns.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a real run says them
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a real run shows them
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
 
@@ -102,7 +102,7 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE and has_no_memory(args[0]):
             return args[0].fake_device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor has no memory itself; what it holds comes here again
+            return NotImplemented  # a DTensor has no memory itself; its local tensor comes here again
         if in_shapes_only():
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and has_no_memory(args[0]):

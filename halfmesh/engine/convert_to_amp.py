@@ -228,7 +228,7 @@ class AMPOptimizer(optim.Optimizer):
         """Add the gradients of `loss`, a scalar; in place of `loss.backward()`.
 
         Args:
-            loss_id: which of the `num_losses` losses this is (mode APEX).
+            loss_id: the number of the loss, of `num_losses` (mode APEX).
 
         Raises:
             InputError: not a scalar with a graph, an unknown `loss_id`, or after `close`.

@@ -78,7 +78,7 @@ class Engine:
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
 
-        For a handle it returns a handle: the loss of the whole batch, on every rank, after `backward`.
+        For a handle it returns a handle: the loss of the full batch, on every rank, after `backward`.
         """
         parts = self._parts
         if parts.criterion is None:
@@ -97,7 +97,7 @@ class Engine:
         backward of all microbatches run here.
 
         Args:
-            loss_id: which of the `num_losses` losses this is (mode APEX); each has its own loss scale.
+            loss_id: the number of the loss, of `num_losses` (mode APEX); each has a separate loss scale.
 
         Raises:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
@@ -136,7 +136,7 @@ class Engine:
 
         Raises:
             InputError: no backward since the last step, or a closure.
-            NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
+            NonFiniteError: inf or nan, by `on_nonfinite` and `max_consecutive_skips`; with a diagnosis.
             SyncError: with `debug="sync"`: values differ that should be equal on all ranks.
         """
         refuse_closure("engine.step", closure)
@@ -225,7 +225,7 @@ class Engine:
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler given to initialize; `config.lr_interval` says when it advances."""
+        """The scheduler given to initialize; it advances by `config.lr_interval`."""
         self._parts.lr.settle()
         return self._parts.lr.scheduler
 
@@ -362,7 +362,7 @@ class Engine:
 
         Args:
             directory: a folder that all ranks share; it is created if missing.
-            keep: how many checkpoints to leave there, this one included; the oldest are deleted. None: all.
+            keep: the number of checkpoints to keep there, this one included; the oldest are deleted. None: all.
             in_background: copy the state to the host (its size once more, kept for the next save), return, and write it
                 while training continues. The next `save`, `load`, `wait_for_save` or `close` waits for it.
 

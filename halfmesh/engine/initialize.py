@@ -216,7 +216,7 @@ def _convert(
     division.checkpoint_and_compile(given.model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
     train, evaluation = loaders
-    needs_end = config.gradient_accumulation > 1  # alone, each batch closes its cycle, whatever follows
+    needs_end = config.gradient_accumulation > 1  # with 1, each batch ends its cycle
     parts = EngineParts(
         model=given.model,
         criterion=given.criterion,

@@ -24,7 +24,7 @@ LRInterval = Literal["step", "epoch", "manual"]
 class LRAdvance:
     """Advances `scheduler` (anything with `step()`, or None) for the engine.
 
-    With interval "step" it has to know whether the update was skipped. Reading that at once would make the host wait
+    With interval "step" it advances unless the update was skipped. Reading that at once would make the host wait
     for the device, so `settle` reads it before the next update. If none can be skipped (not `may_skip`), it advances at
     once.
     """

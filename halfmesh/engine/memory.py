@@ -59,11 +59,11 @@ def state_bytes(
     grads = sum(param.numel() * param.element_size() for param in receivers)
     temporary = 0
     cuts = update.publisher is not None and not parts
-    if reduce_dtype is not None and cuts:  # of all, and what is reduced of this rank's part
+    if reduce_dtype is not None and cuts:  # of all parameters, and reduced ones of this rank's shards
         temporary = trained * reduce_dtype.itemsize
     elif reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
         grads = max(grads, trained * reduce_dtype.itemsize)
-    elif update.loss_scales.multi is not None:  # the sum in fp32, and what one backward leaves
+    elif update.loss_scales.multi is not None:  # the sum in fp32, and the gradients of one backward
         temporary = trained * 4
     elif update.master_weights.masters:
         limit = bucket_bytes(update.device, trained) if update.stepper.can_step_in_buckets else trained * 4

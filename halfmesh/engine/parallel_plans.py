@@ -1,4 +1,4 @@
-"""How a model will be sharded, compiled and recomputed, decided before anything changes."""
+"""The plans to shard, compile and recompute a model, made before anything changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
 def make_plans(
     model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int
 ) -> Plans:
-    """Plan how the config shards and compiles `model` on `ranks` ranks.
+    """The plans by which the config shards and compiles `model` on `ranks` ranks.
 
     Raises:
         IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be sharded in this way, or the

@@ -49,7 +49,7 @@ class EngineParts:
     guard: ModelGuard
     results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))  # the newest last
     global_step: int = 0
-    calls: Counter[str] = field(default_factory=Counter)  # of the engine: how often its model was called
+    calls: Counter[str] = field(default_factory=Counter)  # of the engine's model
     closed: bool = False
 
     def refuse_if_closed(self) -> None:

@@ -40,7 +40,7 @@ class Handle:
         self._value = value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy, pickle and inspect look for
+        if name.startswith("__"):  # names that copy, pickle and inspect look up
             raise AttributeError(name)
         return getattr(self.value(), name)
 

@@ -12,7 +12,7 @@ replica_checks     comparisons of values that should be equal on several ranks
 optimizer_checks   a test that an optimizer may step shards
 
 tensor/            layers sharded over a tensor group
-batch_shard/       batches that the ranks of an axis share: what context and expert build on
+batch_shard/       batches sharded over the ranks of an axis: the base of context and expert
 context/           sequences sharded over ranks
 expert/            experts of mixture-of-experts layers, one group on each rank
 pipeline/          stages, and microbatches that go through them

@@ -223,7 +223,7 @@ class Axis:
         splits_params: a rank may hold a shard of a parameter, which needs an elementwise optimizer.
         draws_alike: its ranks compute the same, with the same random numbers.
         takes_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
-        splits_batch: the key, beside `size`, for the number of microbatches into which the axis splits a data rank's
+        splits_batch: the key, besides `size`, for the number of microbatches into which the axis splits a data rank's
             batch; "" if it does not.
         cost: for `halfmesh plan`: the communication that ranks wait for, in a few words.
     """

@@ -29,7 +29,7 @@ class Calls:
 
     Args:
         name: the engine's, the same on all ranks.
-        timeout_s: the seconds that a rank waits for the others.
+        timeout_s: the seconds that a rank waits for the other ranks.
         ended: the ranks that have ended; True for those that did so without a failure.
     """
 
@@ -52,7 +52,7 @@ class Calls:
         self._number += 1
         everyone = f"everyone_{self._number}"
         self._store.set(f"call_{self._rank}", f"{self._number} {call}")
-        if self._store.add(f"came_{self._number}", 1) == self._size:  # the last one reads what all have said
+        if self._store.add(f"came_{self._number}", 1) == self._size:  # the last one reads the calls of all
             said = [self._store.get(f"call_{rank}").decode().partition(" ")[2] for rank in range(self._size)]
             self._store.set(everyone, json.dumps(said))
         self._await(everyone, call)
@@ -91,7 +91,7 @@ class Calls:
     def _refuse_ended(self, call: str) -> None:
         ended = self._ended()
         failed = [rank for rank, well in ended.items() if not well]
-        if failed:  # the report of failures says why
+        if failed:  # the report of failures has the reason
             raise ConnectionResetError(f"{call}: connection reset by peer: {_names(failed)} failed meanwhile")
         if any(rank in ended for rank in self._missing()):
             raise self._alone(call, "has ended, or waited elsewhere, without it")

@@ -153,7 +153,7 @@ class DataStrategy:
         return names
 
     def find_lost_writes(self, watch: bool) -> Collection[str]:
-        """The weights for which a write by forward was lost since the watch began; `watch`: it goes on from now."""
+        """The weights for which a write by forward was lost since the watch began; `watch`: continue to watch."""
         return ()
 
     def explain(self, error: RuntimeError) -> None:

@@ -1,4 +1,4 @@
-"""One mesh: this rank's place on its axes (pp, dp, tp), and the collectives over its ranks."""
+"""One mesh: this rank's coordinates on its axes (pp, dp, tp), and the collectives over its ranks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
     modules.
 
     Raises:
-        Exception: whatever copy.deepcopy raises.
+        Exception: any error of copy.deepcopy.
     """
     memo: dict[int, Any] = {}
     for param in model.parameters():

@@ -82,7 +82,7 @@ def _stepped(
     # Not the group's learning rate, which may be 0 at the start of a warm-up.
     lr = torch.tensor(0.1) if isinstance(group.get("lr"), torch.Tensor) else 0.1
     trial.state, trial.param_groups = defaultdict(dict), [{**group, "lr": lr, "params": [param]}]
-    for name, value in vars(optimizer).items():  # settings that an optimizer keeps beside its groups
+    for name, value in vars(optimizer).items():  # settings that an optimizer keeps outside of its groups
         if isinstance(value, (bool, int, float, str)):
             vars(trial).setdefault(name, value)
     for grad in grads:

@@ -38,7 +38,7 @@ class Reducer:
     """All-reduces the gradients of `shards` over `group`, once per optimizer step.
 
     Call `open` before each backward. In the last one of an accumulation cycle a complete bucket is sent when the next
-    gradient arrives: by then all hooks of its own parameters have run, also those registered after this reducer's.
+    gradient arrives: then all hooks of its parameters have run, also those registered after this reducer's.
     `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A parameter without a gradient
     on any rank keeps none, as in one process; one that is unused on this rank only gets the other ranks' gradient.
 
@@ -182,7 +182,7 @@ class Reducer:
         self.stale = self._finished
         if not self._armed:
             return
-        self._launch_ready()  # what was full before this gradient came
+        self._launch_ready()  # buckets that were full before this gradient
         bucket = self._bucket_of[id(shard)]
         if bucket.is_sent:
             raise InputError(

@@ -109,7 +109,7 @@ def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
 
 
 def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
-    """Norms of a tensor and of seven chunks of it, to tell two tensors apart."""
+    """Norms of a tensor and of seven chunks of it, to distinguish two tensors."""
     if tensor.layout != torch.strided or not tensor.is_floating_point():
         return ()
     flat = tensor.detach().reshape(-1).float()
@@ -210,7 +210,7 @@ def find_difference(
     first = min(unlike, key=lambda key: min(found[key])[0])
     groups = _group_by_digest([theirs.get(first) for theirs in everyone])
     _, value = held.get(first, (0, None))
-    # A copy: pickle would take along the whole memory of which a tensor is a part.
+    # A copy: pickle would include all of the memory that a view refers to.
     sent = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
     reference = broadcast_object(sent, groups[0][0], device)
     differences = gather_objects(_describe(reference, value) if first in held else None)

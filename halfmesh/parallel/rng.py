@@ -15,7 +15,7 @@ from torch import nn
 from ..utils.torch_private import in_shapes_only, outside_of_dry_run
 from .mesh import ParallelContext
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it differ widely
 _WORD = 2**64
 _OFFSET_STEP = 4  # CUDA counts in steps of 4
 _OFFSET_FACTOR = 0xBF58476D1CE4E5B9  # odd, and no small multiple of _GOLDEN
@@ -119,8 +119,8 @@ def model_seed(seed: int, context: ParallelContext, apart: Iterable[str] = ()) -
 
 class CommonRandom:
     """The random numbers of the model's forward in training, on several ranks: a separate sequence, so that ranks of a
-    tensor group drop the same elements and data ranks different ones, whatever else one of them draws (to log a sample,
-    for example). The user's generators continue as if the model had drawn nothing.
+    tensor group drop the same elements and data ranks different ones, even if user code of one rank draws (to log a
+    sample, for example). The user's generators continue as if the model had drawn nothing.
 
     Args:
         seed: the same on all ranks of a tensor group.

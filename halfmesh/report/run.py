@@ -42,7 +42,7 @@ class Run:
         warnings: each text once, with the number of updates made by then.
         last_step: the last update that has a record.
         precision: the result of `engine.precision_report()`; empty without one.
-        notes: what is missing or unreadable, in words.
+        notes: missing or unreadable parts, in words.
         written: when the last record was written.
     """
 

@@ -28,7 +28,7 @@ def number(value: float) -> str:
 
 
 def status(run: Run) -> str:
-    """How the run ended, with a mark that needs no colour."""
+    """The end of the run, in words, with a mark that needs no colour."""
     words = _STATUS.get(run.session.get("status", ""), "? unknown")
     return f"{words}: {run.session['error']}" if run.session.get("error") else words
 

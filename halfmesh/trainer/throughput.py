@@ -39,7 +39,7 @@ class ThroughputHook(Hook):
         tokens: returns the number of tokens of a batch, given its Outcome.
         flops_per_sample: floating point operations of forward and backward for one sample; a multiply-add is two. (A
             transformer without embeddings: 6 x parameters x tokens, Kaplan et al. 2020,
-            https://arxiv.org/abs/2001.08361.) "auto": torch's `FlopCounterMode` counts what all ranks execute with the
+            https://arxiv.org/abs/2001.08361.) "auto": torch's `FlopCounterMode` counts operations of all ranks in the
             second batch of a fit, recomputation included; the first two batches are not timed then. None: not measured.
     """
 

@@ -1,7 +1,7 @@
 """Activation checkpointing: a module's activations are not kept, but recomputed in backward from the module's inputs.
 
 `torch.utils.checkpoint` does the work (non-reentrant), and restores random numbers and autocast. This file restores
-what else a forward depends on or changes: the training mode of modules, and buffers.
+further state that a forward depends on or changes: the training mode of modules, and buffers.
 """
 
 from __future__ import annotations

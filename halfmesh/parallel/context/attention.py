@@ -57,7 +57,7 @@ def attend(
             return attention(query, key, value, attn_mask=mask, **options)
         if not is_causal:
             return attention(query, key, value, **options)
-        seen = (rank + 1) * sequence.own  # no token looks at a later one
+        seen = (rank + 1) * sequence.own  # no token attends to a later one
         key, value = (x.narrow(_TOKENS, 0, seen) for x in (key, value))
         return attention(query, key, value, attn_mask=_causal(sequence.own, seen, query.device), **options)
     query, key, value = (collectives.exchange(x, _HEADS, _TOKENS, group) for x in (query, key, value))

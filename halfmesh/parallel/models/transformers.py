@@ -192,7 +192,7 @@ def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any
     if labels is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss":
         given.setdefault("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
     is_of_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
-    like = mask if is_of_padding else positions if mask is None else None  # positions tell joined sequences apart
+    like = mask if is_of_padding else positions if mask is None else None  # positions separate joined sequences
     if like is not None:
         is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
         maker = "create_causal_mask" if is_causal else "create_bidirectional_mask"
@@ -214,7 +214,7 @@ def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known
     """The values of the `known` arguments in a call of the model, in this order.
 
     Raises:
-        InputError: there are others that change what it computes.
+        InputError: there are other arguments that change the result.
     """
     try:
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
@@ -238,7 +238,7 @@ def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known
 
 
 def _matters(name: str, value: Any) -> bool:
-    if name == "return_dict":  # the only one that is on by itself
+    if name == "return_dict":  # the only one that is on by default
         return value is False
     return value is not None and not (isinstance(value, int) and value == 0)
 

@@ -22,7 +22,7 @@ class CastGather:
     checkpoints, too.
 
     Args:
-        weights: DTensors of which every rank holds equally many rows.
+        weights: DTensors of which every rank holds the same number of rows.
         casts: one for each.
     """
 

@@ -63,7 +63,7 @@ def can_be_sharded(param: torch.Tensor) -> bool:
     return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
 
 
-@outside_of_dry_run()  # a mesh looks itself up in a table of ranks
+@outside_of_dry_run()  # a mesh reads its table of ranks
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     """The mesh of the data ranks for FSDP2: one dim, or two with `hybrid` ranks to a replica. All ranks together."""
     kind = context.device.type

@@ -53,7 +53,7 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         need_weights: bool = True,
         attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,  # a hint beside the mask
+        is_causal: bool = False,  # a hint in addition to the mask
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_causal and attn_mask is None:
             raise InputError(

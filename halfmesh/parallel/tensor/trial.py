@@ -191,7 +191,7 @@ def _find_kinds(model: nn.Module, assignments: Sequence[Assignment]) -> list[_Ki
 
 
 def _find_blocks(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:
-    """Names of the smallest modules around a layer that a user's plan shards and one that ends what it began."""
+    """Names of the smallest modules around a layer that a user's plan shards and one that ends its region."""
     modules = dict(model.named_modules())
     begins = {a.name for a in assignments if a.style.opens_fork}
     ends = {a.name for a in assignments if isinstance(a.style, Rowwise) and not a.style.splits_input}
