@@ -24,7 +24,7 @@ class Properties:
     """The settings of an opt level."""
 
     cast_model_type: Literal["float32", "float16"] | None
-    """The dtype of parameters, buffers and inputs; None leaves them as they are."""
+    """The dtype of parameters, buffers and inputs; None leaves them unchanged."""
     patch_torch_functions: bool
     """Cast for each function, by O1's lists."""
     keep_batchnorm_fp32: bool

@@ -45,7 +45,7 @@ class ApexBackend(Backend):
         return problem and f"backend='apex': {problem}; or use backend='native', which needs no apex"
 
     def cast_model(self, model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
-        """Let apex cast `model`; under O1 also let it make its replacements of torch's functions.
+        """Cast `model` by apex; under O1 also let apex make its replacements of torch's functions.
 
         apex checks its argument: a model in fp32 on a GPU.
         """

@@ -114,6 +114,6 @@ def _is_exact(group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
 
 
 def _laid_out_alike(param: torch.Tensor, state: dict[str, Any]) -> bool:
-    """The CPU's fused kernels walk through memory without looking at strides."""
+    """Return True if state and dense parameter have equal strides; the CPU's fused kernels ignore strides."""
     values = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == param.shape and v.dim() > 0]
     return is_dense(param) and all(value.stride() == param.stride() for value in values)

@@ -25,7 +25,7 @@ class GradStats:
     """Statistics of one step's gradients, the same on all ranks. Tensors on the device, unread by the host."""
 
     norm: torch.Tensor
-    """Norm over all ranks (0-dim float64) of the gradients as they are, still scaled. inf or nan where they are."""
+    """Norm over all ranks (0-dim float64) of the gradients, still scaled. inf or nan if one of them is."""
     found_inf: torch.Tensor
     """1.0 if any gradient on any rank is inf or nan, else 0.0 (0-dim float32)."""
     num_zeros: torch.Tensor | None

@@ -40,7 +40,7 @@ class LossScaler:
 
         Args:
             found_inf: 0-dim fp32, 1.0 if the step's gradients held inf or nan, else 0.0.
-            used: 0-dim bool; False leaves all as it is. None: it was used.
+            used: 0-dim bool; False changes nothing. None: it was used.
         """
         if not self.options.dynamic:
             return

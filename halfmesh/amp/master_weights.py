@@ -79,7 +79,7 @@ class MasterWeights:
             masters = masters_for(self.optimizer, half, self.masters, self.originals.take)
             repoint(self.optimizer, masters)
             self.add(masters)
-        self._held = [list(group["params"]) for group in self.optimizer.param_groups]  # alive, so that ids stay theirs
+        self._held = [list(group["params"]) for group in self.optimizer.param_groups]  # keeps ids from reuse
         self._ids = [list(map(id, params)) for params in self._held]
         held = {id(param) for params in self._held for param in params}
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
@@ -239,7 +239,7 @@ def masters_for(
     known: Mapping[nn.Parameter, nn.Parameter],
     full_value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """The master of each parameter of `shards` that `optimizer` holds itself: a known one, or made of `full_value`."""
+    """The master of each parameter of `shards` that `optimizer` holds: one of `known`, or made from `full_value`."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     params = [shard.param for shard in shards if id(shard.param) in held]
     return {param: known[param] if param in known else make_master(full_value(param)) for param in params}

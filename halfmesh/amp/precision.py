@@ -179,7 +179,7 @@ def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) ->
             if id(buffer) in casts:
                 setattr(module, name, buffers.setdefault(id(buffer), buffer.to(recipe.param_dtype)))
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants the new weights in one piece
+            module.flatten_parameters()  # cuDNN needs the new weights in one block of memory
 
 
 def tensors_to_cast(

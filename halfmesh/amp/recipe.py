@@ -50,7 +50,7 @@ class Recipe:
     compute_dtype: torch.dtype = torch.float32
     """The dtype of matrix products."""
     param_dtype: torch.dtype | None = None
-    """Parameters and floating-point buffers of the model are cast to it; None leaves them as they are (fp32)."""
+    """Parameters and floating-point buffers of the model are cast to it; None leaves them unchanged (fp32)."""
     autocast: bool = False
     """Run forward and criterion in a scope that casts for each operation to `compute_dtype` or fp32."""
     master_weights: bool = False
@@ -58,7 +58,7 @@ class Recipe:
     loss_scale: LossScale | None = None
     """None: gradients are not scaled."""
     output_dtype: torch.dtype | None = None
-    """Floating-point outputs of the model are cast to it; None leaves them as they are."""
+    """Floating-point outputs of the model are cast to it; None leaves them unchanged."""
     count_zeros: bool = False
     """Count the zeros in the gradients of each step."""
     cast_lists: Literal["torch", "apex"] = "torch"
@@ -111,7 +111,7 @@ FP32 = Recipe()
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """The options of an update. The defaults leave a plain step as it is."""
+    """The options of an update. The defaults do not change a plain step."""
 
     max_norm: float = 0.0
     """Clip the norm of all gradients to this; 0 does not clip."""

@@ -39,7 +39,7 @@ AGAIN_S = 1.0
 
 
 class PreemptionHook(EngineHook):
-    """Saves at step boundaries: periodically, and when a signal tells the run to end.
+    """Saves at step boundaries: periodically, and when a signal ends the run.
 
     The boundary of a step is the first of these after it: the loop asks `engine.dataloader` for its next batch; without
     that loader (or before its first batch), the next forward in training; or `engine.close`. By then the loop has done
@@ -58,7 +58,7 @@ class PreemptionHook(EngineHook):
         self._step = self._saved = parts.global_step
         self._preempted = self._locked = self._tried = False
         self._handled = sys.exception()
-        self._several = parts.context.size > 1 and not is_alone()  # a dry run is alone
+        self._several = parts.context.size > 1 and not is_alone()  # a dry run has one process
         self._group = parts.context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
         self._came: list[str] = []  # the requests to end the run, in order

@@ -19,7 +19,7 @@ _END = object()
 
 
 class EngineDataLoader:
-    """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
+    """Iterates a loader: moves each batch to the device, and detects the last batch of an epoch.
 
     With workers, the next batch is fetched, and its copy to the device begun, before the current one is yielded.
     Without, a batch is fetched when the loop asks for it, as in a plain loop: the dataset may depend on the training so

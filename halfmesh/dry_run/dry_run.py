@@ -163,9 +163,9 @@ def choose_counts(pipeline: PipelineConfig) -> tuple[int, int] | None:
     """
     size, wanted = pipeline.size, pipeline.microbatches or 1
     schedule = SCHEDULES.get(pipeline.schedule)
-    # One more than are in flight on the first rank: then forwards meet gradients. An interleaved schedule has up to
-    # 2 (p - 1) + (v - 1) p forwards of stages in flight, of which a microbatch has v; one that runs the gradients of
-    # weights later keeps activations longer.
+    # One more than are in flight on the first rank: then forwards run with gradients in memory. An interleaved schedule
+    # has up to 2 (p - 1) + (v - 1) p forwards of stages in flight, of which a microbatch has v; one that runs the
+    # gradients of weights later keeps activations longer.
     least = {"gpipe": 2}.get(pipeline.schedule, 3 * size if pipeline.chunks > 1 else size + 1)
     least += size * schedule.splits_backward
     fitting = (n for n in range(least, wanted) if not any(schedule.find_problems(size, pipeline.chunks, n)))

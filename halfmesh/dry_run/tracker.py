@@ -37,7 +37,7 @@ class Traffic:
     bytes: int = 0
 
     def add(self, other: Traffic, times: int = 1) -> None:
-        """Count `other` too, so many times."""
+        """Add `other`, `times` times."""
         self.messages += other.messages * times
         self.bytes += other.bytes * times
 
@@ -187,7 +187,7 @@ def _value(tensor: torch.Tensor) -> float | int:
     """The value that the host reads from `tensor` of one element in a dry run: its value if constant, else a guess.
 
     The guess is 0 (no gradient is inf or nan; nothing is wrong), except for two kinds of integers that torch's
-    pipelines read: an int32 is torch 2.13's vote that all stages know their shapes, which is 1; an int64 is the number
+    pipelines read: an int32 is torch 2.13's vote that all stages have their shapes, which is 1; an int64 is the number
     of a microbatch, an element of arange(n), which is its offset in memory.
     """
     constant = getattr(tensor, "constant", None)

@@ -257,7 +257,7 @@ def _given_back(sharded: bool) -> Iterator[ExitStack]:
 def _make_hooks(parts: EngineParts, checkpointer: Checkpointer) -> list[EngineHook]:
     """The hooks that the config needs; modules of unused features are not imported."""
     config, context, hooks = parts.config, parts.context, list[EngineHook]()
-    if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run is alone
+    if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run has one process
         from ..debug.sync_check import SyncCheck
 
         hooks.append(SyncCheck(parts))

@@ -225,7 +225,7 @@ class PipelineExecutor:
         refuse_own_loss(known.stages[-1])
         trial = None
         if count > 1 and not self._has_tried:
-            # Of a graph, the first rows may happen not to know each other.
+            # The first rows of a graph may happen not to be connected.
             is_all = self._splitter.has_table(call, rows)
             some = count if is_all else next(n for n in range(2, count + 1) if count % n == 0)
             trial = self._splitter.split(call, count // some, rows)[0], calls[:some]

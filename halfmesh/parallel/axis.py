@@ -239,7 +239,7 @@ class Axis:
 
     @staticmethod
     def sizes_to_try(ranks: int, node: int) -> Iterator[int]:
-        """Sizes above 1 that `halfmesh plan` may try on so many ranks, `node` of them in a machine; the smallest first.
+        """Sizes above 1 that `halfmesh plan` may try on `ranks` ranks, `node` of them in a machine, smallest first.
 
         The default keeps the ranks of the axis within a machine.
         """

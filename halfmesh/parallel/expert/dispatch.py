@@ -52,7 +52,7 @@ def dispatch(
 def _counts(ranks: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """The numbers of tokens that this rank sends to each rank, and receives from it."""
     size = group.size()
-    if is_alone(group):  # a dry run, which does not know: as many to each
+    if is_alone(group):  # a dry run, which has no values: the same number to each
         even = [len(ranks) // size + (rank < len(ranks) % size) for rank in range(size)]
         return even, even
     sent = torch.bincount(ranks, minlength=size)

@@ -47,7 +47,7 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
 
 
 def takes_any_arguments(model: nn.Module) -> bool:
-    """Return True if the model's forward has *args or **kwargs, whose content a trace does not know."""
+    """Return True if the model's forward has *args or **kwargs, whose content is unknown in a trace."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(parameter.kind in kinds for parameter in inspect.signature(model.forward).parameters.values())
 

@@ -225,7 +225,7 @@ class FSDP(DataStrategy):
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
     def _shard_optimizer(self) -> dict[nn.Parameter, ParamShard]:
-        """Let the optimizer hold this rank's shards. Returns them by the parameters that it held."""
+        """Put this rank's shards into the optimizer. Returns them by the parameters that it held."""
         now = dict(_places(self.inputs.model))
         weights = {old: now[place] for place, old in self.places.items()}
         found = {}

@@ -94,7 +94,7 @@ class PlanTrial:
         self._hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in self._watched]
 
     def close(self) -> None:
-        """Remove the hooks, and forget the blocks: a pipeline's copy of the model still has the hooks."""
+        """Remove the hooks, and drop the blocks: a pipeline's copy of the model still has the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._watched.clear()
