@@ -6,7 +6,10 @@ Every message has the given value, the reason, the allowed values, and what to c
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import reprlib
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,10 @@ NO_BATCH = (
     "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
     "drop_last=False"
 )
+
+_INNER = rf"{re.escape(str(Path(__file__).parent))}{re.escape(os.sep)}|.*site-packages.torch\b|<frozen"
+_INNER_FRAMES = re.compile(rf'^  File "(?:{_INNER}).*, in .*\n(?:    .*\n)*', re.MULTILINE)
+_NO_FRAMES = re.compile(r"^Traceback .*\n(?=\S)", re.MULTILINE)
 
 
 class HalfmeshError(Exception):
@@ -164,6 +171,19 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
     """The first `most` names, comma separated, with a count of the rest."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def find_module(model: Any, error: BaseException) -> str:
+    """The innermost module of `model` that ran when `error` was raised, for messages: "'blocks.0' (Block)"; "" if none
+    did."""
+    names = {id(m): f"{name or 'the model'!r} ({type(m).__name__})" for name, m in model.named_modules()}
+    owners = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((name for name in reversed(owners) if name), "")
+
+
+def own_frames(text: str) -> str:
+    """A traceback without the frames of halfmesh and torch."""
+    return _NO_FRAMES.sub("", _INNER_FRAMES.sub("", text)).rstrip()
 
 
 def refuse_below(least: int, **arguments: object) -> None:

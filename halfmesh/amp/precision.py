@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError, shorten
+from ..errors import InputError, find_module, shorten
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, map_named, map_tensors, parameter_names, position_names
 from ..utils.torch_private import BATCH_NORMS, has_no_memory
@@ -137,15 +136,13 @@ class Precision:
         words = str(error)
         if self.recipe.param_dtype not in HALF or not re.search(_MIXED_DTYPES, words) or re.search(_INTEGERS, words):
             return
-        names = {id(m): f"in {name or 'the model'!r} ({type(m).__name__})" for name, m in model.named_modules()}
-        owners = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
-        where = next((name for name in reversed(owners) if name), "in forward")
+        where = find_module(model, error) or "forward"
         dtype = dtype_name(self.recipe.param_dtype)
         kept = [name for name, tensor in named_tensors(model) if tensor.dtype == torch.float32]
         stay = f"; these of the model stay in float32: {shorten(kept)}" if kept else ""
         raise InputError(
-            f"{where}: {error}. The mode casts weights and the model's inputs to {dtype}, but not tensors that forward "
-            f"makes or casts itself (torch.zeros, .float(), keep_fp32){stay}. Cast them where they meet others "
+            f"in {where}: {error}. The mode casts weights and the model's inputs to {dtype}, but not tensors that "
+            f"forward makes or casts itself (torch.zeros, .float(), keep_fp32){stay}. Cast them where they meet others "
             "(x.to(self.weight.dtype)), or set mode='torch', which casts for each operation"
         ) from error
 

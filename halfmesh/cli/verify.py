@@ -36,6 +36,10 @@ def verify(
         str | None,
         typer.Option(help="With --model: package.module:function of the parameters; else SGD with momentum."),
     ] = None,
+    accumulated: Annotated[
+        bool,
+        typer.Option("--accumulated", help="Beside one process that accumulates the ranks' batches and microbatches."),
+    ] = False,
     shrink: Annotated[
         bool | None,
         typer.Option("--shrink/--no-shrink", help="At most 2 ranks on each axis; by default on the CPU."),
@@ -55,7 +59,8 @@ def verify(
     batches. With --script a training script replaces the model. Without a config, small models are trained in the modes
     and layouts that this machine can run.
     """
-    if config is None and (model or script or world_size or overrides or optimizer or shrink is not None):
+    given = (model, script, world_size, overrides, optimizer, accumulated)
+    if config is None and (any(given) or shrink is not None):
         raise typer.BadParameter("without a config this machine is verified: only --device, --quick and --json fit")
     if config is not None and (model is None) == (script is None):
         raise typer.BadParameter("give --model or --script: what is trained")
@@ -78,7 +83,7 @@ def verify(
 
             report = verify_machine(device, quick)
         else:
-            options |= {"device": device or "cpu", "world_size": world_size}
+            options |= {"device": device or "cpu", "world_size": world_size, "accumulated": accumulated}
             if model is not None:
                 from ..verify import verify as verify_model
 
@@ -102,7 +107,6 @@ def verify(
 
 def _told(run: Callable[..., VerifyReport], config: Path, trained: Any, **options: Any) -> VerifyReport:
     """The report of `run`; an error that says what to change becomes a refusal."""
-    from ..distributed.rank_process import RankError
     from ..errors import ConfigError, HalfmeshError
     from ..verify import VerifyReport
 
@@ -110,7 +114,7 @@ def _told(run: Callable[..., VerifyReport], config: Path, trained: Any, **option
         return run(config, trained, **options)
     except ConfigError as error:
         problems = error.problems
-    except (HalfmeshError, RankError) as error:
+    except HalfmeshError as error:
         problems = (str(error),)
     return VerifyReport(False, None, (), str(config), options["world_size"], None, problems)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..utils.tensors import map_tensors, tensors_of
 from ..utils.torch_private import has_no_memory, outside_of_dry_run
 
 _FORM = "write --batch 8,2048:int64 (rows of one data rank first, then the dtype; float32 if left out)"
+_LIBRARIES = str(Path(torch.__file__).parents[1]), f"{Path(__file__).parents[1]}{os.sep}", sysconfig.get_path("stdlib")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
@@ -121,9 +124,8 @@ def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
     try:
         made = build()
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(
-            f"{name}: it raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}). It is called without "
+            f"{name}: it raised {type(error).__name__}: {error} ({_where(error)}). It is called without "
             f"arguments, {how}"
         ) from error
     parts = made if isinstance(made, tuple) else (made,)
@@ -146,6 +148,14 @@ def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
             f"such pairs; it returned {', '.join(type(part).__name__ for part in parts[1:])} beside the model"
         )
     return Built(model, batches, criterion)
+
+
+def _where(error: Exception) -> str:
+    """The line of the user's own code that `error` comes from; of a library's, if there is none."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if not frame[0].startswith(("<", *_LIBRARIES))]
+    file, line = (own or frames)[-1]
+    return f"{file}:{line}"
 
 
 def _without_memory(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..compat import mesh_sizes
 from ..config.global_batch import accumulate
 from ..engine.initialize import initialize
-from ..errors import InputError
+from ..errors import InputError, find_module
 from ..parallel.buckets import give_grads
 from ..parallel.pipeline.axis import find_batch_problem
 from ..parallel.registries import AXES
@@ -208,9 +208,10 @@ class _Simulation:
         except Exception as error:
             shown = map_tensors(lambda t: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", given.call)
             words = ", ".join([*map(str, shown[0]), *(f"{name}={value}" for name, value in shown[1].items())])
-            raise InputError(
-                f"--model: calling the model with {words} raised {type(error).__name__}: {error}"
-            ) from error
+            where = find_module(engine.model, error)
+            raised = f"{type(error).__name__}: {error}" + (f" (in {where})" if where else "")
+            notes = getattr(error, "__notes__", ())
+            raise InputError("\n".join([f"--model: calling the model with {words} raised {raised}", *notes])) from error
 
 
 class FewChunks(TorchFunctionMode):

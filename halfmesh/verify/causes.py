@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from .record import Key
 from .report import Difference
@@ -22,6 +22,8 @@ class Place:
         equals_accumulated: the gradients are those of a process that accumulates the ranks' batches.
         factor: which all gradients are of the reference's.
         drawn: functions that drew random numbers.
+        is_later: each rank agrees in its first part of the batch.
+        direct: of parameters of which each tensor rank holds a part those that are used directly, and by which module.
     """
 
     key: Key
@@ -35,6 +37,8 @@ class Place:
     equals_accumulated: bool = False
     factor: float | None = None
     drawn: tuple[str, ...] = ()
+    is_later: bool = False
+    direct: Mapping[str, str] = field(default_factory=dict)
 
 
 def explain(place: Place, apart: float, allowed: float, ranks: Sequence[int], text: str = "") -> Difference:
@@ -43,7 +47,7 @@ def explain(place: Place, apart: float, allowed: float, ranks: Sequence[int], te
     where = text or f"{where} by {apart:.1e} (allowed {allowed:.0e})"
     if ranks:
         where += f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    cause, advice = _cause(place, what, is_copy=bool(text))
+    cause, advice = _cause(place, what, module, is_copy=bool(text))
     return Difference(place.key.update, what, module, apart, allowed, tuple(ranks), where, cause, advice)
 
 
@@ -85,7 +89,8 @@ _SUM = "the loss is a sum over samples, and ranks average theirs", "set loss_red
 _NO_MEAN = (
     "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each other): the "
     "result is that of one process which accumulates the ranks' batches",
-    "return (sum, weight) and set loss_reduction='weighted'; or expect the batch of one rank to be what counts",
+    "return (sum, weight) and set loss_reduction='weighted'; or, if it should compare the samples of one rank's batch, "
+    "prove the rest with --accumulated (accumulated=True)",
 )
 _KEPT = "something is kept from an earlier call (an attribute, a cache, old weights)", "keep nothing of a batch"
 _PLAN = "leave those layers whole in the plan, or give sizes as -1 or by 'heads(name)' (docs/tensor-parallel.md)"
@@ -108,7 +113,16 @@ _BY_KIND = {
 }
 
 
-def _cause(place: Place, what: str, is_copy: bool) -> tuple[str, str]:
+def direct_use(direct: Mapping[str, str]) -> str:
+    """The cause where parameters of which a rank holds a part are used directly; "" if none are."""
+    uses = [f"the code of {_named(user)} uses {name} itself" for name, user in direct.items()]
+    call = "call the module that has it (self.proj(x), not self.proj.weight), or leave it whole in the plan"
+    return f"{uses[0]}, of which each tensor rank has a part: {call}" if uses else ""
+
+
+def _cause(place: Place, what: str, module: str, is_copy: bool) -> tuple[str, str]:
+    if direct := {name: user for name, user in place.direct.items() if module in (name, user)}:
+        return direct_use(direct), ""
     if is_copy and what in ("gradient", "update"):
         return "an all-reduce or a broadcast between these ranks is missing, or it is over other ranks", ""
     is_multiple = place.factor is not None and abs(place.factor - 1) > 1e-5
@@ -118,6 +132,6 @@ def _cause(place: Place, what: str, is_copy: bool) -> tuple[str, str]:
         return f"a sum or mean over ranks or microbatches is taken twice or not at all (x {place.factor:.4g})", ""
     if what == "output" and place.drawn:
         return f"random numbers: {', '.join(place.drawn)} was called", "draw them outside of the model, or none here"
-    if what == "output" and place.key.update > 0:
+    if what == "output" and (place.key.update > 0 or place.is_later):
         return _KEPT
     return next((_BY_KIND[what, who] for who in (*place.shares, "") if (what, who) in _BY_KIND), ("", ""))

@@ -37,6 +37,7 @@ class Coordinates:
         microbatches: in which a pipeline splits a chunk.
         axes: place and size on the axes that share a chunk.
         apart: prefixes of modules that compute with rows of other ranks, as experts do.
+        cut: parameters of which each tensor rank holds a part.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Coordinates:
     microbatches: int
     axes: Mapping[str, tuple[int, int]]
     apart: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
     shares_rows: bool = False
 
 
@@ -53,21 +55,25 @@ class Measures:
 
     Attributes:
         shares: what ranks share: axes, and the "rows" of a batch.
+        cut: see `Coordinates`.
         tensors: by key in the reference, then by the way in which the reference was cut, the worst of each.
+        firsts: the same of this rank's first part of the batch.
         parameters, accumulated: of parts of parameters; the second against the reference that accumulates.
         digests: of each box of a parameter, for the comparison of copies.
-        skipped: tensors that no part of the reference fits.
+        skipped: tensors that no part of the reference fits, and why.
         factors: by update, call and microbatch the first gradient of an output, and its ratio to the reference's.
     """
 
     rank: int
     shares: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
     tensors: dict[Key, dict[str, Measure]] = field(default_factory=dict)
+    firsts: dict[Key, dict[str, Measure]] = field(default_factory=dict)
     parameters: dict[Key, Measure] = field(default_factory=dict)
     accumulated: dict[Key, Measure] = field(default_factory=dict)
     digests: dict[Key, list[tuple[Any, str]]] = field(default_factory=dict)
     figures: dict[tuple[int, int, str], Any] = field(default_factory=dict)
-    skipped: set[Key] = field(default_factory=set)
+    skipped: dict[Key, str] = field(default_factory=dict)
     factors: dict[tuple[int, int, int], tuple[Key, float]] = field(default_factory=dict)
 
 
@@ -90,7 +96,7 @@ class Comparison:
     def __init__(self, reference: Store, place: Coordinates, calls: int = 1, accumulated: Store | None = None) -> None:
         self.names = reference.names
         shared = [axis for axis, (_, size) in place.axes.items() if size > 1]
-        self.measures = Measures(place.rank, (*shared, *["rows"] * (place.chunks * place.microbatches > 1)))
+        self.measures = Measures(place.rank, (*shared, *["rows"] * (place.chunks * place.microbatches > 1)), place.cut)
         self._reference, self._accumulated, self._place = reference, accumulated, place
         self._per_call = place.chunks * place.microbatches // calls  # parts of the batch of a call
 
@@ -102,12 +108,12 @@ class Comparison:
         self._rows = int(self._reference.figures.get((key.update, call, "rows"), 0))  # of the call's batch
         if expected is None or key.name.startswith(self._place.apart):
             return
-        cuts = list(self._cuts(expected, tensor, part))
+        cuts, why = list(self._cuts(expected, tensor, part)), "no part of the reference has the shape"
         is_grad = key.what == "grad_output"
-        if self._divides and (is_grad or not tensor.dim()):  # without rows: a part of a sum, or a mean of other rows
-            cuts = [cut for cut in cuts if cut.has_rows]
+        if cuts and self._divides and (is_grad or not tensor.dim()):
+            cuts, why = [cut for cut in cuts if cut.has_rows], "without rows it may be a part of a sum"
         if not cuts:
-            self.measures.skipped.add(at)
+            self.measures.skipped[at] = why
             return
         own, backward = tensor.double().cpu(), (key.update, key.call, microbatch)
         factor = self.measures.factors.get(backward, (at, None))[1] if is_grad else 1.0
@@ -115,6 +121,7 @@ class Comparison:
         if factor is None and (best := min(new.values(), key=ratio)).norm:
             self.measures.factors[backward] = at, best.factor
         known = self.measures.tensors.get(at, new)
+        self.measures.firsts.setdefault(at, new)
         self.measures.tensors[at] = {way: max(known[way], new[way], key=ratio) for way in new if way in known}
 
     @property
@@ -180,7 +187,7 @@ class Comparison:
         expected = self._reference.get(key)
         if expected is None:
             if key.what == "gradient":
-                self.measures.skipped.add(key)
+                self.measures.skipped[key] = "the reference has none"
             return
         boxes = [(box.at, box.sizes, box.view(tensor).double().cpu()) for box in placement.regions]
         self.measures.parameters[key] = _measure_boxes(boxes, expected)

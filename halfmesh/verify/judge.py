@@ -45,11 +45,12 @@ class Limits:
 
 @dataclass
 class Verdict:
-    """What `judge` found: the first difference, how many tensors, and the largest difference / allowed by kind."""
+    """What `judge` found: the first difference, how many tensors were compared, which not and why, and the largest
+    difference / allowed by kind."""
 
     first: Difference | None
     compared: int
-    skipped: int
+    skipped: Mapping[str, str]
     largest: dict[str, float]
 
 
@@ -141,7 +142,9 @@ def judge(
         same = [one.key for one in found if one[:2] == at[:2] and not one.text]
         place = Place(at.key) if at.text else _place(store, measures, at.key, same, limits)
         first = explain(place, at.apart, at.allowed, at.ranks, at.text)
-    skipped = len({key for rank in measures for key in rank.skipped})
+    skipped = {
+        f"{key.what} of {key.name or 'the model'}": why for rank in measures for key, why in rank.skipped.items()
+    }
     return Verdict(first, len(apart), skipped, largest)
 
 
@@ -191,7 +194,16 @@ def _place(store: Store, measures: Sequence[Measures], key: Key, same: Sequence[
         equals_accumulated=_equals_accumulated(measures, limits),
         factor=factors[0] if is_common else None,
         drawn=drawn_in(store),
+        is_later=all(
+            min(map(ratio, rank.firsts[key].values())) <= limits.allowed(key) for rank in measures if key in rank.firsts
+        ),
+        direct=direct_in(store, measures),
     )
+
+
+def direct_in(store: Store, measures: Sequence[Measures]) -> dict[str, str]:
+    """See `Place.direct`."""
+    return {name: user for name, user in store.direct.items() if any(name in rank.cut for rank in measures)}
 
 
 def drawn_in(store: Store) -> tuple[str, ...]:

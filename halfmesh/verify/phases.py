@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,17 +20,19 @@ from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
 from ..dry_run.model_spec import count_rows
-from ..errors import InputError
+from ..errors import InputError, own_frames
+from ..parallel.deferred.meta import named_tensors
 from ..parallel.mesh import in_words
 from ..utils.tensors import dtype_name
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
+from .causes import direct_use
 from .compare import Measures
-from .judge import Limits, Verdict, differences, drawn_in, judge, loss_of
+from .judge import Limits, Verdict, differences, direct_in, drawn_in, judge, loss_of
 from .record import Key, Store
 from .report import Difference, Phase, VerifyReport
 from .run import Case, estimate, record_engine, record_plain, run_rank
-from .subject import Given, join, named_tensors
+from .subject import Given, join
 
 STRUCTURE, UPDATE = 1e-9, 1e-7
 """What is allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
@@ -41,6 +43,8 @@ FLIPS = 16
 perturbed run shows, and few of a large tensor."""
 ROUNDED = 1e-6
 """A smaller difference may come from casts to float32 in the model."""
+
+ACCUMULATED = "compared with one process that accumulates, without running statistics of BatchNorm"
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def verify(
     world_size: int,
     updates: int = 2,
     optimizer: str | Callable[[Any], Any] | None = None,
+    accumulated: bool = False,
     overrides: Sequence[str] = (),
     shrink: bool | None = None,
     device: str = "cpu",
@@ -102,6 +107,8 @@ def verify(
         world_size: the number of ranks of the layout.
         updates: how many to compare.
         optimizer: a function of the parameters, or its name; default: SGD with momentum.
+        accumulated: compare with one process that accumulates the ranks' batches and microbatches one by one, in place
+            of one that has them in one batch: for a loss that compares the samples of a batch with each other.
         overrides: as of `load_config`.
         shrink: take 2 ranks on each axis that has more; default: on a CPU.
         device: "cpu" or "cuda".
@@ -113,13 +120,12 @@ def verify(
         InputError: the model cannot be built, or not be trained in one process.
     """
     given = Given(build, optimizer)
-    return prove(
-        load_config(config, overrides),
-        world_size,
-        shrink,
-        device,
-        lambda settings, ranks: Work(given, settings, ranks, updates, device, timeout, progress),
-    )
+
+    def work(settings: Config, ranks: int) -> Work:
+        made = Work(given, settings, ranks, updates, device, timeout, progress)
+        return replace(made, accumulated=accumulated)
+
+    return prove(load_config(config, overrides), world_size, shrink, device, work)
 
 
 def prove(
@@ -140,7 +146,7 @@ def prove(
         except RefusedError as refused:
             return _refused(config, world_size, shrunk, [str(refused)])
         except RankError as error:
-            raise _untrainable(error) from error
+            raise _untrainable(error) from None  # the message has all of it that is the user's
     first = next((phase.first for phase in phases if phase.first is not None), None)
     sizes = in_words(mesh_sizes(config, world_size))
     return VerifyReport(first is None, first, phases, sizes, world_size, shrunk)
@@ -151,7 +157,7 @@ class RefusedError(Exception):
 
 
 def _untrainable(error: RankError) -> InputError:
-    return InputError(error.refusal or f"the model cannot be trained in one process: {error.text}")
+    return InputError(error.refusal or f"the model cannot be trained in one process: {own_frames(error.text)}")
 
 
 def _refused(config: Config, world_size: int, shrunk: int | None, problems: Sequence[str]) -> VerifyReport:
@@ -169,6 +175,7 @@ class Work:
     device: str
     timeout: float
     progress: Callable[[str], None]
+    accumulated: bool = field(default=False, kw_only=True)
 
     # What runs in the processes; whether the loss of an update can be made inf; whether ranks have a process group.
     _plain: ClassVar[Any] = staticmethod(record_plain)
@@ -184,20 +191,19 @@ class Work:
         self.progress("building the model")
         [known] = self._run(1, survey, (case, folder / "start"))
         case = replace(case, config=layout.settle(case.config, known.rows, self.world_size))
-        case = replace(case, chunks=self._chunks(case.config), start=folder / "start")
-        pipeline = case.config.parallel.pipeline
-        parts = case.chunks * (pipeline.microbatches or 1) if pipeline.size > 1 and known.mixes else case.chunks
-        calls = 1 if known.joins and not known.mixes else parts
-        notes: tuple[str, ...] = ()
-        if calls > 1:
-            why = f"{known.mixes[0]} normalises each batch by itself" if known.mixes else "the batches differ in shape"
-            notes = (f"{why}: compared with one process that accumulates, without running statistics",)
-        phase = self.structure(folder, replace(case, config=layout.structure(case.config), mixes=known.mixes), calls)
+        case = replace(case, chunks=self._chunks(case.config), mixes=known.mixes, start=folder / "start")
+        why = self._why_by_itself(case)
+        calls = case.chunks * case.microbatches if why else 1 if known.joins else case.chunks
+        notes = [f"{why or 'the batches differ in shape'}: {ACCUMULATED}"] if calls > 1 else []
+        phase = self.structure(folder, replace(case, config=layout.structure(case.config)), calls)
         yield replace(phase, notes=(*notes, *phase.notes))
         if phase.equal:
-            yield self.format(
-                folder, replace(case, config=layout.gentle(case.config), dtype=None, mixes=known.mixes), calls
-            )
+            yield self.format(folder, replace(case, config=layout.gentle(case.config), dtype=None), calls)
+
+    def _why_by_itself(self, case: Case) -> str:
+        """Why the reference has the ranks' batches one by one; "" if it has them in one."""
+        mixes = f"{case.mixes[0]} normalises each batch by itself" if case.mixes else ""
+        return mixes or ("as asked" if self.accumulated else "")
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
         """In float64: beside a plain loop, whose batch is whole; and beside one that accumulates."""
@@ -245,19 +251,20 @@ class Work:
         try:
             measures = self._run(self.world_size, self._rank, (case, path, calls, parts))
         except RankError as error:
-            if error.measures is not None:
-                args = Store(path), [error.measures], limits, case.config.loss_reduction, case.overflows, False
+            known = [] if error.measures is None else [error.measures]
+            direct = direct_use(direct_in(Store(path), known))
+            hint = f"\nlikely cause: {direct}" if direct else ""
+            if known:
+                args = Store(path), known, limits, case.config.loss_reduction, case.overflows, False
                 if (verdict := judge(*args)).first is not None:
                     after = f"halfmesh refuses it: {error.refusal}" if error.refusal else f"then {error.reason}"
-                    verdict.first = replace(verdict.first, cause=after)
+                    verdict.first = replace(verdict.first, cause="; ".join(filter(None, [direct, after])))
                     return verdict, []
             if error.refusal:
-                raise RefusedError(error.refusal) from error
+                raise RefusedError(error.refusal + hint) from error
             what = "hangs" if error.hung else "failed"
-            failed = Difference(
-                0, what, "", math.inf, 0.0, (error.rank,), f"rank {error.rank} {what}: {error.reason}", error.text, ""
-            )
-            return Verdict(failed, 0, 0, {}), []
+            where, text = f"rank {error.rank} {what}: {error.reason}", own_frames(error.text) + hint
+            return Verdict(Difference(0, what, "", math.inf, 0.0, (error.rank,), where, text, ""), 0, {}, {}), []
         store = Store(path)
         for rank in measures if calls > 1 else ():
             for key in [k for k in rank.parameters if k.what == "buffer" and k.name.rpartition(".")[0] in case.mixes]:
@@ -276,7 +283,7 @@ class Work:
                 for ranks in started:
                     ranks.wait()
         except RankError as error:
-            raise _untrainable(error) from error
+            raise _untrainable(error) from None
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         with self._ranks(world_size) as ranks:
@@ -289,18 +296,8 @@ class Work:
         return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.run", own))
 
     def _case(self, config: Config, dtype: torch.dtype | None) -> Case:
-        pipeline = config.parallel.pipeline
-        multiple = (pipeline.microbatches or 1) if pipeline.size > 1 else 1
-        sizes = mesh_sizes(config, self.world_size)
-        return Case(
-            self.given,
-            config,
-            self._chunks(config),
-            self.updates,
-            self.device,
-            dtype,
-            multiple=math.lcm(multiple, *(size for axis, size in sizes.items() if axis == "ep")),
-        )
+        case = Case(self.given, config, self._chunks(config), self.updates, self.device, dtype)
+        return replace(case, multiple=math.lcm(case.microbatches, mesh_sizes(config, self.world_size).get("ep", 1)))
 
     def _chunks(self, config: Config) -> int:
         return mesh_sizes(config, self.world_size)["dp"] * config.gradient_accumulation
@@ -331,14 +328,4 @@ def estimates(store: Store, moved: Measures, updates: float, reduction: str) -> 
 
 def _phase(name: str, dtype: str, verdict: Verdict, began: float, notes: Sequence[str]) -> Phase:
     seconds = time.monotonic() - began
-    return Phase(
-        name,
-        dtype,
-        verdict.first is None,
-        verdict.first,
-        verdict.compared,
-        verdict.skipped,
-        verdict.largest,
-        seconds,
-        tuple(notes),
-    )
+    return Phase(name, dtype, verdict.first is None, **vars(verdict), seconds=seconds, notes=tuple(notes))

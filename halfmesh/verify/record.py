@@ -68,6 +68,7 @@ class Store:
         figures: by update, call and kind.
         callers: for a module's call (name and nth) the name of the module that called it.
         consumers: for each output the modules that were given it.
+        direct: for each parameter that was used outside of the module that has it, the module which did.
     """
 
     def __init__(self, path: Path, write: bool = False) -> None:
@@ -78,9 +79,9 @@ class Store:
         self.names: dict[str, list[str]] = {}
         self.callers: dict[tuple[str, int], str | None] = {}
         self.consumers: dict[tuple[str, int, str], list[str]] = {}
+        self.direct: dict[str, str] = {}
         if not write:
-            kept = pickle.loads(path.with_suffix(".index").read_bytes())
-            self.index, self.figures, self.names, self.callers, self.consumers = kept
+            vars(self).update(pickle.loads(path.with_suffix(".index").read_bytes()))
             size = path.stat().st_size
             self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else None
 
@@ -88,7 +89,7 @@ class Store:
         """The run has ended."""
         if self._file is not None:
             self._file.close()
-            kept = self.index, self.figures, self.names, self.callers, self.consumers
+            kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             self._path.with_suffix(".index").write_bytes(pickle.dumps(kept))
 
     def get(self, key: Key) -> torch.Tensor | None:
@@ -146,6 +147,15 @@ class Recorder(Probes):
             sink.callers[visit.name, nth] = None if visit.caller is None else visit.caller.name
         names = position_names(sink.names.get(visit.name, []), len(args))
         map_named(partial(self._given, visit), {**dict(zip(names, args, strict=True)), **kwargs}, "")
+
+    def used(self, param: nn.Parameter) -> None:
+        """A function of torch was given a parameter. (torch's attention uses those of its own parts.)"""
+        user = self._open[-1] if self._open else None
+        if user is None or isinstance(user.module, nn.MultiheadAttention) or not isinstance(self.sink, Store):
+            return
+        if not any(param is own for own in user.module._parameters.values()):
+            names = (name for name, own in self._parts.model.named_parameters() if own is param)
+            self.sink.direct.update(dict.fromkeys(names, user.name))
 
     def detach(self) -> None:
         """See `Probes`."""

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from textwrap import indent
 from typing import Any
 
+from ..errors import shorten
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -49,8 +51,9 @@ class Phase:
     Attributes:
         name: "structure", or "format".
         dtype: in which both compute: "float64", "naive float16".
-        compared, skipped: numbers of tensors; those that no part of the reference fits are skipped.
-        largest: by what, the largest difference as a share of what is allowed.
+        compared: how many tensors.
+        skipped: those that no part of the reference fits: why, by "what of module".
+        largest: by what the largest difference as a share of what is allowed; begin: of weights before an update.
     """
 
     name: str
@@ -58,19 +61,23 @@ class Phase:
     equal: bool
     first: Difference | None
     compared: int
-    skipped: int
+    skipped: Mapping[str, str]
     largest: Mapping[str, float]
     seconds: float
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         head = f"{self.name}, {self.dtype}: {'equal' if self.equal else 'differs'}"
         text = f"{head} ({self.compared} tensors compared{skipped}; {self.seconds:.1f} s)"
         if self.equal and self.largest:
             what, share = max(self.largest.items(), key=lambda item: item[1])
             text += f"; largest difference: {what}, {share:.1g} of what is allowed"
-        return "\n  note: ".join([text, *self.notes])
+        by_why: dict[str, list[str]] = {}
+        for name, why in self.skipped.items():
+            by_why.setdefault(why, []).append(name)
+        lines = (f"skipped: {shorten(names)}: {why}" for why, names in by_why.items())
+        return "\n  ".join([text, *lines, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True)

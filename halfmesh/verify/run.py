@@ -18,12 +18,13 @@ from ..dry_run.model_spec import call_of, count_rows
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
 from ..parallel.batch_shard.shard import ROWS
+from ..parallel.deferred.meta import named_tensors
 from ..parallel.shard_spec import whole
 from ..utils.tensors import map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights
-from .subject import Subject, Undropped, cast, decay, join, make_subject, named_tensors
+from .subject import Subject, Undropped, cast, decay, join, make_subject, split_rows
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class Case:
     lifts: bool = False
     mixes: tuple[str, ...] = ()
     start: Path | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """In which a pipeline splits a chunk."""
+        pipeline = self.config.parallel.pipeline
+        return pipeline.microbatches or 1 if pipeline.size > 1 else 1
 
     @torch.no_grad()
     def subject(self, rank: int = 0) -> Subject:
@@ -111,7 +118,7 @@ def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, c
         inputs, targets = _to(case.device, _batch(case, subject, update, call, calls))
         recorder.sink.figure(update, call, "rows", count_rows((inputs, targets)))
         args, kwargs = call_of(inputs)
-        with Undropped(case.lifts) as mode:
+        with Undropped(case.lifts, recorder.used) as mode:
             loss = subject.loss(subject.model(*args, **kwargs), targets)
             value, weight = loss_value(loss)
             recorder.sink.figure(update, call, "loss", (value, weight))
@@ -175,15 +182,16 @@ def comparison(case: Case, store: Store, calls: int, other: Store | None, engine
     """The sink of this rank, as its engine says where it is."""
     context = engine.context
     axes = {axis: (context.place(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
-    pipeline = case.config.parallel.pipeline
+    tp = engine._parts.division.axes.get("tensor")
     # Where ranks exchange tokens: what such a layer has inside are others' rows.
     apart = [f"{name}." for name, module in engine.model.named_modules() if vars(module).get("is_divided_by_engine")]
     here = Coordinates(
         context.rank,
         case.chunks,
-        pipeline.microbatches or 1 if pipeline.size > 1 else 1,
+        case.microbatches,
         axes,
         tuple(apart),
+        tuple(name for name, param in engine.model.named_parameters() if tp is not None and param in tp.splits),
         any(getattr(axis, "sharded_dim", None) == ROWS for axis in engine._parts.division.axes.values()),
     )
     return Comparison(store, here, calls, other)
@@ -257,9 +265,7 @@ def _batch(case: Case, subject: Subject, update: int, call: int, calls: int) -> 
     """The chunks of a call of the reference, in one batch; of a call for each microbatch, its rows."""
     own, parts = case.chunks // calls, calls // case.chunks
     if parts > 1:
-        chunk = subject.batch(update, call // parts, case.chunks)
-        rows = count_rows(chunk)
-        return map_tensors(lambda t: t.chunk(parts)[call % parts] if t.dim() and len(t) == rows else t, chunk)
+        return split_rows(subject.batch(update, call // parts, case.chunks), parts, call % parts)
     return join([subject.batch(update, call * own + chunk, case.chunks) for chunk in range(own)])
 
 

@@ -21,15 +21,15 @@ from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
 from ..engine.engine import Engine
-from ..errors import InputError
+from ..errors import InputError, own_frames
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Comparison, Coordinates, Measures
-from .phases import RefusedError, Work, prove
-from .record import Store
+from .phases import ACCUMULATED, RefusedError, Work, prove
+from .record import Sink, Store
 from .report import Phase, VerifyReport
 from .run import Case, comparison, perturb
-from .script_run import Script, ScriptRun, Use
+from .script_run import Script, ScriptRun
 
 
 def verify_script(
@@ -39,6 +39,7 @@ def verify_script(
     *,
     world_size: int,
     updates: int = 2,
+    accumulated: bool = False,
     overrides: Sequence[str] = (),
     shrink: bool | None = None,
     device: str = "cpu",
@@ -51,7 +52,7 @@ def verify_script(
         config: a path, a dict or a Config. It decides precision and layout; its other keys go before the script's.
         script, args: run as they are, in processes of their own, several times. The engine saves nothing in them.
         updates: after which the script is ended.
-        overrides, shrink, device, timeout, progress: as of `verify`.
+        accumulated, overrides, shrink, device, timeout, progress: as of `verify`.
 
     Raises:
         ConfigError: the config cannot be loaded.
@@ -63,7 +64,7 @@ def verify_script(
 
     def work(settings: Config, ranks: int) -> Work:
         given = Script(path, tuple(args), config, tuple(overrides), settings.to_dict().get("parallel", {}))
-        return ScriptWork(given, settings, ranks, updates, device, timeout, progress)
+        return ScriptWork(given, settings, ranks, updates, device, timeout, progress, accumulated=accumulated)
 
     return prove(load_config(config, overrides), world_size, shrink, device, work)
 
@@ -83,7 +84,7 @@ def keep(case: Case) -> tuple[Config, list[str]]:
 def record(case: Case, path: Path, calls: int) -> None:
     """Write what the script computes in one process; `calls` of the model for each update."""
     store = Store(path, write=True)
-    ScriptRun(case, _use(case, calls), lambda _: store).run()
+    _reference(case, calls, lambda _: store).run()
     store.close()
 
 
@@ -94,7 +95,7 @@ def estimate(case: Case, path: Path, calls: int, eps: float, _parts: int = 0) ->
         perturb(engine.model, eps)
         return Comparison(Store(path), Coordinates(0, calls, 1, {}), calls)
 
-    measures: Measures = ScriptRun(case, _use(case, calls), sink).run().measures
+    measures: Measures = _reference(case, calls, sink).run().measures
     return measures
 
 
@@ -105,8 +106,8 @@ def compare(case: Case, path: Path, calls: int, accumulated: Path | None = None)
     return measures
 
 
-def _use(case: Case, calls: int) -> Use:
-    return "each" if calls == case.chunks else "whole"
+def _reference(case: Case, calls: int, sink: Callable[[Engine], Sink]) -> ScriptRun:
+    return ScriptRun(case, "whole" if calls < case.chunks else "each", sink, max(1, calls // case.chunks))
 
 
 # -- the phases ------------------------------------------------------------------------------------------------
@@ -129,22 +130,23 @@ class ScriptWork(Work):
             known = self._run(self.world_size, keep, (case,))
         except RankError as error:
             if not re.search("double|float64", error.reason, re.IGNORECASE):
-                raise self._failed(error) from error
+                raise self._failed(error) from None
             notes.append(f"{script.path.name} has dtypes of its own, so float32 in place of float64: {error.reason}")
             case = replace(case, dtype=None)
             known = self._run(self.world_size, keep, (case,))
         config = known[0][0]
         mixes = tuple(dict.fromkeys(name for _, names in known for name in names))
         case = replace(case, config=config, chunks=self._chunks(config), mixes=mixes)
-        calls = case.chunks if mixes else config.gradient_accumulation
+        why = self._why_by_itself(case)
+        calls = case.chunks * case.microbatches if why else config.gradient_accumulation
         if calls > config.gradient_accumulation:
-            notes.append(f"{mixes[0]} normalises each batch by itself: compared with one process that accumulates")
+            notes.append(f"{why}: {ACCUMULATED}")
         try:
             phase = self._first_phase(folder, case, calls)
         except InputError as error:
-            if calls == case.chunks:
+            if calls >= case.chunks:
                 raise
-            why = getattr(error.__cause__, "reason", error)
+            why = getattr(error.__context__, "reason", error)
             notes.append(f"compared with one process that accumulates, since it cannot take the whole batch: {why}")
             calls = case.chunks
             phase = self._first_phase(folder, case, calls)
@@ -162,7 +164,7 @@ class ScriptWork(Work):
     def _failed(self, error: RankError) -> Exception:
         if error.refusal:
             return RefusedError(error.refusal)
-        return InputError(f"{self.given.path}, rank {error.rank} of the layout: {error.text}")
+        return InputError(f"{self.given.path}, rank {error.rank} of the layout: {own_frames(error.text)}")
 
     def _ranks(self, world_size: int) -> LocalRanks:
         return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.script_run"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ from ..engine import initialize as assembly
 from ..engine.engine import Engine
 from ..engine.launch import Launch
 from ..errors import InputError
+from ..parallel.deferred.materialize import materialize
+from ..parallel.deferred.meta import named_tensors
 from ..parallel.initial_state import plain_settings
 from ..report.folder import RunFolder
 from ..utils.log import rank_and_world_size
@@ -34,7 +36,7 @@ from ..utils.tensors import map_tensors, tensors_of
 from . import layout
 from .record import EngineRecorder, Sink
 from .run import Case
-from .subject import Undropped, cast, join, named_tensors, prepare
+from .subject import Undropped, cast, join, prepare, split_rows
 
 Use = Literal["keep", "own", "whole", "each"]
 """Keep what the script uses; or use what was kept: of this data rank, of all of them together, or one after another."""
@@ -89,6 +91,7 @@ class ScriptRun:
 
     Args:
         sink: makes what takes the engine's tensors.
+        pieces: in which the batch of each data rank is split, if they are used one after another.
 
     Attributes:
         engine: the script's, once it has made one.
@@ -97,8 +100,8 @@ class ScriptRun:
 
     config: Config
 
-    def __init__(self, case: Case, use: Use, sink: Callable[[Engine], Sink] | None = None) -> None:
-        self.case, self.use, self.sink = case, use, sink
+    def __init__(self, case: Case, use: Use, sink: Callable[[Engine], Sink] | None = None, pieces: int = 1) -> None:
+        self.case, self.use, self.sink, self.pieces = case, use, sink, pieces
         self.script: Script = case.given
         self.engine: Any = None
         self._initialize, self._build = assembly._initialize, building.build
@@ -162,7 +165,7 @@ class ScriptRun:
         if self.use != "keep":
             settings = self.case.config.model_copy(update=self.config.user)
         if self.use in ("whole", "each"):
-            calls = self.case.chunks if self.use == "each" else settings.gradient_accumulation
+            calls = self.case.chunks * self.pieces if self.use == "each" else settings.gradient_accumulation
             settings = layout.reference(settings, calls)
         files = sorted(self.script.folder.glob("*.kept"), key=lambda file: int(file.stem))
         kept: list[Kept] = [torch.load(file, "cpu", weights_only=False) for file in files if self.use != "keep"]
@@ -174,10 +177,11 @@ class ScriptRun:
         self.config = self.config.model_copy(update=cycle)
         place, parts = engine.context.dp_rank, engine._parts
         kept = kept[place : place + 1] if self.use == "own" else kept
-        for one in kept[:-1] if self.use == "each" else ():
-            one.batches = [(number, (batch, False)) for number, (batch, _) in one.batches]
         self._kept = kept[0] if kept else Kept(weights)
-        self._tapes = {kind: _merge([getattr(one, kind) for one in kept], self.use) for kind in ("batches", "calls")}
+        self._tapes = {
+            kind: _merge([getattr(one, kind) for one in kept], self.pieces if self.use == "each" else 0)
+            for kind in ("batches", "calls")
+        }
         parts.update.step = partial(self._update, parts.update.step)
         if parts.dataloader is not None:
             parts.dataloader._on_device = partial(self._feed, parts.dataloader._on_device)
@@ -191,9 +195,10 @@ class ScriptRun:
     def _prepare(self, given: Any, kept: Sequence[Kept]) -> dict[str, torch.Tensor]:
         """Bring the model to the kept weights, and to the dtype. Returns the weights."""
         model = given.model = given.model if isinstance(given.model, nn.Module) else given.model()
+        materialize(model, given.optimizer)
         named, dtype = dict(named_tensors(model)), self.case.dtype
         if any(value.is_meta for value in named.values()):
-            raise InputError(f"{self.script.path}: its model has no weights yet; build it without deferred_init here")
+            raise InputError(f"{self.script.path}: its model is on the meta device, without values; give it some")
         prepare(model)
         for name, value in kept[0].weights.items() if kept and rank_and_world_size()[0] == 0 else ():
             named[name].copy_(value)
@@ -210,7 +215,7 @@ class ScriptRun:
     def call(self, function: Callable[..., Any], is_loss: bool, args: Any, kwargs: Any) -> Any:
         """What `function` returns for the arguments that were kept in place of these."""
         args, kwargs = self._give((args, kwargs))
-        with Undropped(self.case.lifts):
+        with Undropped(self.case.lifts, self._recorder.used if self._recorder else None):
             made = function(*args, **kwargs)
         self._outputs += tensors_of(made)
         self._has_loss |= is_loss or any(tensor.dim() == 0 for tensor in tensors_of(made))
@@ -318,8 +323,15 @@ class _Engine(Engine):
         return None
 
 
-def _merge(tapes: Sequence[list[tuple[int, Any]]], use: Use) -> Iterator[Any]:
-    """What each data rank used: that of all together, or one after another within each microbatch."""
-    if use == "each":
-        return (tree for _, tree in sorted(chain(*tapes), key=lambda entry: entry[0]))
-    return (join([tree for _, tree in column]) for column in zip(*tapes, strict=True))
+def _merge(tapes: Sequence[list[tuple[int, Any]]], pieces: int) -> Iterator[Any]:
+    """What each data rank used: that of all together (0 pieces); or within each microbatch one after another, in
+    `pieces` each."""
+    if not pieces:
+        yield from (join([tree for _, tree in column]) for column in zip(*tapes, strict=True))
+        return
+    for number in dict.fromkeys(number for number, _ in chain(*tapes)):
+        for tape, piece in product(tapes, range(pieces)):
+            is_last = tape is tapes[-1] and piece == pieces - 1
+            for tree in (tree for at, tree in tape if at == number):
+                part = split_rows(tree, pieces, piece)
+                yield (part[0], part[1] and is_last) if isinstance(part, tuple) else part  # a batch, and its flag

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..dry_run.model_spec import Built, call_builder, count_rows, find_function
 from ..errors import InputError
+from ..parallel.deferred.materialize import materialize
+from ..parallel.deferred.meta import named_tensors
+from ..parallel.deferred.recording import recording_of
 from ..utils.tensors import map_tensors, tensors_of
 
 Batch = tuple[Any, Any]
@@ -116,12 +119,6 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Its parameters and buffers, with their names."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def join(batches: Sequence[Batch]) -> Batch:
     """The rows of several batches in one. Raises RuntimeError if their shapes do not fit."""
     rows = [count_rows(batch) for batch in batches]
@@ -135,13 +132,24 @@ def join(batches: Sequence[Batch]) -> Batch:
     return map_tensors(put, batches[0]) if len(batches) > 1 else batches[0]
 
 
+def split_rows(tree: Any, pieces: int, piece: int) -> Any:
+    """The rows of one of `pieces` pieces of a batch."""
+    rows = count_rows(tree)
+    return map_tensors(lambda t: t.chunk(pieces)[piece] if t.dim() and len(t) == rows else t, tree)
+
+
 def _build(build: str | Callable[[], Any]) -> Built:
     name = f"--model {build}" if isinstance(build, str) else getattr(build, "__qualname__", "build")
     built = call_builder(find_function(build) if isinstance(build, str) else build, name, "for real")
     if not built.batches:
         raise InputError(f"{name}: it returned no batch to train with; let it return (model, inputs), too, or more")
-    if any(tensor.is_meta for tensor in [*built.model.parameters(), *built.model.buffers()]):
-        raise InputError(f"{name}: its model is on the meta device, without values; let it give the model some")
+    materialize(built.model)
+    tensors = [*(tensor for _, tensor in named_tensors(built.model)), *tensors_of(built.batches)]
+    if any(tensor.is_meta or recording_of(tensor) is not None for tensor in tensors):
+        raise InputError(
+            f"{name}: its model or batch has no values; build the model under halfmesh.deferred_init(), not on the "
+            "meta device, and the batch outside of it"
+        )
     return built
 
 
@@ -174,10 +182,12 @@ def _add_noise(model: nn.Module) -> None:
 
 class Undropped(TorchFunctionMode):
     """A scope in which functions that drop activations return them; others that draw random numbers are named in
-    `drawn`, and those whose gradients jump in `bends`. With `lifts` casts to float32 go to float64."""
+    `drawn`, and those whose gradients jump in `bends`. With `lifts` casts to float32 go to float64. `used` is called
+    with each parameter from which a function makes something that has a gradient."""
 
-    def __init__(self, lifts: bool = False) -> None:
+    def __init__(self, lifts: bool = False, used: Callable[[nn.Parameter], None] | None = None) -> None:
         super().__init__()
+        self._used = used
         self.drawn: dict[str, None] = {}
         self.bends: dict[str, None] = {}
         self._lifts = lifts
@@ -199,4 +209,9 @@ class Undropped(TorchFunctionMode):
                 return args[0].double()
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if self._used is not None and isinstance(made, torch.Tensor) and made.requires_grad:
+            for param in tensors_of([args, kwargs]):
+                if isinstance(param, nn.Parameter):
+                    self._used(param)
+        return made

@@ -13,7 +13,7 @@ from halfmesh.verify.report import Phase, VerifyReport
 
 from .ranks import ranks_on, run_ranks
 
-LEFT_OUT = Phase("", "", True, None, 0, 0, {}, 0.0)
+LEFT_OUT = Phase("", "", True, None, 0, {}, {}, 0.0)
 """In the place of a phase that is not proven."""
 
 

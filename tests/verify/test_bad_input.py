@@ -22,6 +22,7 @@ import os
 import signal
 import time
 import torch
+from halfmesh import deferred_init
 from torch import nn
 
 LOSS = nn.CrossEntropyLoss()
@@ -34,14 +35,17 @@ def data(rows=8, targets=None):
     return torch.randn(rows, 8), torch.randint(4, (targets or rows,))
 
 def right(): return model(), data(), LOSS
-def fails(): raise OSError("no weights.pt")
+def fails(): return torch.load("no weights.pt")
 def text(): return "a model"
 def alone(): return model()
 def empty(): return nn.Sequential(nn.ReLU(), nn.Flatten()), data(), LOSS
 def frozen(): return model().requires_grad_(False), data(), LOSS
-def deferred():
+def on_meta():
     with torch.device("meta"):
         return model(), data(), LOSS
+def deferred_data():
+    with deferred_init():
+        return right()
 def lacks_targets(): return model(), data(8, 5), LOSS
 def one_row(): return model(), [data(1), data(1)], LOSS
 class Leaving(nn.Sequential):
@@ -94,12 +98,14 @@ def verify(folder: Path) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        ("fails", "--model bad_models:fails: it raised OSError: no weights.pt (/"),
+        ("fails", "--model bad_models:fails: it raised FileNotFoundError: [Errno 2] No such file"),
+        ("fails", "bad_models.py:19). It is called without arguments"),
         ("text", "it returned str; let it return the model"),
         ("alone", "it returned no batch"),
         ("empty", "no parameters"),
         ("frozen", "no parameters that require gradients"),
-        ("deferred", "meta device"),
+        ("on_meta", "build the model under halfmesh.deferred_init()"),
+        ("deferred_data", "and the batch outside of it"),
         ("lacks_targets", "Expected input batch_size (16) to match target batch_size (5)"),
         ("rihgt", "bad_models.rihgt does not exist; did you mean 'right'?"),
     ],
@@ -109,6 +115,7 @@ def test_a_model_that_cannot_be_trained(verify: Callable[..., Any], folder: Path
     assert (answer["first"], answer["phases"]) == (None, [])
     [problem] = answer["problems"]
     assert words in problem
+    assert "halfmesh/" not in problem
     assert not list((folder / "temporary").glob("halfmesh_*"))
 
 

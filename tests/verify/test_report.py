@@ -19,23 +19,29 @@ FORWARD = Difference(
     cause="the style 'colwise' does not fit qkv",
     advice="plan={'qkv': 'colwise_split'}",
 )
-GOOD = Phase("structure", "float64", True, None, 812, 3, {"gradient": 0.02, "output": 1e-5}, 10.24, ("it draws: rand",))
-BAD = Phase("format", "naive float16", False, FORWARD, 40, 0, {"output": 4.1e6}, 2.0)
+SKIPPED = {f"grad_output of blocks.{n}": "it has no rows" for n in range(6)} | {"output of the model": "other shape"}
+GOOD = Phase(
+    "structure", "float64", True, None, 812, SKIPPED, {"gradient": 0.02, "output": 1e-5}, 10.24, ("it draws: rand",)
+)
+BAD = Phase("format", "naive float16", False, FORWARD, 40, {}, {"output": 4.1e6}, 2.0)
 
 
 def test_a_person_reads_one_line_for_each_phase() -> None:
     report = VerifyReport(True, None, (GOOD, replace(BAD, equal=True, first=None, largest={})), "pp 2 x tp 2", 4, 64)
     assert str(report) == (
         "equal: pp 2 x tp 2 (4 ranks, in place of 64) beside one process\n"
-        "  - structure, float64: equal (812 tensors compared, 3 skipped; 10.2 s); largest difference: gradient, 0.02 "
+        "  - structure, float64: equal (812 tensors compared, 7 skipped; 10.2 s); largest difference: gradient, 0.02 "
         "of what is allowed\n"
+        "    skipped: grad_output of blocks.0, grad_output of blocks.1, grad_output of blocks.2, "
+        "grad_output of blocks.3, grad_output of blocks.4 and 1 more: it has no rows\n"
+        "    skipped: output of the model: other shape\n"
         "    note: it draws: rand\n"
         "  - format, naive float16: equal (40 tensors compared; 2.0 s)"
     )
 
 
 def test_a_person_reads_where_it_differs_first() -> None:
-    assert str(VerifyReport(False, FORWARD, (GOOD, BAD), "tp 2", 2)).splitlines()[3:] == [
+    assert str(VerifyReport(False, FORWARD, (GOOD, BAD), "tp 2", 2)).splitlines()[-4:] == [
         "  - format, naive float16: differs (40 tensors compared; 2.0 s)",
         "first difference: update 1, forward of blocks.3.attn: its inputs agree, its output differs by 4.1e-03 "
         "(allowed 1e-09) on ranks 0, 1",
@@ -71,6 +77,7 @@ def test_json_has_no_infinity() -> None:
         "cause": "",
         "advice": "",
     }
+    assert VerifyReport(True, None, (GOOD,), "dp 2", 2).to_dict()["phases"][0]["skipped"] == SKIPPED
     [phase] = answer["phases"]
     assert (phase["name"], phase["equal"], phase["largest"]) == ("format", False, {"update": None, "loss": 0.5})
     assert (answer["equal"], answer["world_size"], answer["problems"]) == (False, 2, [])

@@ -54,9 +54,13 @@ loader = DataLoader(TensorDataset(*data), batch_size=4, shuffle=True, num_worker
 has_own_loader = kind in ("own loader", "unseeded loss")
 
 def criterion(output, target):
+    output = output - output.mean(0) if kind == "in batch" else output
     return F.cross_entropy(output, target, reduction="sum" if kind == "sum" else "mean")
 
 model = Model()
+if kind == "batchnorm": model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+if kind == "deferred":
+    with halfmesh.deferred_init(): model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine = halfmesh.initialize(model, optimizer, criterion, None if has_own_loader else loader, {"clip_grad_norm": 1.0})
 if kind == "two": halfmesh.initialize(model, optimizer, criterion, None, {})
@@ -79,7 +83,7 @@ for x, y in own if has_own_loader else engine.dataloader:
 def verify(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    return lambda kind, config=ZERO1, **options: verify_script(config, path, [kind], world_size=2, **options)
+    return lambda kind, config=ZERO1, size=2, **options: verify_script(config, path, [kind], world_size=size, **options)
 
 
 def test_a_script_in_the_layout_is_equal_and_ends_well(verify, tmp_path):
@@ -98,6 +102,19 @@ def test_neither_workers_nor_a_loader_of_its_own_matter(verify):
     for kind in ("workers", "own loader"):
         report = verify(kind)
         assert report.equal, str(report)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "size", "options"),
+    [
+        ("batchnorm", {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}, 4, {}),
+        ("in batch", {}, 2, {"accumulated": True}),
+        ("deferred", ZERO1, 2, {}),
+    ],
+)
+def test_a_script_is_compared_by_microbatches_by_ranks_and_with_values(verify, kind, config, size, options):
+    report = verify(kind, config, size, updates=1, **options)
+    assert report.equal, str(report)
 
 
 def test_a_script_without_seeds_is_compared_on_the_batches_of_its_first_run(verify):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ...errors import InputError, readable, shorten
 from ...utils.tensors import replace_data
 from ...utils.torch_private import has_grad_hooks
 from ..mesh import ParallelContext
-from .meta import forget, named_tensors, recorded
+from .meta import convert_to_meta, forget, named_tensors, recorded
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -126,6 +127,19 @@ def make_materializer(model: nn.Module, context: ParallelContext) -> Materialize
         return marks[name].value() if wanted else None
 
     return Materializer(tensors, run_again, context, description)
+
+
+def materialize(model: nn.Module, optimizer: Any = None) -> None:
+    """Give the tensors of `model` that have no memory the values that one process makes. Others stay as they are.
+
+    Raises:
+        InputError: a tensor cannot be made separately.
+    """
+    convert_to_meta(model, optimizer, ExitStack())
+    for name, tensor in named_tensors(model):
+        if (mark := recorded(tensor)) is not None:
+            mark.recording.end()
+            _give(name, tensor, mark.value())
 
 
 def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext) -> Materializer:

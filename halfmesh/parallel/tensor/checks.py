@@ -28,10 +28,10 @@ def resolve(
         assignments += list(_shard_tied_weights(model, assignments))
     regions = [a.name for a in assignments if a.style.is_region]
     assignments = [replace(a, in_region=any(is_within(a.name, region) for region in regions)) for a in assignments]
-    if not problems and not any(a.splits() for a in assignments):
-        problems.append(_no_plan(model, plan))
     for a in assignments:
         problems += [f"{a}: {problem}" for problem in a.style.find_problems(a.module, size)]
+    if not problems and not any(a.splits() for a in assignments):
+        problems.append(_no_plan(model, plan))
     if not problems:
         problems += [*_find_inconsistent_ties(model, assignments), *_find_heads(model, assignments, plan)]
         shards_sequence = any(isinstance(a.style, (SequenceBegin, SequenceEnd)) for a in assignments)

@@ -61,12 +61,14 @@ class ShardedLayer(nn.Module):
     Attributes:
         axis: the ranks that hold the shards.
         in_region: a module around this one gathers and reduces along the sequence (sequence parallelism).
+        plan_entry: its name and style, for messages.
         product: computes a linear layer's product, as `torch.nn.functional.linear`; a precision may set another.
     """
 
     is_divided_by_engine = True
     axis: TensorAxis
     in_region: bool
+    plan_entry: str
     product: Callable[..., torch.Tensor] = staticmethod(F.linear)
 
 
@@ -110,7 +112,7 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
             x = collectives.split(x, -1, group)
         if x.shape[-1] != weight.shape[1]:
             raise InputError(
-                f"a 'rowwise' layer takes this rank's {weight.shape[1]} features, but its input has {x.shape[-1]}; "
+                f"{self.plan_entry}: it takes this rank's {weight.shape[1]} features, but its input has {x.shape[-1]}; "
                 "give the layer before it the style 'colwise', or this one 'rowwise_split' if its input is whole"
             )
         output = self.product(x, weight)

@@ -13,7 +13,7 @@ from ...errors import HalfmeshError, InputError, find_near
 from ..modules import comes_from
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
-from .layers import TensorAxis
+from .layers import ShardedLayer, TensorAxis
 from .style import Style, parse_style
 
 
@@ -41,7 +41,10 @@ class Assignment:
         """Make the module work with its shards; returns hooks."""
         for name in self.style.attributes:
             setattr(self.module, name, getattr(self.module, name) // axis.size)
-        return self.style.install(self.module, axis, self.in_region)
+        hooks = list(self.style.install(self.module, axis, self.in_region))
+        if isinstance(self.module, ShardedLayer):
+            self.module.plan_entry = str(self)
+        return hooks
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.text}, from plan {self.plan!r})"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import InputError, bullet_list, shorten
+from ...errors import InputError, bullet_list, find_module, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import in_shapes_only
@@ -77,6 +77,7 @@ class PlanTrial:
     def __init__(self, model: nn.Module, assignments: Sequence[Assignment], axis: TensorAxis) -> None:
         self._axis = axis
         self._kinds = [] if is_alone(axis.group) else _find_kinds(model, assignments)
+        self._model = model
         self._watched: dict[nn.Module, _Kind] = {}
         self._hooks: list[Any] = []
 
@@ -100,7 +101,9 @@ class PlanTrial:
         self._watched.clear()
 
     def explain(self, error: RuntimeError) -> None:
-        """Explain an error in the first forwards: the cause is most often a size of the full model."""
+        """Name the module of an error; in the first forwards the cause is most often a size of the full model."""
+        if where := find_module(self._model, error):
+            error.add_note(f"In {where}, with tensor={self._axis.size}.")
         if self._kinds:
             names = shorten([kind.names[0] or "the model" for kind in self._kinds])
             error.add_note(

@@ -1,0 +1,138 @@
+"""What verify says of a model whose own code is the reason, and how one proves the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfmesh
+
+pytestmark = pytest.mark.distributed
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.proj, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.kept = torch.zeros(16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.proj(self.first(x)).relu())
+
+
+class Keeping(Model):
+    """Adds what it has seen in earlier calls."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.first(x)
+        out = self.last(h + self.kept)
+        self.kept = self.kept + h.detach().mean(0)
+        return out
+
+
+class Direct(Model):
+    """Uses a weight without its module."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(F.linear(self.first(x), self.proj.weight))
+
+
+class RankDependent(Model):
+    def forward(self, x: torch.Tensor) -> Any:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return self.last(self.first(x) * (1 + rank))
+
+
+def with_data(model: nn.Module) -> tuple[Any, ...]:
+    return model, (torch.randn(8, 8), torch.randint(4, (8,))), nn.CrossEntropyLoss()
+
+
+def keeping() -> Any:
+    return with_data(Keeping())
+
+
+def direct() -> Any:
+    return with_data(Direct())
+
+
+def deferred() -> Any:
+    with halfmesh.deferred_init():
+        model = Model()
+    return with_data(model)
+
+
+def in_batch(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Compares each sample with those of all others."""
+    return F.cross_entropy(output @ targets.T, torch.arange(len(output)))
+
+
+def contrastive() -> Any:
+    return Model(), (torch.randn(8, 8), torch.randn(8, 4)), in_batch
+
+
+def contrastive_and_wrong() -> Any:
+    return RankDependent(), (torch.randn(8, 8), torch.randn(8, 4)), in_batch
+
+
+def normalised() -> Any:
+    return with_data(nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)))
+
+
+def tensor(**plan: str) -> dict[str, Any]:
+    return {"parallel": {"tensor": {"size": 2, "plan": plan}}}
+
+
+def test_state_that_is_kept_from_call_to_call_is_named_in_the_first_update():
+    first = halfmesh.verify({"gradient_accumulation": 2}, keeping, world_size=2, updates=1).first
+    assert first is not None
+    assert (first.step, first.cause[:38]) == (0, "something is kept from an earlier call")
+
+
+@pytest.mark.parametrize("plan", [{"proj": "colwise_gather"}, {"first": "colwise", "proj": "rowwise"}])
+def test_a_weight_that_is_used_without_its_module_is_named(plan):
+    first = halfmesh.verify(tensor(**plan), direct, world_size=2, updates=1).first
+    assert first is not None
+    assert "the code of the model uses proj.weight itself, of which each tensor rank has a part: call" in first.cause
+
+
+def test_a_loss_within_each_ranks_batch_is_proven_as_accumulated():
+    report = halfmesh.verify({}, contrastive, world_size=2, updates=1)
+    assert report.first is not None
+    assert "--accumulated (accumulated=True)" in report.first.advice
+    report = halfmesh.verify({}, contrastive, world_size=2, updates=1, accumulated=True)
+    assert report.equal, str(report)
+    assert "as asked: compared with one process that accumulates" in report.phases[0].notes[0]
+    wrong = halfmesh.verify({}, contrastive_and_wrong, world_size=2, updates=1, accumulated=True)
+    assert wrong.first is not None
+    assert (wrong.first.what, wrong.first.ranks) == ("output", (1,))
+
+
+def test_batchnorm_in_a_pipeline_is_compared_by_microbatches():
+    config = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
+    report = halfmesh.verify(config, normalised, world_size=4, updates=1)
+    assert report.equal, str(report)
+
+
+def test_a_deferred_model_gets_its_values():
+    report = halfmesh.verify(tensor(first="colwise", proj="rowwise"), deferred, world_size=2, updates=1)
+    assert report.equal, str(report)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            {"proj": "rowwise"},
+            "proj (rowwise, from plan 'proj'): it takes this rank's 8 features, but",
+        ),
+        ({"first": "colwise"}, "In 'proj' (Linear), with tensor=2."),
+    ],
+)
+def test_an_error_of_a_plan_names_the_layer(plan, words):
+    report = halfmesh.verify(tensor(**plan), deferred, world_size=2, updates=1)
+    assert not report.equal
+    assert words in str(report)
