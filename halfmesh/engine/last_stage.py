@@ -101,7 +101,7 @@ class LastStage:
         return self._update.scaled(total, self._divisor)
 
     def figures(self, device: torch.device) -> torch.Tensor:
-        """The sum of the losses, its weight if weighted, and if compared the full batch's loss, nan if that is equal:
+        """The batch's loss, its weight if weighted, and if compared the loss computed on the full batch, nan if equal:
         float64 [2] or [3]."""
         reduction, whole = self._accumulation.reduction, self._criterion.whole
         losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
@@ -197,7 +197,8 @@ class WholeBatch:
 
 
 def refuse_other_loss(made: float, whole: float, count: int, reduction: LossReduction) -> None:
-    """Raise InputError: `count` microbatches have the loss `made`, their full batch the loss `whole` (nan: equal)."""
+    """Raise InputError unless `whole` is nan: the loss of the full batch, which is not that of `count` microbatches,
+    `made`."""
     if isnan(whole):
         return
     way = _OTHER_WAYS

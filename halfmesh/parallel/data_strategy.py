@@ -149,7 +149,7 @@ class DataStrategy:
         """See `Publisher`."""
 
     def join(self, names: list[str]) -> list[str]:
-        """See `Publisher`: by default there is nothing to join."""
+        """See `Publisher`: by default the names of this rank."""
         return names
 
     def find_lost_writes(self, watch: bool) -> Collection[str]:
