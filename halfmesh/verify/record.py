@@ -153,7 +153,7 @@ class Recorder(Probes):
         user = self._open[-1] if self._open else None
         if user is None or isinstance(user.module, nn.MultiheadAttention) or not isinstance(self.sink, Store):
             return
-        if not any(param is own for own in user.module._parameters.values()):
+        if not any(param is own for own in user.module.parameters(recurse=False)):
             names = (name for name, own in self._parts.model.named_parameters() if own is param)
             self.sink.direct.update(dict.fromkeys(names, user.name))
 
