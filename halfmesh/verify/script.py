@@ -146,7 +146,7 @@ class ScriptWork(Work):
         except InputError as error:
             if calls >= case.chunks:
                 raise
-            why = getattr(error.__context__, "reason", error)
+            why = str(getattr(error.__context__, "reason", error))
             notes.append(f"compared with one process that accumulates, since it cannot take the whole batch: {why}")
             calls = case.chunks
             phase = self._first_phase(folder, case, calls)
