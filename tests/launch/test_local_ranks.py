@@ -92,6 +92,7 @@ def wait_for(folder: Path, count: int) -> list[int]:
     until = time.monotonic() + 250
     while len(found := [int(path.name) for path in folder.iterdir()]) < count and time.monotonic() < until:
         time.sleep(0.05)
+    assert len(found) == count
     return found
 
 
@@ -203,7 +204,6 @@ def test_ranks_that_hang_are_told_with_their_stacks_and_ended(temporary: Path, t
     assert text.startswith("rank 0: had not ended after 100 s\nrank 0, 2 is at:\n"), text
     assert "in barrier" in text.partition("rank 1 is at:")[0]
     assert "in hang" in text.partition("rank 1 is at:")[2]
-    assert len(pids) == 4
     assert not running(pids)
     assert not folders(temporary)
 
@@ -217,7 +217,6 @@ def test_ctrl_c_ends_all(temporary: Path, tmp_path: Path) -> None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         ranks.wait()
         pytest.fail("nothing was raised")
-    assert len(pids) == 3
     assert not running(pids)
     assert not folders(temporary)
 
@@ -238,7 +237,6 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     pids = wait_for(seen, 3)
     parent.kill()
     parent.communicate()
-    assert len(pids) == 3
     assert not running(pids)
     assert not folders(tmp_path)
 
