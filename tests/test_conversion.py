@@ -186,7 +186,7 @@ def test_misuse():
         optimizer.step(lambda: criterion(model(x), y))
     assert not optimizer.step(closure=None).skipped
     optimizer.backward(criterion(model(x), y))
-    optimizer.optimizer.zero_grad()  # either clears
+    optimizer.zero_grad()
     with pytest.raises(InputError, match="there is nothing to step with"):
         optimizer.step()
     masters = converted("apex_o2")
@@ -218,7 +218,6 @@ def test_refusals_leave_everything_untouched(arguments, error, message):
         convert_to_amp(**{"model": model, "optimizer": optimizer, "mode": AMP_TYPE.TORCH} | arguments)
     assert message in str(raised.value)
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
-    assert "zero_grad" not in vars(optimizer)
 
 
 def test_one_conversion_at_a_time():

@@ -36,6 +36,12 @@ _CHANGED = (
     "the config, or engine.clip_grad_norm_(max_norm), and in place of loss.backward() call engine.backward(loss)"
 )
 
+_VANISHED = (
+    "the gradients that engine.backward left for this update are gone: zero_grad() of the model or the optimizer was "
+    "called before the step. Call engine.zero_grad() (or that of the optimizer which convert_to_amp returned): within "
+    "an accumulation cycle it does nothing, and outside it drops the batch"
+)
+
 _HOOKED = (
     "hooks on %s run in backward, where gradients are multiplied by the loss scale: a clamp, clip or noise in a "
     "hook has another effect than in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; "
@@ -66,14 +72,16 @@ class GradientWatch:
         self._looks = _LOOKS
         self._warned: set[str] = set()
         self._noted: _Noted = _NOTHING
+        self._has_gradients = False
 
     def forget(self) -> None:
         """Forget the gradients: they were used or cleared."""
-        self._noted = _NOTHING
+        self._noted, self._has_gradients = _NOTHING, False
 
     def note(self) -> None:
         """After a backward, and the reduction if it was the last: remember the gradients, for `check`."""
         masters = self._master_weights
+        self._has_gradients = any(shard.param.grad is not None for shard in masters.receivers)
         if self.why is None and masters.receivers == masters.trained:
             return  # as in a loop by hand, where gradients may be changed, and no shards of them are kept elsewhere
         grads = [shard.param.grad for shard in masters.receivers]
@@ -84,7 +92,13 @@ class GradientWatch:
 
         Args:
             divisor: the step that follows divides them by it, besides the loss scale; None: a backward follows.
+
+        Raises:
+            InputError: all of them are gone.
         """
+        if self._has_gradients and all(shard.param.grad is None for shard in self._master_weights.receivers):
+            raise InputError(_VANISHED)
+        self._has_gradients = False
         trained, receivers, before, old_stamps = self._noted
         if not receivers:
             return

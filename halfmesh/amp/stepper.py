@@ -208,6 +208,12 @@ def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
 
 
+def is_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` belongs to an engine, or to `convert_to_amp`, which steps it."""
+    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    return any(isinstance(owner, Stepper) for owner in owners)
+
+
 def _has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle) -> bool:
     """Return True if hooks other than `besides` run before `optimizer.step()`, those for all optimizers included."""
     return bool(optimizer._optimizer_step_pre_hooks.keys() - {besides.id} or all_optimizers._global_optimizer_pre_hooks)

@@ -207,7 +207,6 @@ class AMPOptimizer(optim.Optimizer):
         self._closed = False
         self._accumulation = Accumulation(update, precision)
         self._executor = DirectBackward(update, self._accumulation)
-        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     @property
     def loss_scale(self) -> float:
@@ -312,7 +311,6 @@ class AMPOptimizer(optim.Optimizer):
         self._closed = True
         self._accumulation.clear()
         self._precision.recipe, self._precision.casts = FP32, None
-        self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()
 
     def __getattr__(self, name: str) -> Any:

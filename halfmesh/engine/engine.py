@@ -51,8 +51,6 @@ class Engine:
         self._parts = parts
         self._checkpointer = checkpointer
         self._set_hooks(())
-        # Its own would miss the model's gradients. (Not this engine's: the optimizer would keep the engine.)
-        self.optimizer.zero_grad = parts.accumulation.zero_grad  # type: ignore[method-assign]
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -495,7 +493,6 @@ class Engine:
         parts.accumulation.clear()
         parts.average.values.clear()
         parts.closed = True
-        self.optimizer.__dict__.pop("zero_grad", None)
         parts.guard.remove(warnings=not stays_in_parts)
         parts.update.close(undo=not stays_in_parts)
         if parts.accumulation.reducer is not None:

@@ -231,7 +231,7 @@ def _convert(
         dataloader=None if train is None else EngineDataLoader(train, context, config.seed, lr.end_epoch, needs_end),
         eval_dataloader=None if evaluation is None else EngineDataLoader(evaluation, context, config.seed),
         average=WeightAverage(update),
-        guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
+        guard=ModelGuard(given.model, update.optimizer, update.recipe, context.device, division),
     )
     undo.pop_all()  # the engine does it from now on
     return parts

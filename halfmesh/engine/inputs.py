@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..amp.precision import find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
+from ..amp.stepper import is_stepped
 from ..errors import NO_BATCH, InputError, shorten
 from ..parallel.deferred.meta import recorded
 from ..utils.param_shard import foreign_params
@@ -112,7 +113,7 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
             "times in an update; the engine steps once, after backward. Use SGD, Adam, AdamW or another one whose step "
             "needs no argument, or train with it in a loop of your own"
         )
-    if "zero_grad" in vars(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
+    if is_stepped(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield (
             "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "
             "back the optimizer that was passed), or build a new optimizer"

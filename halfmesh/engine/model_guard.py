@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from ..amp.recipe import Recipe
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name
-from .accumulation import Accumulation
 from .parallelize import Division
 
 _log = get_logger(__name__)
@@ -32,7 +31,6 @@ class ModelGuard:
         self,
         model: nn.Module,
         optimizer: optim.Optimizer,
-        accumulation: Accumulation,
         recipe: Recipe,
         device: torch.device,
         division: Division,
@@ -41,9 +39,6 @@ class ModelGuard:
         """Above 0 while the engine itself calls the model or the optimizer."""
         self._removers: list[Callable[[], Any]] = []
         self._warnings: list[RemovableHandle] = []  # of state dicts that hold only this rank's shards
-        if "zero_grad" not in vars(model) and type(model).zero_grad is nn.Module.zero_grad:
-            model.zero_grad = _ZeroGrad(model, accumulation)  # type: ignore[method-assign]
-            self._removers.append(lambda: vars(model).pop("zero_grad", None))
         if division.plans.partition is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
             warn = _DirectCall(self, recipe, device)  # stages refuse it themselves
             self._removers.append(model.register_forward_pre_hook(warn).remove)
@@ -69,22 +64,6 @@ class ModelGuard:
         for hook in self._warnings if warnings else ():
             hook.remove()
         self._removers, self._warnings = [], []
-
-
-class _ZeroGrad:
-    """`model.zero_grad`, which does nothing inside an accumulation cycle, as `optimizer.zero_grad`."""
-
-    def __init__(self, model: nn.Module, accumulation: Accumulation) -> None:
-        self._model = model
-        self._accumulation = accumulation
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        if not self._accumulation.in_progress:
-            nn.Module.zero_grad(self._model, set_to_none)
-            self._accumulation.clear()
-
-    def __reduce__(self) -> Any:  # a copy of the model gets torch's
-        return functools.partial, (nn.Module.zero_grad, self._model)
 
 
 class _Warning:

@@ -93,17 +93,6 @@ def test_a_closure_ends_no_cycle(args, options, message):
     assert engine.global_step == 1
 
 
-@pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
-def test_the_optimizers_zero_grad_reaches_working_and_master_gradients(mode):
-    engine = make_engine(MODES[mode])
-    engine.backward(engine.criterion(engine(X), Y))
-    engine.optimizer.zero_grad()
-    assert all(p.grad is None for p in engine.model.parameters())
-    assert all(p.grad is None for group in engine.optimizer.param_groups for p in group["params"])
-    with pytest.raises(InputError, match=r"engine.step\(\) was called before engine.backward"):
-        engine.step()
-
-
 def test_gradients_older_than_the_engine_do_not_count():
     model = MLP()
     nn.functional.cross_entropy(model(X), Y).backward()

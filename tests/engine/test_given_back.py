@@ -45,7 +45,7 @@ def looks(model, optimizer):
         "groups": [[id(param) for param in group["params"]] for group in optimizer.param_groups],
         "settings": [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups],
         "state": [id(param) for param in optimizer.state],
-        "own": [name in vars(thing) for thing in (model, optimizer) for name in ("zero_grad", "step", "forward")],
+        "own": [name in vars(thing) for thing in (model, optimizer) for name in ("step", "forward")],
         "handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
     }
 

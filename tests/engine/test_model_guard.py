@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import pickle
 from contextlib import nullcontext
@@ -13,7 +12,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.support.models import MLP, MODES, difference, full_weights, make_data, make_engine, reference, step_on
+from halfmesh import InputError
+from tests.support.models import MODES, full_weights, make_data, make_engine, step_on
 from tests.support.ranks import run_ranks
 
 X, Y = make_data(8)
@@ -90,67 +90,39 @@ def test_compiled_models_have_one_graph(mode, caplog):
     assert DIRECT not in caplog.text
 
 
-# --- model.zero_grad() ------------------------------------------------------------------------------------------------
+# --- zero_grad() of the model or the optimizer ------------------------------------------------------------------------
+
+GONE = "gradients that engine.backward left for this update are gone"
 
 
-@pytest.mark.parametrize("mode", ["none", "naive_bf16"])
-def test_zero_grad_of_the_model_inside_a_cycle_does_nothing(mode):
-    engine, other = (make_engine(MODES[mode] | {"gradient_accumulation": 2}) for _ in range(2))
+@pytest.mark.parametrize("mode", ["none", "naive_bf16", "torch_fp16"])
+def test_gradients_that_vanish_within_a_cycle_are_an_error(mode):
+    engine = make_engine(MODES[mode] | {"gradient_accumulation": 2})
     for half in HALVES:
-        engine.model.zero_grad()
-        engine.optimizer.zero_grad()
         engine.zero_grad()
         step_on(engine, X[half], Y[half])
-        step_on(other, X[half], Y[half])
-    weights, theirs = full_weights(engine), full_weights(other)
+    weights = full_weights(engine)
+    step_on(engine, X[:4], Y[:4])
+    engine.model.zero_grad()
+    with pytest.raises(InputError, match=GONE):
+        step_on(engine, X[4:], Y[4:])
+    with pytest.raises(InputError, match=GONE):
+        engine.step(last=True)
+    assert all(torch.equal(weights[name], value) for name, value in full_weights(engine).items())
+    for half in HALVES:  # a new cycle
+        step_on(engine, X[half], Y[half])
+    assert engine.global_step == 2
+
+
+def test_the_optimizers_zero_grad_between_updates_changes_nothing():
+    engines = [make_engine(MODES["naive_fp16"]) for _ in range(2)]
+    for _ in range(2):
+        engines[1].optimizer.zero_grad()
+        engines[1].model.zero_grad()
+        for engine in engines:
+            step_on(engine, X, Y)
+    weights, theirs = map(full_weights, engines)
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
-    if mode == "none":
-        assert difference(weights, reference([(X, Y)])) < 1e-5
-    engine.backward(engine.criterion(engine(X), Y))
-    engine.model.zero_grad()
-    assert all(p.grad is None for p in engine.model.parameters()), "before the first step of a cycle, it frees them"
-    engine.close(restore=True)
-    assert "zero_grad" not in vars(engine.model)
-
-
-def test_zero_grad_frees_also_what_the_optimizer_does_not_hold():
-    model = MLP()
-    engine = make_engine(model=model, optimizer=lambda _: torch.optim.SGD(model.last.parameters(), 0.1))
-    engine.backward(engine.criterion(engine(X), Y))
-    model.zero_grad(set_to_none=True)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def _saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved])
-def test_a_copy_of_the_model_has_its_own(copied):
-    """And takes neither the engine nor the model along."""
-    engine = make_engine({"gradient_accumulation": 2})
-    step_on(engine, X, Y)
-    grads = [p.grad.clone() for p in engine.model.parameters()]
-    twin = copied(engine.model)
-    assert twin.zero_grad.args == (twin,)
-    twin(X).sum().backward()
-    twin.zero_grad()
-    assert all(p.grad is None for p in twin.parameters())
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(engine.model.parameters(), grads, strict=True))
-
-
-class Own(MLP):
-    def zero_grad(self, set_to_none=True):
-        self.cleared = True
-
-
-def test_a_models_own_zero_grad_stays():
-    engine = make_engine(model=Own())
-    engine.model.zero_grad()
-    assert engine.model.cleared
 
 
 # --- state_dict of parts ----------------------------------------------------------------------------------------------
