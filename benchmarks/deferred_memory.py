@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2": (2, {"pipeline": {"size": 2, "microbatches": 2}}),
     "pp 2 x fsdp 2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": "fsdp"}),
 }
-BUILDS = ("ordinary", "deferred", "from rank 0")
+BUILDS = ("ordinary", "deferred")
 COLUMNS = ("layout", "build", "more, rank 0", "more, other ranks", "held", "seconds")
 
 
@@ -46,11 +46,7 @@ def measure(layout: str, build: str, millions: int) -> list[float]:
     with halfmesh.initialize(make_model(16), torch.optim.AdamW, nn.MSELoss(), **options):
         pass  # what is imported then is not the model's
     before, start = _resident(), time.perf_counter()
-    if build == "from rank 0":
-        with halfmesh.deferred_init(from_rank0=True):
-            model: Any = make_model(millions)
-    else:
-        model = make_model(millions) if build == "ordinary" else lambda: make_model(millions)
+    model: Any = make_model(millions) if build == "ordinary" else lambda: make_model(millions)
     engine = halfmesh.initialize(model, torch.optim.AdamW, nn.MSELoss(), **options)
     took, most = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     del model

@@ -283,16 +283,10 @@ def whole(rank):
     return build() if rank else deferred()
 
 
-def larger(rank):
-    with halfmesh.deferred_init(from_rank0=True):
-        return nn.Sequential(unseeded(), nn.Linear(4, 4)) if rank else unseeded()
-
-
 DIFFERENT = {
     "torch": "rank(s) [1] would make other values than rank 0: what the build asks of random numbers",
     "numpy": "rank(s) [1] would make other values than rank 0",
     "some": "rank(s) [1] built other tensors without memory than rank 0; build the model under",
-    "from_rank0": "rank 0 built a model without 0.weight, 0.bias",
 }
 
 
@@ -305,7 +299,7 @@ def build_apart(rank, world_size):
     found = {}
     for how in DIFFERENT:
         torch.manual_seed(rank if how == "torch" else 0), np.random.seed(rank)
-        model = {"torch": asks, "numpy": drawn}.get(how) or {"some": whole, "from_rank0": larger}[how](rank)
+        model = {"torch": asks, "numpy": drawn}.get(how) or whole(rank)
         found[how] = said(halfmesh.initialize, model, sgd, config={}, device=rank_device())
     return weight, found
 

@@ -10,22 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...distributed.env import find_place
 from ...errors import InputError
 from ...utils.torch_private import outside_of_dry_run
 from .recording import Recording
 
 
 @contextmanager
-def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
+def deferred_init() -> Iterator[None]:
     """Models built within have shapes and no memory; `initialize` makes the values that this rank holds.
 
     The values are the same in every layout, and in one process: each random tensor has its own seed, drawn from torch's
     generator. They are not those of an ordinary build, but have the same distribution.
-
-    Args:
-        from_rank0: take the values of an ordinary build: rank 0 builds the model in host memory, the others without
-            memory, and it sends them what they hold.
 
     Example:
         with halfmesh.deferred_init():
@@ -33,10 +28,7 @@ def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
         engine = halfmesh.initialize(model, lambda params: AdamW(params, lr=1e-4), config="config.py")
     """
     with outside_of_dry_run():
-        if from_rank0 and find_place().rank == 0:
-            yield
-            return
-        recording = Recording(from_rank0)
+        recording = Recording()
         with warnings.catch_warnings():
             # Copies of tensors ask for their address first.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -45,19 +37,16 @@ def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def model_creation(
-    dtype: torch.dtype | str | None = None, *, deferred: bool = False, from_rank0: bool = False
-) -> Iterator[None]:
+def model_creation(dtype: torch.dtype | str | None = None, *, deferred: bool = False) -> Iterator[None]:
     """Models built within have parameters of `dtype`; with `deferred`, no memory either, see `deferred_init`.
 
     Args:
         dtype: of floating-point tensors that are made without one: float32, float16, bfloat16 or float64; None: torch's
             default. Mode NAIVE takes a model in its own dtype, and its fp32 masters start from the rounded weights.
-        from_rank0: as in `deferred_init`, which it implies.
     """
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     before = torch.get_default_dtype()
-    with deferred_init(from_rank0=from_rank0) if deferred or from_rank0 else nullcontext():
+    with deferred_init() if deferred else nullcontext():
         if chosen is not None:
             torch.set_default_dtype(chosen)
         try:

@@ -1,4 +1,4 @@
-"""Gives the tensors of a deferred model their values: each rank makes, or receives, what it holds."""
+"""Gives the tensors of a deferred model their values: each rank makes what it holds."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import InputError, readable, shorten
+from ...errors import InputError
 from ...utils.tensors import replace_data
-from ...utils.torch_private import has_grad_hooks
 from ..mesh import ParallelContext
-from .meta import convert_to_meta, forget, named_tensors, recorded
+from .meta import Recorded, convert_to_meta, forget, named_tensors, recorded
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
-_Built = tuple[list[str], list[str], bool]
-"""What a rank has built: names of tensors without memory, digests of how they are made, and `from_rank0`."""
-
-Source = Callable[[str, torch.Tensor, bool], torch.Tensor | None]
-"""Called with the name of a tensor, one like it on the meta device, and whether this rank needs its value. Returns the
-whole value if it does. All ranks ask for all tensors in the same order."""
+_Built = tuple[list[str], list[str]]
+"""What a rank has built: names of tensors without memory, and digests of how they are made."""
 
 
 class Materializer:
@@ -30,7 +25,7 @@ class Materializer:
 
     Args:
         tensors: on the meta device, by their names in the whole model.
-        source: of values, which go to the device of `context`.
+        values: where the whole value of each is recorded. Values go to the device of `context`.
 
     Attributes:
         description: where the values come from, for the effective plan.
@@ -38,12 +33,11 @@ class Materializer:
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], source: Source, context: ParallelContext, description: str
+        self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Recorded], context: ParallelContext
     ) -> None:
-        self.description = description
+        self.description = f"made where they are held, one of {len(tensors)} tensors at a time"
         self._left = dict(tensors)
-        self._shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        self._source: Source | None = source
+        self._values = dict(values)
         self._context = context
         self._problems: list[str] = []
         self._held: set[int] = set()
@@ -76,17 +70,15 @@ class Materializer:
         """
         while self._left:
             self._make_next()
-        self._source = None  # it may hold large tensors
         for problem in (problem for theirs in self._context.everyone(self._problems) for problem in theirs):
             raise InputError(problem)
 
     def _make_next(self) -> int:
         name = next(iter(self._left))
         tensor = self._left.pop(name)
-        wanted = id(tensor) in self._held
-        assert self._source is not None
-        whole = self._source(name, self._shapes.pop(name), wanted)
-        if whole is not None:
+        recorded_value = self._values.pop(name)  # a recording may hold large tensors
+        if id(tensor) in self._held:
+            whole = recorded_value.value()
             value = self._cuts[tensor](whole) if tensor in self._cuts else whole
             if value.untyped_storage().nbytes() > value.numel() * value.element_size():
                 value = value.clone(memory_format=torch.preserve_format)
@@ -107,26 +99,15 @@ def make_materializer(model: nn.Module, context: ParallelContext) -> Materialize
     tensors = {name: tensor for name, tensor in named_tensors(model) if recorded(tensor) is not None}
     marks = {name: mark for name, tensor in tensors.items() if (mark := recorded(tensor)) is not None}
     recordings = list({id(mark.recording): mark.recording for mark in marks.values()}.values())
-    from_rank0 = any(recording.from_rank0 for recording in recordings)
-    digests = [] if from_rank0 or context.size == 1 else [recording.digest() for recording in recordings]
-    everyone: list[_Built] = context.everyone((list(marks), digests, from_rank0))
-    if not any(names for names, _, _ in everyone):
+    digests = [] if context.size == 1 else [recording.digest() for recording in recordings]
+    everyone: list[_Built] = context.everyone((list(marks), digests))
+    if not any(names for names, _ in everyone):
         return None
-    if everyone[-1][2] and not everyone[0][0]:
-        _refuse_differences(everyone[1:], 1)
-        for recording in recordings:
-            recording.end()
-        return _from_first(model, everyone[-1][0], context)
-    _refuse_differences(everyone, 0)
+    _refuse_differences(everyone)
     for recording in recordings:
         recording.end()
         recording.seeds = context.from_first(recording.seeds)  # ranks differ in them if the user has not seeded torch
-    description = f"made where they are held, one of {len(tensors)} tensors at a time"
-
-    def run_again(name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-        return marks[name].value() if wanted else None
-
-    return Materializer(tensors, run_again, context, description)
+    return Materializer(tensors, marks, context)
 
 
 def materialize(model: nn.Module, optimizer: Any = None) -> None:
@@ -142,53 +123,20 @@ def materialize(model: nn.Module, optimizer: Any = None) -> None:
             _give(name, tensor, mark.value())
 
 
-def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext) -> Materializer:
-    tensors = dict(named_tensors(model))
-    missing = context.from_first([name for name in names if name not in tensors])
-    if missing:
-        raise InputError(
-            f"rank 0 built a model without {shorten(missing)}, which the other ranks have; build the same on all ranks"
-        )
-    hooked = context.from_first([name for name in names if has_grad_hooks(tensors[name])])
-    if hooked:
-        raise InputError(
-            f"{shorten(hooked)} have hooks on the gradient on rank 0, which would be lost; register them after "
-            "initialize"
-        )
-    sent: dict[str, torch.Tensor] = {name: tensors[name] for name in names}
-    values: dict[str, torch.Tensor] = {}
-    size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
-    if context.rank == 0:
-        for name, tensor in sent.items():
-            values[name] = tensor.data
-            _give(name, tensor, torch.empty_like(tensor, device="meta"))
-    description = f"built by rank 0, which had all {readable(size)} of them in host memory, and sent one by one"
-
-    def send(name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-        value = values.pop(name, None)
-        if value is None:
-            value = torch.empty_like(like, device=context.device)
-        context.broadcast(value)
-        return value if wanted else None
-
-    return Materializer(sent, send, context, description)
-
-
-def _refuse_differences(everyone: Sequence[_Built], first: int) -> None:
-    names, digests, _ = everyone[0]
-    other = [first + i for i, theirs in enumerate(everyone) if theirs[0] != names]
+def _refuse_differences(everyone: Sequence[_Built]) -> None:
+    names, digests = everyone[0]
+    other = [rank for rank, theirs in enumerate(everyone) if theirs[0] != names]
     if other:
         raise InputError(
-            f"rank(s) {other} built other tensors without memory than rank {first}; build the model under "
+            f"rank(s) {other} built other tensors without memory than rank 0; build the model under "
             "halfmesh.deferred_init() on all ranks, or on none"
         )
-    other = [first + i for i, theirs in enumerate(everyone) if theirs[1] != digests]
+    other = [rank for rank, theirs in enumerate(everyone) if theirs[1] != digests]
     if other:
         raise InputError(
-            f"rank(s) {other} would make other values than rank {first}: what the build asks of random numbers, or "
+            f"rank(s) {other} would make other values than rank 0: what the build asks of random numbers, or "
             "takes from outside (python's or numpy's random numbers, a file), differs; call torch.manual_seed with the "
-            "same seed on all ranks before (and seed the others), or build under "
-            "halfmesh.deferred_init(from_rank0=True)"
+            "same seed on all ranks before (and seed the others), or build the model as usual"
         )
 
 

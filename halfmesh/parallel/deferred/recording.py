@@ -20,15 +20,10 @@ from .operations import Constant, Op, View
 
 
 class Recording(FakeTensorMode):
-    """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left.
+    """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left."""
 
-    Args:
-        from_rank0: rank 0 will send the values, where it has them.
-    """
-
-    def __init__(self, from_rank0: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.from_rank0 = from_rank0
         self._ops: list[Op] = []
         self._writers: dict[int, list[int]] = {}  # of each memory, the numbers of operators
         self._numbers: dict[int, int] = {}
