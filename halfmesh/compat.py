@@ -6,7 +6,6 @@ asked, no process group is needed. Limits of the model are checked when the mode
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,11 +146,10 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     if world_size < 1:
         yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
     elif world_size % product:
-        near = " or ".join(_join(found, ", ") for found in _find_sizes(sizes, world_size))
         ranks = [str(n) for n in (world_size // product * product, (world_size // product + 1) * product) if n]
         message = (
-            f"{_join(sizes, ' x ')} = {product} does not divide the {world_size} ranks; use {near}, or start "
-            f"{' or '.join(ranks)} ranks"
+            f"{_join(sizes, ' x ')} = {product} does not divide the {world_size} ranks; choose sizes whose product "
+            f"does, or start {' or '.join(ranks)} ranks"
         )
         yield Finding("parallel", message)
     else:
@@ -167,17 +165,5 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
             yield Finding("parallel.data.size", message)
 
 
-def _find_sizes(sizes: Mapping[str, int], world_size: int, most: int = 2) -> list[dict[str, int]]:
-    """The sizes nearest to those given whose product divides `world_size`."""
-    found = itertools.product(*([_divisors(world_size)] * len(sizes)))
-    fitting = [dict(zip(sizes, some, strict=True)) for some in found if world_size % math.prod(some) == 0]
-    return sorted(fitting, key=lambda near: sum(abs(near[name] - sizes[name]) for name in sizes))[:most]
-
-
 def _join(sizes: Mapping[str, int], separator: str) -> str:
     return separator.join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -102,14 +102,14 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
         (
             {"tensor": 3},
             8,
-            "parallel: tensor=3 x pipeline=1 = 3 does not divide the 8 ranks; use tensor=2, pipeline=1 or tensor=4, "
-            "pipeline=1, or start 6 or 9 ranks",
+            "parallel: tensor=3 x pipeline=1 = 3 does not divide the 8 ranks; choose sizes whose product "
+            "does, or start 6 or 9 ranks",
         ),
         (
             {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}},
             2,
-            "parallel: tensor=2 x pipeline=2 = 4 does not divide the 2 ranks; use tensor=1, pipeline=2 or tensor=2, "
-            "pipeline=1, or start 4 ranks",
+            "parallel: tensor=2 x pipeline=2 = 4 does not divide the 2 ranks; choose sizes whose product "
+            "does, or start 4 ranks",
         ),
         (
             {"data": {"size": 4}, "tensor": 2},
@@ -160,7 +160,7 @@ INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
         ({"size": 4, "microbatches": 3}, "microbatches: 3 is fewer than the 4 stages, which schedule='1f1b' has to"),
         (
             {"size": 4, "microbatches": 6, **INTERLEAVED},
-            "microbatches: 6 is not a multiple of the 4 ranks, which schedule='interleaved' needs; use 4 or 8",
+            "microbatches: 6 is not a multiple of the 4 ranks, which schedule='interleaved' needs; use a multiple",
         ),
         (
             {"size": 2, "microbatches": 2, "schedule": "interleaved"},

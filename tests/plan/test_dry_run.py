@@ -164,7 +164,7 @@ def test_what_cannot_be_run(models, model, batch, words):
 def test_all_problems_at_once():
     problems = dry_run(pipeline(3, size=3, tensor=3), 9, SMALL).problems
     assert any(
-        "does not divide the dataloader's batch_size=8; use batch_size=6 or 9" in problem for problem in problems
+        "does not divide the dataloader's batch_size=8; change one of the two" in problem for problem in problems
     )
     assert any("8 heads are not divisible by tensor=3" in problem for problem in problems)
 

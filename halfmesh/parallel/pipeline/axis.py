@@ -143,12 +143,9 @@ def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequenc
 def find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:
     """The reason why a batch of `size` rows cannot be split into `microbatches`."""
     if isinstance(size, int) and size % microbatches:
-        below = size // microbatches * microbatches
-        near = f"{below} or {below + microbatches}" if below else str(microbatches)
-        fitting = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - microbatches))
         yield (
-            f"parallel.pipeline.microbatches={microbatches} does not divide the dataloader's batch_size={size}; use "
-            f"batch_size={near}, or microbatches={fitting}"
+            f"parallel.pipeline.microbatches={microbatches} does not divide the dataloader's batch_size={size}; change "
+            "one of the two"
         )
 
 

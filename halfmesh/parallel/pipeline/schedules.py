@@ -78,10 +78,8 @@ class TorchSchedule:
             few = f"{microbatches} is fewer than the {stages} stages, which schedule={self.name!r} has to fill"
             yield "microbatches", f"{few}; use {stages} or more, or schedule='gpipe'"
         if microbatches is not None and self.interleaves and not self.is_v and microbatches % size:
-            below = microbatches // size * size
-            near = f"{below} or {below + size}" if below else str(size)
             odd = f"{microbatches} is not a multiple of the {size} ranks, which schedule={self.name!r} needs"
-            yield "microbatches", f"{odd}; use {near}"
+            yield "microbatches", f"{odd}; use a multiple, or another schedule"
         if self.is_v and chunks != 2:
             yield "chunks", f"schedule={self.name!r} has two chunks per rank, not {chunks}; use chunks=2"
         elif self.interleaves and chunks < 2:

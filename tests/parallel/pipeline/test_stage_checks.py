@@ -80,8 +80,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batch": (
         deep,
         pipe(microbatches=3),
-        "parallel.pipeline.microbatches=3 does not divide the dataloader's batch_size=8; use batch_size=6 or 9, or "
-        "microbatches=2",
+        "parallel.pipeline.microbatches=3 does not divide the dataloader's batch_size=8; change one of the two",
     ),
     "too few blocks": (
         deep,
