@@ -1,4 +1,4 @@
-"""pydantic's errors in plain words: the key, the value, what is allowed, and which key was probably meant."""
+"""pydantic's errors, each with the path of its key, the value, and which key was probably meant."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from .foreign import FOREIGN_KEYS
 from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
 
 FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
-
-_SHOULD_BE = "Input should be "
-"""What most messages of pydantic begin with."""
 
 
 class _Place(NamedTuple):
@@ -130,18 +127,14 @@ def _visible(path: tuple[str, ...], raw: Any) -> tuple[str, ...]:
 
 
 def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
-    """What is wrong with one value, mostly in pydantic's words."""
-    kind, given, message = errors[0]["type"], errors[0]["input"], errors[0]["msg"]
+    """What is wrong with one value, in pydantic's words unless we have our own."""
+    kind = errors[0]["type"]
     if kind == "extra_forbidden":
         return "unknown key" + _suggest(place.path[-1], place.path[:-1], place.owner, "")
-    if kind == "missing":
-        return "is required"
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])
-    allowed = dict.fromkeys(error["msg"].removeprefix(_SHOULD_BE) for error in errors)
-    if message in allowed:
-        return f"{show(given)} is refused: {message}"
-    return f"{show(given)} should be {' or '.join(allowed)}"
+    said = " or: ".join(dict.fromkeys(error["msg"] for error in errors))
+    return said if kind == "missing" else f"{show(errors[0]['input'])}: {said}"
 
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:

@@ -179,7 +179,7 @@ def test_convert_to_amp():
         ({"bf16": {"mode": "torch", "filter": ["a"]}}, "bf16.filter: it is about float8, and bf16 has none"),
         (
             {"fp8": {"mode": "torch", "recipe": "blockwise"}},
-            "'blockwise' should be 'tensorwise' or 'rowwise'",
+            "'blockwise': Input should be 'tensorwise' or 'rowwise'",
         ),
         (
             {"fp8": {"mode": "torch"}, "bf16": {"mode": "torch"}},

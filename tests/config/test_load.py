@@ -63,7 +63,7 @@ def test_the_same_config_from_every_source(write):
         ("a.yaml", "seed: 1\nfp16: {mode: [\n", "not valid YAML: line 3: "),
         ("a.yaml", "seed: !!python/object:os.system {}", "not valid YAML: line 1: could not determine a constructor"),
         ("a.json", '{"seed":\n 3,}', ": line 2 column "),
-        ("a.yaml", "clip_grad_norm: '1e-3'\n", "'1e-3' should be a valid number"),
+        ("a.yaml", "clip_grad_norm: '1e-3'\n", "'1e-3': Input should be a valid number"),
         ("a.yaml", "fp16:\n  mode: naive\n  hysterisis: 2\n", "fp16.hysterisis: unknown key; did you mean"),
         ("a.py", "batch = 3\n", "a constant of your own is written in UPPERCASE, a helper starts with an underscore"),
     ],

@@ -92,9 +92,9 @@ def test_a_block_that_is_there_twice():
         (2, r"for every second block write dict\(every=2\)"),
         (["blocks.*"], r"does not say what to recompute"),
         ({}, r"does not say what to recompute"),
-        ({"patterns": "blocks"}, r"activation_checkpoint.patterns: 'blocks' should be a valid tuple"),
+        ({"patterns": "blocks"}, r"activation_checkpoint.patterns: 'blocks': Input should be a valid tuple"),
         ({"pattern": ["blocks"]}, r"activation_checkpoint.pattern: unknown key; did you mean 'patterns'\?"),
-        ({"every": 0}, r"activation_checkpoint.every: 0 should be greater than or equal to 1"),
+        ({"every": 0}, r"activation_checkpoint.every: 0: Input should be greater than or equal to 1"),
         ({"every": 2, "patterns": ["a"]}, r"every and patterns are two ways to choose modules"),
     ],
 )
