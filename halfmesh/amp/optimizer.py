@@ -236,7 +236,7 @@ class MixedPrecisionOptimizer:
         found_inf: torch.Tensor | None,
     ) -> None:
         """Divide by `divisor` (0-dim) and step, unless `found_inf` is 1. Empties `grads` to free them."""
-        if found_inf is not None and not self.stepper.folds:
+        if found_inf is not None and not self.stepper.fuses_unscale:
             if bool(found_inf):  # the one host read, for an optimizer whose step cannot take `found_inf`
                 return
             found_inf = None

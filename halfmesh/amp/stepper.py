@@ -72,7 +72,7 @@ class Stepper:
             self.sync()
 
     @property
-    def folds(self) -> bool:
+    def fuses_unscale(self) -> bool:
         """True if the optimizer's kernels unscale and skip themselves. (Not with user hooks before its step: these
         expect unscaled gradients, and no call in an update that is skipped.)"""
         return self.takes_grad_scale and not _has_step_pre_hooks(self.optimizer, self.guard)
@@ -130,7 +130,7 @@ class Stepper:
 
         Args:
             divisor: the gradients are divided by it (0-dim, in `divides_in`); None for 1.
-            found_inf: 1.0 to skip (0-dim fp32), where the optimizer `folds`; None to step.
+            found_inf: 1.0 to skip (0-dim fp32), where the optimizer `fuses_unscale`; None to step.
             bucketed: `shards` are some of many buckets: show the optimizer only their parameters, so that it does not
                 go through all of them for each bucket.
         """
@@ -152,11 +152,11 @@ class Stepper:
             if target.grad is not grad:
                 target.grad = grad
         attributes, groups = vars(self.optimizer), self.optimizer.param_groups
-        folds = self.folds
-        if divisor is not None and (divisor.dtype == torch.float64 or not folds):
+        fuses_unscale = self.fuses_unscale
+        if divisor is not None and (divisor.dtype == torch.float64 or not fuses_unscale):
             _multiply(grads, 1 / divisor)
             divisor = None
-        if folds:
+        if fuses_unscale:
             attributes.update(grad_scale=divisor, found_inf=found_inf)
             fused.seed_momentum(self.optimizer, targets)
         whole = [group["params"] for group in groups] if bucketed else []

@@ -236,7 +236,7 @@ class Checkpointer:
         run_on_all_ranks(context, stored.too_late, read)
         state.publish()
         if average.values:
-            average.begin_anew(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
+            average.restart(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
 
     def _load_rest(self, stored: Stored, shared: SharedRNG) -> Iterator[str]:
         """Load everything but the tensors of model and optimizer. Yields a line for all state that starts fresh.
@@ -354,7 +354,7 @@ class Checkpointer:
         with parts.guard.own_call():
             load_weights(self.sharded_state, parts.context, path)
         if parts.average.values:
-            parts.average.begin_anew()
+            parts.average.restart()
             _log.info("the average of the weights restarts from those of %s", path)
 
     # -- the end -----------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..config.automatic import AutomaticConfig
+from ..config.automatic import CheckpointConfig
 from ..errors import CheckpointError, Interrupted, Preempted
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import is_alone
+from ..parallel.objects import is_simulated
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
 from . import folder
@@ -50,7 +50,7 @@ class PreemptionHook(EngineHook):
     read the result at the next one: so no rank waits, and all of them save there.
     """
 
-    def __init__(self, parts: EngineParts, checkpointer: Checkpointer, options: AutomaticConfig) -> None:
+    def __init__(self, parts: EngineParts, checkpointer: Checkpointer, options: CheckpointConfig) -> None:
         self._parts = parts
         self._checkpointer = checkpointer
         self._options = options
@@ -58,7 +58,7 @@ class PreemptionHook(EngineHook):
         self._step = self._saved = parts.global_step
         self._preempted = self._locked = self._tried = False
         self._handled = sys.exception()
-        self._several = parts.context.size > 1 and not is_alone()  # a dry run has one process
+        self._several = parts.context.size > 1 and not is_simulated()  # a dry run has one process
         self._group = parts.context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
         self._came: list[str] = []  # the requests to end the run, in order
@@ -214,7 +214,7 @@ def _describe(came: list[list[str]]) -> str:
 # -- config keys -------------------------------------------------------------------------------------------------------
 
 
-def folder_of(options: AutomaticConfig) -> Path:
+def folder_of(options: CheckpointConfig) -> Path:
     """`checkpoint.directory`, also when the program changes its working directory later."""
     return Path(options.directory).expanduser().absolute()
 

@@ -13,7 +13,7 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.rng import model_seed, random_state, set_random_state
 
 if TYPE_CHECKING:
-    from ..engine.parallelize import Division
+    from ..engine.parallelize import ParallelModel
 
 
 class Stateful(Protocol):
@@ -79,7 +79,7 @@ class AttachedState:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def rank_random(context: ParallelContext, division: Division) -> dict[str, Any]:
+def rank_random(context: ParallelContext, division: ParallelModel) -> dict[str, Any]:
     """All random numbers of this rank."""
     return random_state(context.device) | {
         "rank": context.rank,
@@ -88,7 +88,7 @@ def rank_random(context: ParallelContext, division: Division) -> dict[str, Any]:
     }
 
 
-def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division: Division) -> None:
+def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division: ParallelModel) -> None:
     """Restore the random state that the same rank saved. (Another rank's would repeat its dropout: it is ignored.)"""
     if state["rank"] != context.rank:
         return
@@ -98,11 +98,11 @@ def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division
         division.host_random.state = state["host"]
 
 
-def seed_anew(seed: int, context: ParallelContext, division: Division) -> None:
+def seed_anew(seed: int, context: ParallelContext, division: ParallelModel) -> None:
     """Seed the model's random numbers again: on several ranks its separate sequence, as initialize does from the
     config's seed; in one process those of the GPU. (The CPU's also decide the order of the data.)"""
     if division.random is not None:
-        apart = model_seed(seed, context, division.apart)
+        apart = model_seed(seed, context, division.own_rng_axes)
         division.random.state = torch.Generator(context.device).manual_seed(apart).get_state()
         division.host_random.seed, division.host_random.state = model_seed(seed, context), None
     elif context.device.type == "cuda":

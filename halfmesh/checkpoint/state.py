@@ -20,7 +20,7 @@ from .compound import put_together, take_apart
 
 if TYPE_CHECKING:
     from ..engine.ema import WeightAverage
-    from ..engine.parallelize import Division
+    from ..engine.parallelize import ParallelModel
 
 MODEL = "model."
 STATE = "optimizer."
@@ -101,7 +101,7 @@ class ShardedState:
 
     model: nn.Module
     update: MixedPrecisionOptimizer
-    division: Division
+    division: ParallelModel
     average: WeightAverage | None = None
 
     # -- weights -----------------------------------------------------------------------------------------------

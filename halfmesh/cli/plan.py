@@ -43,8 +43,8 @@ def plan(
     from ..config.load import load_config
     from ..dry_run import picture as pictures
     from ..dry_run import show_ladder, writing
-    from ..dry_run.ladder import climb
-    from ..dry_run.rungs import Asked
+    from ..dry_run.ladder import search_layouts
+    from ..dry_run.rungs import PlanRequest
     from ..dry_run.workers import Workers, count_cores
     from ..engine.memory import parse_bytes
     from ..errors import ConfigError, InputError
@@ -58,9 +58,9 @@ def plan(
         with contextlib.redirect_stdout(sys.stderr):  # the output of the config or the model is not part of the answer
             loaded = load_config({} if config is None else config, overrides or ())
             limit = parse_bytes(gpu_memory)
-            asked = Asked(loaded, world_size, limit, model, tuple(batch or ()), gpus_per_node, device)
+            asked = PlanRequest(loaded, world_size, limit, model, tuple(batch or ()), gpus_per_node, device)
             with Workers(max(2, count_cores()) if is_fresh else 1, is_fresh) as workers:
-                ladder = climb(asked, workers, lambda text: print(text, file=sys.stderr, flush=True))
+                ladder = search_layouts(asked, workers, lambda text: print(text, file=sys.stderr, flush=True))
         chosen = ladder.chosen
         if chosen is not None and ladder.update is not None and out is not None:
             writing.write(out, writing.config_text(chosen, asked, ladder.update), chosen.config)

@@ -11,7 +11,7 @@ from ..errors import did_you_mean, shorten, show
 from ..options import Names, Options, PositiveInt
 
 
-class CheckpointConfig(Options):
+class ActivationCheckpointConfig(Options):
     """`activation_checkpoint`: the modules whose activations are recomputed in backward. Off if no key is set.
 
     The shorthand "full" is `every=1`; "selective" is `every=1, selective=True`.
@@ -56,7 +56,7 @@ def expand_checkpoint(value: Any) -> Any:
         return {"every": 1}
     if isinstance(value, str) and value == "selective":
         return {"every": 1, "selective": True}
-    if isinstance(value, CheckpointConfig):
+    if isinstance(value, ActivationCheckpointConfig):
         return value
     if isinstance(value, Mapping) and value and value != {"patterns": []}:
         given = dict(value)

@@ -32,7 +32,7 @@ Folder = Annotated[str, BeforeValidator(_as_text)]
 """A string, or a path, which becomes one."""
 
 
-class AutomaticConfig(Options):
+class CheckpointConfig(Options):
     """`checkpoint`. The shorthand is the directory."""
 
     directory: Annotated[Folder, Field(min_length=1)]
@@ -49,7 +49,7 @@ class AutomaticConfig(Options):
 
 def expand_automatic(value: Any) -> Any:
     """The shorthand form as the long one."""
-    if value is None or isinstance(value, (Mapping, AutomaticConfig)):
+    if value is None or isinstance(value, (Mapping, CheckpointConfig)):
         return dict(value) if isinstance(value, Mapping) else value
     value = _as_text(value)
     if isinstance(value, str) and value:

@@ -18,8 +18,8 @@ from ..errors import RegistryError, did_you_mean, find_near, show
 from ..options import Names, Options, PositiveFloat, PositiveInt
 from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..utils.registry import Registry
-from .activations import CheckpointConfig, expand_checkpoint
-from .automatic import AutomaticConfig, Folder, expand_automatic
+from .activations import ActivationCheckpointConfig, expand_checkpoint
+from .automatic import CheckpointConfig, Folder, expand_automatic
 
 DType = Literal["float32", "float16", "bfloat16"]
 
@@ -207,8 +207,8 @@ class ParallelConfig(Options):
     def mesh_sizes(self) -> dict[str, int]:
         """The same by mesh axis, outermost first: axes that take modules, others, tp."""
         kinds = [(AXES.get(name), size) for name, size in self.sizes.items()]
-        kinds.sort(key=lambda pair: not pair[0].takes_modules)
-        outer = sum(kind.takes_modules for kind, _ in kinds)
+        kinds.sort(key=lambda pair: not pair[0].splits_modules)
+        outer = sum(kind.splits_modules for kind, _ in kinds)
         return {kind.dim: size for kind, size in (*kinds[:outer], *reversed(kinds[outer:]))}
 
 
@@ -270,7 +270,9 @@ class Settings(Options):
     loss_reduction: Literal["mean", "sum", "weighted"] = "mean"
     lr_interval: Literal["step", "epoch", "manual"] = "step"
     gradient_dtype: Literal["auto", "float32"] = "auto"
-    activation_checkpoint: Annotated[CheckpointConfig, BeforeValidator(expand_checkpoint)] = CheckpointConfig()
+    activation_checkpoint: Annotated[ActivationCheckpointConfig, BeforeValidator(expand_checkpoint)] = (
+        ActivationCheckpointConfig()
+    )
     activation_offload: Annotated[bool, BeforeValidator(lambda value: False if value is None else value)] = False
     compile: Annotated[CompileConfig, BeforeValidator(_expand_compile)] = CompileConfig(enabled=False)
     fused: Literal["auto", False] = "auto"
@@ -279,7 +281,7 @@ class Settings(Options):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1024
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
-    checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
+    checkpoint: Annotated[CheckpointConfig | None, BeforeValidator(expand_automatic)] = None
     debug: Literal["sync", "nonfinite"] | None = None
     """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in
     every update."""

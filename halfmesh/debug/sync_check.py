@@ -79,7 +79,7 @@ class SyncCheck(EngineHook):
 
     def _batch(self) -> tuple[int, ...]:
         """The coordinates that determine this rank's shard of a batch."""
-        return self._context.dp_rank, *map(self._context.place, self._parts.division.apart)
+        return self._context.dp_rank, *map(self._context.place, self._parts.division.own_rng_axes)
 
     def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
         update = self._parts.update

@@ -15,9 +15,9 @@ from ..utils.torch_private import BATCH_NORMS
 from .dry_run import dry_runs, find_plan_problems, needed
 from .model_spec import build_model
 from .rungs import (
-    Asked,
+    Candidate,
     Changes,
-    Rung,
+    PlanRequest,
     Update,
     axis_changes,
     describe_update,
@@ -50,12 +50,12 @@ class Ladder:
     """
 
     update: Update | None = None
-    rungs: list[Rung] = field(default_factory=list)
-    chosen: Rung | None = None
+    rungs: list[Candidate] = field(default_factory=list)
+    chosen: Candidate | None = None
     notes: list[str] = field(default_factory=list)
 
 
-def climb(asked: Asked, workers: Workers, say: Callable[[str], None] = lambda text: None) -> Ladder:
+def search_layouts(asked: PlanRequest, workers: Workers, say: Callable[[str], None] = lambda text: None) -> Ladder:
     """Try changes from the simplest on, up to the first that fits.
 
     Args:
@@ -64,8 +64,8 @@ def climb(asked: Asked, workers: Workers, say: Callable[[str], None] = lambda te
     Raises:
         InputError: the model's inputs are not known.
     """
-    climb = _Climb(asked, workers, say)
-    first = climb.simulate([Rung((), asked.config)])[0]
+    search_layouts = _Climb(asked, workers, say)
+    first = search_layouts.simulate([Candidate((), asked.config)])[0]
     if first.refused:
         return Ladder(rungs=[first])
     assert first.run is not None
@@ -74,17 +74,17 @@ def climb(asked: Asked, workers: Workers, say: Callable[[str], None] = lambda te
             f"--model {asked.model}: the model's inputs are not known, so no update can be simulated: give --batch, or "
             "let build return (model, inputs)"
         )
-    climb.begin(first, describe_update(asked.config, asked.world_size, first.run.rows))
-    return climb.ladder if climb.ladder.chosen else climb.run()
+    search_layouts.begin(first, describe_update(asked.config, asked.world_size, first.run.rows))
+    return search_layouts.ladder if search_layouts.ladder.chosen else search_layouts.run()
 
 
 class _Climb:
     """Tries layouts in order, in each of them batches and recomputation."""
 
-    def __init__(self, asked: Asked, workers: Workers, say: Callable[[str], None]) -> None:
+    def __init__(self, asked: PlanRequest, workers: Workers, say: Callable[[str], None]) -> None:
         self.ladder = Ladder()
         self._asked, self._workers, self._say = asked, workers, say
-        self._tried: dict[tuple[Changes, str, int], Rung] = {}
+        self._tried: dict[tuple[Changes, str, int], Candidate] = {}
         self._refused: set[str] = set()
         self._recompute: list[str] = []
         self._splits_batches = True
@@ -92,7 +92,7 @@ class _Climb:
         """By data strategy: the bytes of each rank in the simplest layout, those of them that are state, and the number
         of ranks over which the axes sharded the model there."""
 
-    def simulate(self, rungs: Sequence[Rung]) -> list[Rung]:
+    def simulate(self, rungs: Sequence[Candidate]) -> list[Candidate]:
         """`rungs` with their dry runs, or the reasons why there are none."""
         asked, wanted = self._asked, [rung for rung in rungs if not rung.refused]
         for rung in wanted:
@@ -105,7 +105,7 @@ class _Climb:
             for rung, run in zip(rungs, runs, strict=True)
         ]
 
-    def begin(self, first: Rung, update: Update) -> None:
+    def begin(self, first: Candidate, update: Update) -> None:
         """Begin with the unchanged config, which could be simulated."""
         assert first.run is not None
         self._update = self.ladder.update = update
@@ -163,7 +163,7 @@ class _Climb:
             self._splits_batches = False
             self.ladder.notes.append("smaller batches are left out: BatchNorm's statistics would change")
 
-    def _try_layout(self, changes: Changes) -> Rung | None:
+    def _try_layout(self, changes: Changes) -> Candidate | None:
         """The simplest batch and recomputation by which the layout fits."""
         sizes, kinds = self._sizes(changes), ["", *self._recompute]
         most, fewest = sizes[0], sizes[-1]
@@ -191,7 +191,7 @@ class _Climb:
                 return large
         return None
 
-    def _find_largest(self, changes: Changes, kind: str, sizes: Sequence[int]) -> Rung:
+    def _find_largest(self, changes: Changes, kind: str, sizes: Sequence[int]) -> Candidate:
         """The largest batch that fits, where the first of `sizes` does not and the last does."""
         too_large, fits = 0, len(sizes) - 1
         while fits - too_large > 1:
@@ -200,7 +200,7 @@ class _Climb:
             too_large, fits = (too_large, middle) if self._fits(rung) else (middle, fits)
         return self._tried[changes, kind, sizes[fits]]
 
-    def _try(self, wanted: Sequence[tuple[Changes, str, int]]) -> list[Rung]:
+    def _try(self, wanted: Sequence[tuple[Changes, str, int]]) -> list[Candidate]:
         new = [key for key in dict.fromkeys(wanted) if key not in self._tried]
         rungs = [make_rung(self._asked, self._update, *key) for key in new]
         self._tried |= zip(new, self.simulate(rungs), strict=True)
@@ -213,14 +213,14 @@ class _Climb:
         allowed = [n for n in sizes if not make_rung(self._asked, self._update, changes, "", n).refused]
         return allowed or sizes[:1]
 
-    def _fits(self, rung: Rung) -> bool:
+    def _fits(self, rung: Candidate) -> bool:
         return not rung.refused and rung.needs <= self._asked.room
 
-    def _cannot_shrink(self, rung: Rung, part: float) -> bool:
+    def _cannot_shrink(self, rung: Candidate, part: float) -> bool:
         """Return True if the rung does not fit with `part` of its rows either: memory shrinks by no more."""
         return rung.needs * part > self._asked.room
 
-    def _note_least(self, rung: Rung, of: Callable[[Figures], int]) -> None:
+    def _note_least(self, rung: Candidate, of: Callable[[Figures], int]) -> None:
         """Remember the least memory that this layout can need: this rung's, by the figure that `of` selects."""
         if rung.run is not None and not rung.refused:
             ranks, figures = math.prod(rung.config.parallel.sizes.values()), rung.run.ranks.values()

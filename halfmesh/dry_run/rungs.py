@@ -31,7 +31,7 @@ Changes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A config, and the devices that it has to fit into.
 
     Attributes:
@@ -68,7 +68,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Candidate:
     """A changed config.
 
     Attributes:
@@ -122,7 +122,7 @@ def describe_update(config: Config, world_size: int, rows: int) -> Update:
     return Update(rows * data * cycle, rows // (_get(config, key) if key else 1), cycle)
 
 
-def make_rung(asked: Asked, update: Update, changes: Changes, recompute: str, at_once: int) -> Rung:
+def make_rung(asked: PlanRequest, update: Update, changes: Changes, recompute: str, at_once: int) -> Candidate:
     """The config with `changes`, recomputation, and the same rows in an update, `at_once` of them at once."""
     config = load_config(asked.config, changes)
     own, key = update.rows // mesh_sizes(config, asked.world_size)["dp"], _split_key(config)
@@ -136,10 +136,10 @@ def make_rung(asked: Asked, update: Update, changes: Changes, recompute: str, at
         changes += (f"gradient_accumulation={batches}",)
     changed = load_config(asked.config, changes)
     refused = "\n".join(map(str, check(changed, asked.world_size, asked.device)))
-    return Rung(changes, changed, rows, batches * microbatches, recompute, refused=refused)
+    return Candidate(changes, changed, rows, batches * microbatches, recompute, refused=refused)
 
 
-def half_precision(asked: Asked) -> Changes:
+def half_precision(asked: PlanRequest) -> Changes:
     """The mode that docs/precision.md recommends first, for a config without one."""
     return () if asked.config.precision else ("bf16.mode=torch",)
 
@@ -153,17 +153,17 @@ def recomputations(config: Config) -> Iterator[str]:
         yield RECOMPUTE[-1]
 
 
-def axis_changes(asked: Asked) -> Iterator[tuple[str, str, int]]:
+def axis_changes(asked: PlanRequest) -> Iterator[tuple[str, str, int]]:
     """Each axis alone: its name, a change, and its new size. Axes that remove modules from ranks come last."""
     sizes = asked.config.parallel.sizes
-    for name, axis in sorted(AXES.each(), key=lambda pair: pair[1].takes_modules):
+    for name, axis in sorted(AXES.each(), key=lambda pair: pair[1].splits_modules):
         now = sizes.get(name, 1)
         for size in axis.sizes_to_try(asked.world_size, asked.node):
             if size > now and size % now == 0:
                 yield name, f"parallel.{name}.size={size}", size
 
 
-def make_layouts(asked: Asked, before: Changes, allowed: Callable[[str], bool]) -> Iterator[Changes]:
+def make_layouts(asked: PlanRequest, before: Changes, allowed: Callable[[str], bool]) -> Iterator[Changes]:
     """All layouts, simplest first: by the number of changed axes, the axes, and the number of their ranks; within these
     by the data strategy. Axes and strategy of the config stay.
 

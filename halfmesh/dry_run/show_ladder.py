@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ..config.key_checks import find_advice
 from ..errors import readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
-from .rungs import ROOM, Rung
+from .rungs import ROOM, Candidate
 from .writing import config_text, short
 
 if TYPE_CHECKING:
     from .ladder import Ladder
-    from .rungs import Asked, Update
+    from .rungs import PlanRequest, Update
 
 _MOST_NOTES = 8
 _RECOMPUTED = {
@@ -22,7 +22,7 @@ _RECOMPUTED = {
 }
 
 
-def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
+def lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
     """The rungs, the reason why each does not fit, and the cost of the one that fits."""
     if ladder.update is None:
         yield f"{asked.model} cannot be simulated with the config as it is:"
@@ -56,7 +56,7 @@ def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
     yield from config_text(ladder.chosen, asked, ladder.update).splitlines()
 
 
-def _verdict(rung: Rung, asked: Asked) -> str:
+def _verdict(rung: Candidate, asked: PlanRequest) -> str:
     if rung.refused:
         return f"cannot run: {'; '.join(rung.refused.splitlines())}"
     assert rung.run is not None
@@ -76,7 +76,7 @@ def _verdict(rung: Rung, asked: Asked) -> str:
     return f"does not fit: rank {rank} needs {readable(rung.needs)}{state}; most of it {most}"
 
 
-def costs(rung: Rung, update: Update) -> Iterator[str]:
+def costs(rung: Candidate, update: Update) -> Iterator[str]:
     """The costs of a rung: communication, waiting and recomputation."""
     config, run = rung.config, rung.run
     assert run is not None
@@ -102,7 +102,7 @@ def costs(rung: Rung, update: Update) -> Iterator[str]:
         yield f"batches: {now} row(s) go through the model at once instead of {before}: smaller matrix products"
 
 
-def as_json(ladder: Ladder, asked: Asked) -> dict[str, Any]:
+def as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
     """The same with exact numbers."""
     chosen = ladder.chosen
     return {
@@ -119,7 +119,7 @@ def as_json(ladder: Ladder, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _as_json(rung: Rung) -> dict[str, Any]:
+def _as_json(rung: Candidate) -> dict[str, Any]:
     figures = rung.run.largest[1] if rung.run and rung.run.ranks else None
     return {
         "changes": list(rung.changes),

@@ -114,7 +114,7 @@ class _Simulation:
         self._tracker = tracker
         self._axes = engine.context.groups
         # Other axes send activations: these messages count as activations.
-        between = {"dp", *(axis.dim for _, axis in AXES.each() if axis.takes_modules)}
+        between = {"dp", *(axis.dim for _, axis in AXES.each() if axis.splits_modules)}
         tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in between})
         self._numel = sum(param.numel() for param in engine.model.parameters())
         self._params = [_here(param) for param in engine.model.parameters()]

@@ -12,7 +12,7 @@ from ..parallel.registries import AXES
 
 if TYPE_CHECKING:
     from ..config import Config
-    from .rungs import Asked, Rung, Update
+    from .rungs import Candidate, PlanRequest, Update
 
 
 def short(config: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> No
         raise InputError(f"{option} {path}: the file exists; --force replaces it")
 
 
-def config_text(rung: Rung, asked: Asked, update: Update) -> str:
+def config_text(rung: Candidate, asked: PlanRequest, update: Update) -> str:
     """The config of `rung` as a .py file, with comments on its purpose and its memory."""
     lines = [
         f"# Made by halfmesh plan for {asked.model} on {asked.world_size} rank(s) of {readable(asked.limit)}, AdamW.",

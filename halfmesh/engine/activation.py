@@ -13,7 +13,7 @@ from ..parallel.tensor.plans import generalise, near_names
 from .compilation import called_blocks, is_called, not_called
 
 if TYPE_CHECKING:
-    from ..config.activations import CheckpointConfig
+    from ..config.activations import ActivationCheckpointConfig
     from ..parallel.pipeline.partition import Partition
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
@@ -21,7 +21,7 @@ _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 
 
 def resolve(
-    model: nn.Module, options: CheckpointConfig, partition: Partition | None, compiled: Sequence[str]
+    model: nn.Module, options: ActivationCheckpointConfig, partition: Partition | None, compiled: Sequence[str]
 ) -> tuple[tuple[str, ...], list[str]]:
     """The names of the modules of `model` to recompute, none within another, or all problems.
 

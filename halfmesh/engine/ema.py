@@ -39,7 +39,7 @@ class WeightAverage:
         self._update = update
 
     @torch.no_grad()
-    def begin_anew(self, besides: Container[ParamShard] = ()) -> None:
+    def restart(self, besides: Container[ParamShard] = ()) -> None:
         """Restart the average from the current weights, except for the shards in `besides`."""
         masters = self._update.master_weights
         self._update.sync_writes()
@@ -68,7 +68,7 @@ class WeightAverage:
             return
         masters = self._update.master_weights
         if any(shard not in self.values for shard in masters.trained):  # parameters that the optimizer was given since
-            self.begin_anew(besides=self.values)
+            self.restart(besides=self.values)
         weight: float | torch.Tensor = 1 - self.decay
         if self._update.found_inf is not None:
             weight = (1 - self._update.found_inf) * weight
@@ -87,7 +87,7 @@ class WeightAverage:
         for shard, value in found.items():
             self.make(shard).copy_(value)
         if self.values:
-            self.begin_anew(besides=found)
+            self.restart(besides=found)
 
 
 class AveragedModel:
@@ -134,7 +134,7 @@ class AveragedModel:
         parts.refuse_if_closed()
         parts.accumulation.refuse_averaged("average.applied()")
         state = self._checkpointer.sharded_state
-        average.begin_anew(besides=average.values)
+        average.restart(besides=average.values)
         written = state.written()
         kept = [tensor.clone() for tensor in written]
         try:

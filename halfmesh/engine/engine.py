@@ -449,7 +449,7 @@ class Engine:
                 f"{average.decay}; use what the first call returned, and set its decay to change that"
             )
         model = AveragedModel(self._parts, self._checkpointer, decay)
-        average.begin_anew(besides=average.values)
+        average.restart(besides=average.values)
         return model
 
     # -- the end -----------------------------------------------------------------------------------------------

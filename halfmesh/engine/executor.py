@@ -20,7 +20,7 @@ from .accumulation import Accumulation, Backward
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
     from ..parallel.pipeline.stage import StageModule
-    from .parallelize import Division
+    from .parallelize import ParallelModel
 
 
 class Executor(Backward, Protocol):
@@ -106,7 +106,7 @@ class DirectExecutor(DirectBackward):
 
 
 def make_executor(
-    division: Division,
+    division: ParallelModel,
     model: nn.Module,
     precision: Precision,
     update: MixedPrecisionOptimizer,

@@ -33,7 +33,7 @@ from ..parallel.deferred.materialize import Materializer, make_materializer
 from ..parallel.deferred.meta import convert_to_meta, refuse_early_state
 from ..parallel.gradient_sums import CompleteGradients, Reduction
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import is_alone
+from ..parallel.objects import is_simulated
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
 from ..utils.torch_private import has_no_memory
@@ -48,7 +48,7 @@ from .loop_checks import CountedBatches, ForwardWrites, SameInputs
 from .lr_scheduler import LRAdvance
 from .model_guard import ModelGuard
 from .parallel_plans import Plans, data_strategy, make_plans
-from .parallelize import Division
+from .parallelize import ParallelModel
 from .parts import EngineParts
 from .same_trained import SameTrained
 from .summary import make_plan
@@ -192,7 +192,7 @@ def _convert(
 ) -> EngineParts:
     """Parallelize and cast the model, and build the parts. From here on the user's objects change."""
     # Before the model goes to the device, which may not have room for all of it.
-    division = Division(given.model, given.optimizer, plans, config, context, late)
+    division = ParallelModel(given.model, given.optimizer, plans, config, context, late)
     shards = division.make_shards(given.model, given.optimizer, given.criterion, recipe)
     _move_state(given.optimizer)
     backend, options = _backend(config), _update_options(config)
@@ -257,7 +257,7 @@ def _given_back(sharded: bool) -> Iterator[ExitStack]:
 def _make_hooks(parts: EngineParts, checkpointer: Checkpointer) -> list[EngineHook]:
     """The hooks that the config needs; modules of unused features are not imported."""
     config, context, hooks = parts.config, parts.context, list[EngineHook]()
-    if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run has one process
+    if config.debug == "sync" and context.size > 1 and not is_simulated():  # a dry run has one process
         from ..debug.sync_check import SyncCheck
 
         hooks.append(SyncCheck(parts))
@@ -281,7 +281,7 @@ def _make_reduction(
     update: MixedPrecisionOptimizer,
     context: ParallelContext,
     config: Config,
-    division: Division,
+    division: ParallelModel,
 ) -> Reduction | None:
     """The reducer that completes gradients over the data ranks and the other axes."""
     reductions: list[Reduction] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..amp.step_result import StepResult
 from ..errors import InputError, shorten
-from ..parallel.replica_checks import are_same, differ, is_looked_at, norms
+from ..parallel.replica_checks import are_same, differ, is_checked, norms
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
 from .parts import EngineParts
@@ -94,19 +94,19 @@ class ForwardWrites(EngineHook):
     def before_step(self) -> None:
         self._steps += 1
         data = self._parts.division.data
-        if is_looked_at(self._steps):
+        if is_checked(self._steps):
             uncounted = self._parts.update.master_weights.uncounted()
             found = data.find_lost_writes(False), uncounted, self._find_unlike()
             everyone = zip(*self._parts.context.everyone(found), strict=True)
             _refuse(*(sorted({name for names in theirs for name in names}) for theirs in everyone))
-        if is_looked_at(self._steps + 1):
+        if is_checked(self._steps + 1):
             data.find_lost_writes(True)
 
     def _find_unlike(self) -> set[str]:
         """Those that differ between ranks that should have the same."""
         context, division = self._parts.context, self._parts.division
         held, found = dict(self._parts.model.named_parameters()), set[str]()
-        apart = [axis for axis in division.axes.values() if axis.dim in division.apart]
+        apart = [axis for axis in division.axes.values() if axis.dim in division.own_rng_axes]
         groups: list[Any] = [(context.dp_group, set(held))] if context.dp_size > 1 else []
         groups += [(context.group(a.dim), {n for n, p in held.items() if a.replicas(p) == a.size}) for a in apart]
         values = norms(held.values() if groups else (), context.device)

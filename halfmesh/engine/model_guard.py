@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..amp.recipe import Recipe
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name
-from .parallelize import Division
+from .parallelize import ParallelModel
 
 _log = get_logger(__name__)
 
@@ -33,7 +33,7 @@ class ModelGuard:
         optimizer: optim.Optimizer,
         recipe: Recipe,
         device: torch.device,
-        division: Division,
+        division: ParallelModel,
     ) -> None:
         self.own_calls = 0
         """Above 0 while the engine itself calls the model or the optimizer."""

@@ -62,11 +62,11 @@ def make_plans(
     used = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
     axes: dict[str, Any] = {}
     partition = None
-    for name, axis in sorted(used.items(), key=lambda pair: pair[1].takes_modules):
+    for name, axis in sorted(used.items(), key=lambda pair: pair[1].splits_modules):
         plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
-        axes[name], partition = plan, plan if axis.takes_modules else partition
+        axes[name], partition = plan, plan if axis.splits_modules else partition
         problems += more
-    if data_ranks > 1 or strategy.shards_model or not all(axis.draws_alike for axis in used.values()):
+    if data_ranks > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
         problems += _find_limited_rows(model)
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     if splits_params and not is_elementwise(optimizer):

@@ -25,7 +25,7 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import ReduceOptions
 from ..parallel.registries import AXES
 from ..parallel.replica_checks import SameCalls
-from ..parallel.rng import CommonRandom, IsolatedRNG, model_seed
+from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed
 from ..parallel.shard_spec import Placement, whole
 from ..utils.param_shard import ParamShard
 from .compilation import compile_modules, uncompile
@@ -57,7 +57,7 @@ def refuse_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
             )
 
 
-class Division:
+class ParallelModel:
     """A model that is parallelized in place.
 
     Args:
@@ -92,14 +92,14 @@ class Division:
         self.data: DataStrategy
         self.checkpointed: list[Checkpointed] = []
         self.offload = Offload(context.device) if config.activation_offload else None
-        self.apart = [AXES.get(name).dim for name in plans.axes if not AXES.get(name).draws_alike]
-        seed = model_seed(config.seed, context, self.apart)
-        self.random = CommonRandom(seed, context.device) if context.size > 1 else None
+        self.own_rng_axes = [AXES.get(name).dim for name in plans.axes if not AXES.get(name).same_rng]
+        seed = model_seed(config.seed, context, self.own_rng_axes)
+        self.random = ModelRNG(seed, context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Python's and numpy's random numbers for pipeline stages, which may draw different amounts."""
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
-            random, is_split = self.random or CommonRandom(0, context.device), plans.partition is not None
+            random, is_split = self.random or ModelRNG(0, context.device), plans.partition is not None
             inputs = AxisInputs(model, optimizer, plan, context, random, self.host_random, is_split)
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)

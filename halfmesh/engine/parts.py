@@ -23,7 +23,7 @@ from .model_guard import ModelGuard
 
 if TYPE_CHECKING:
     from ..config import Config
-    from .parallelize import Division
+    from .parallelize import ParallelModel
 
 RESULT_HISTORY = 60
 """Step results that an engine keeps."""
@@ -39,7 +39,7 @@ class EngineParts:
     precision: Precision
     context: ParallelContext
     executor: Executor
-    division: Division
+    division: ParallelModel
     accumulation: Accumulation
     lr: LRAdvance
     config: Config

@@ -16,11 +16,11 @@ from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import gather_objects, is_alone
+from ..parallel.objects import gather_objects, is_simulated
 from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
-from ..parallel.replica_checks import SameCalls, is_looked_at
+from ..parallel.replica_checks import SameCalls, is_checked
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, edit_stamp, has_no_memory, unobserved
 from .accumulation import Accumulation
@@ -153,7 +153,7 @@ class PipelineExecutor:
             if reducer is not None and reduces:
                 reducer.expect_last(params)
                 if rest:
-                    reducer.expect_rest(params)
+                    reducer.begin_last_backward(params)
 
         self._update.before_backward()
         self._pipeline.train(forward.calls, forward.known, finish, on_last)
@@ -233,13 +233,17 @@ class PipelineExecutor:
 
     def _whole(self, call: Call, count: int) -> Any:
         """The model's output for the full batch, without memory; None if the criterion is not compared on it."""
-        if count == 1 or is_alone(self._context.group("pp")) or not is_looked_at(self._split_batches + 1):
+        if count == 1 or is_simulated(self._context.group("pp")) or not is_checked(self._split_batches + 1):
             return None
         return self._pipeline.look_up(call).stages[-1] if self._pipeline.can_run(call) else None
 
     def _try_rows(self, forward: _Forward) -> None:
         """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
-        if self._has_tried or is_alone(self._context.group("pp")) or any(map(has_no_memory, self._model.parameters())):
+        if (
+            self._has_tried
+            or is_simulated(self._context.group("pp"))
+            or any(map(has_no_memory, self._model.parameters()))
+        ):
             return
         if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
             self._has_tried = True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..distributed.failures import is_echo
 from ..errors import InputError
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import gather_objects, is_alone
+from ..parallel.objects import gather_objects, is_simulated
 from ..parallel.replica_checks import ADVICE, refuse_unlike
 
 
@@ -19,7 +19,7 @@ class SameTrained:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self._is_alone = len(context.stage_ranks) == 1 or is_alone()
+        self._is_alone = len(context.stage_ranks) == 1 or is_simulated()
         if len(context.stage_ranks) < context.size and not self._is_alone:
             _ = context.stage_group  # now: later each stage compares when something has changed there
 

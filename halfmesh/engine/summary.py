@@ -154,7 +154,7 @@ def _update(parts: EngineParts) -> str:
     stepper, masters = update.stepper, update.master_weights
     fused = "fused" if stepper.takes_grad_scale else "not fused"
     fused += " by fused='auto'" if stepper.switched else ""
-    fused += ", no host read" if stepper.folds else ""
+    fused += ", no host read" if stepper.fuses_unscale else ""
     words = [f"{type(update.optimizer).__name__} ({fused})"]
     if max_norm:
         words.append(f"clip norm {max_norm:g}")

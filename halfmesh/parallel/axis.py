@@ -21,7 +21,7 @@ from ..utils.torch_private import assigns
 from .mesh import ParallelContext
 from .optimizer_checks import refuse_other_state
 from .replica_checks import SameCalls
-from .rng import CommonRandom, IsolatedRNG
+from .rng import IsolatedRNG, ModelRNG
 from .shard_spec import Split
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class AxisInputs:
     optimizer: optim.Optimizer
     plan: Any
     context: ParallelContext
-    random: CommonRandom
+    random: ModelRNG
     host_random: IsolatedRNG
     is_split: bool
 
@@ -116,7 +116,7 @@ class AppliedAxis:
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             takes = {n: partial(self._take_part, self.splits[p]) for n, p in own.items() if p in self.splits}
             if takes:
-                yield module.register_load_state_dict_pre_hook(partial(take_parts, takes))
+                yield module.register_load_state_dict_pre_hook(partial(shard_loaded_state, takes))
 
     def _take_part(self, split: Split, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         is_whole = value.shape == split.whole_shape(param.shape, self.size)
@@ -186,7 +186,7 @@ class AppliedAxis:
         """Restore the model's modules; parameters stay sharded, the engine gathers them."""
 
 
-def take_parts(
+def shard_loaded_state(
     takes: Mapping[str, Callable[[nn.Parameter, torch.Tensor], torch.Tensor]],
     module: nn.Module,
     state: dict[str, Any],
@@ -232,8 +232,8 @@ class Axis:
     options: ClassVar[type[Options]]
     modes: ClassVar[Collection[str]] = ()
     splits_params: ClassVar[bool] = True
-    draws_alike: ClassVar[bool] = True
-    takes_modules: ClassVar[bool] = False
+    same_rng: ClassVar[bool] = True
+    splits_modules: ClassVar[bool] = False
     splits_batch: ClassVar[str] = ""
     cost: ClassVar[str] = ""
 

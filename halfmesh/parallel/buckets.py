@@ -76,9 +76,9 @@ class Bucket:
         """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows."""
         assert self.flat is not None
         flags = self.flat[-len(self.shards) :].tolist() if self.absent else []
-        nowhere = {index for index in self.absent if flags[index] == 0}
+        unused = {index for index in self.absent if flags[index] == 0}
         views = enumerate(zip(self.shards, self.views(self.flat), strict=True))
-        give_grads([(shard.param, view) for index, (shard, view) in views if index not in nowhere])
+        give_grads([(shard.param, view) for index, (shard, view) in views if index not in unused])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each shard's slice of `flat`, with its parameter's strides: fused optimizers need equal ones."""

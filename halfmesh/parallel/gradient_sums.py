@@ -33,7 +33,7 @@ class SharedGradients(Reducer):
     def open(self, last: bool) -> None:
         super().open(last=False)  # nothing is sent before the data ranks have their sums
 
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
         """Do nothing: nothing is sent before `finish`."""
 
     def _takes_part(self, shard: ParamShard) -> bool:
@@ -60,8 +60,8 @@ class CompleteGradients:
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
         self._each(lambda reduction: reduction.expect_last(params))
 
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        self._each(lambda reduction: reduction.expect_rest(params))
+    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
+        self._each(lambda reduction: reduction.begin_last_backward(params))
 
     def finish(self) -> None:
         self._each(lambda reduction: reduction.finish())

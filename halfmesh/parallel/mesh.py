@@ -20,7 +20,7 @@ from ..errors import InputError, did_you_mean
 from ..utils.tensors import is_dense
 from .calls import Calls
 from .initial_state import broadcast_initial_state
-from .objects import broadcast_object, gather_objects, is_alone, join_rows
+from .objects import broadcast_object, gather_objects, is_simulated, join_rows
 
 if TYPE_CHECKING:
     from ..distributed.process_group import OwnedGroup
@@ -261,7 +261,7 @@ class ParallelContext:
         Raises:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
-        if self.size > 1 and not is_alone():
+        if self.size > 1 and not is_simulated():
             broadcast_initial_state(model, optimizer, self.broadcast, self.everyone)
 
     @torch.no_grad()
@@ -293,7 +293,7 @@ class ParallelContext:
         Args:
             owner: of the process group; knows which ranks have ended.
         """
-        if self.size > 1 and not is_alone():
+        if self.size > 1 and not is_simulated():
             name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
             ended = dict if owner is None else owner.failures.ended
             self._calls = Calls(name, self.rank, self.size, self._timeout.total_seconds(), ended)

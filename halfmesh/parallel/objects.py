@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..errors import InputError, show
 
 
-def is_alone(group: dist.ProcessGroup | None = None) -> bool:
+def is_simulated(group: dist.ProcessGroup | None = None) -> bool:
     """Return True if `group` (None: all ranks) is that of a dry run, which sends nothing."""
     return dist.get_backend(group) == "fake"
 
@@ -19,7 +19,7 @@ def is_alone(group: dist.ProcessGroup | None = None) -> bool:
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The `value` of each rank of `group` (None: all ranks)."""
     size = dist.get_world_size(group)
-    if is_alone(group):
+    if is_simulated(group):
         return [value] * size
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, value, group=group)
@@ -28,7 +28,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def broadcast_object(value: Any, place: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
     """The `value` of the rank `place` of `group` (None: all ranks)."""
-    if is_alone(group):
+    if is_simulated(group):
         return value
     objects = [value]
     dist.broadcast_object_list(objects, group_src=place, group=group, device=device)

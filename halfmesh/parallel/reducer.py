@@ -106,7 +106,7 @@ class Reducer:
         """Under a pipeline one `open` covers several backwards. The next of them is the last that adds gradients to
         `params`; other parameters of the same buckets may get more later."""
 
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
         """Begin the last of several backwards. It adds gradients to `params` only; those of other parameters are
         complete. Complete buckets are sent while it runs."""
         self._armed = True

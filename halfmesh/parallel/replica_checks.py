@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import InputError, show
 from ..utils.tensors import tensors_of
 from ..utils.torch_private import foreach_norms
-from .objects import broadcast_object, gather_objects, is_alone
+from .objects import broadcast_object, gather_objects, is_simulated
 
 ADVICE = (
     "freeze and unfreeze the same parameters on every rank; draw what to freeze with the same seed on all of them, as "
@@ -43,7 +43,7 @@ def digest(tree: Any) -> bytes:
 # -- batches of ranks that compute together ------------------------------------------------------------------------
 
 
-def is_looked_at(number: int) -> bool:
+def is_checked(number: int) -> bool:
     """Return True if call `number` is checked: the first, the tenth, the hundredth and so on."""
     return str(number).rstrip("0") == "1"
 
@@ -61,7 +61,7 @@ class SameCalls:
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self._group = group
         self._what = what
-        self._alone = is_alone(group)
+        self._alone = is_simulated(group)
         self._inputs_seen: Counter[tuple[bool, str]] = Counter()
         self._outputs_seen: set[bool] = set()
 
@@ -72,7 +72,7 @@ class SameCalls:
         if self._alone:
             return True
         self._inputs_seen[training, of] += 1
-        looks = is_looked_at(self._inputs_seen[training, of])
+        looks = is_checked(self._inputs_seen[training, of])
         return not looks or len(set(gather_objects(digest(tensors_of(tree)), self._group))) == 1
 
     def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
@@ -102,7 +102,7 @@ class SameCalls:
 
 def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
     """Return True if all ranks of `group` have the same tensors; False if there are none."""
-    if is_alone(group):
+    if is_simulated(group):
         return False
     tensors = tensors_of(tree)
     return len(set(gather_objects(digest(tensors), group))) == 1 and bool(tensors)

@@ -117,7 +117,7 @@ def model_seed(seed: int, context: ParallelContext, apart: Iterable[str] = ()) -
     return seed + context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * place)
 
 
-class CommonRandom:
+class ModelRNG:
     """The random numbers of the model's forward in training, on several ranks: a separate sequence, so that ranks of a
     tensor group drop the same elements and data ranks different ones, even if user code of one rank draws (to log a
     sample, for example). The user's generators continue as if the model had drawn nothing.

@@ -15,7 +15,7 @@ _GIB = 2**10  # of memory_mib
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ChartSpec:
     """A chart that every report has, or explains how to get: names in the records with their labels."""
 
     key: str
@@ -25,22 +25,22 @@ class Wanted:
 
 
 WANTED = (
-    Wanted("loss", "Loss", {"loss": "train", "eval_loss": "eval"}, "run.record(loss=loss)"),
-    Wanted("lr", "Learning rate", {"lr": "learning rate"}, "run.note(engine.step())"),
-    Wanted("loss_scale", "Loss scale", {"loss_scale": "loss scale"}, "only fp16 scales the loss"),
-    Wanted(
+    ChartSpec("loss", "Loss", {"loss": "train", "eval_loss": "eval"}, "run.record(loss=loss)"),
+    ChartSpec("lr", "Learning rate", {"lr": "learning rate"}, "run.note(engine.step())"),
+    ChartSpec("loss_scale", "Loss scale", {"loss_scale": "loss scale"}, "only fp16 scales the loss"),
+    ChartSpec(
         "grad_norm",
         "Gradient norm",
         {"grad_norm": "gradient norm"},
         "measured with fp16, clip_grad_norm, or track_grad_norm=True in the config",
     ),
-    Wanted(
+    ChartSpec(
         "throughput",
         "Throughput (samples/s)",
         {"samples_per_s": "samples/s"},
         'the hook "throughput", or run.record(samples_per_s=...)',
     ),
-    Wanted("memory", "Memory ({})", {"memory_mib": "measured"}, 'the hook "memory", or run.record(memory_mib=...)'),
+    ChartSpec("memory", "Memory ({})", {"memory_mib": "measured"}, 'the hook "memory", or run.record(memory_mib=...)'),
 )
 
 
@@ -80,12 +80,12 @@ class Chart:
         return {"title": self.title, "log": self.log, "zero": self.from_zero, "last": self.last_step, "lines": lines}
 
 
-def make_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Wanted]]:
+def make_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[ChartSpec]]:
     """The charts (with one for each other name in the records), and the wanted ones without data."""
     known = {name for wanted in WANTED for name in wanted.names}
     others = dict.fromkeys(name for run in runs for name in run.series if name not in known)
     charts, absent = [], []
-    for wanted in (*WANTED, *(Wanted(f"other-{n}", name, {name: name}, "") for n, name in enumerate(others))):
+    for wanted in (*WANTED, *(ChartSpec(f"other-{n}", name, {name: name}, "") for n, name in enumerate(others))):
         lines = [line for n, run in enumerate(runs) for line in _lines(run, n, wanted.names, len(runs) > 1)]
         if lines:
             charts.append(_finish(Chart(wanted.key, wanted.title, lines), runs))

@@ -75,7 +75,7 @@ class RunFolder:
                 "write to, or one that does not exist yet"
             )
         self._listener = Listener(logging.WARNING)
-        self._listener.emit = self._hear  # type: ignore[method-assign]
+        self._listener.emit = self._record_log  # type: ignore[method-assign]
         if self._file is not None:
             logging.getLogger("halfmesh").addHandler(self._listener)
 
@@ -201,7 +201,7 @@ class RunFolder:
         }
         return dict(as_json(session))
 
-    def _hear(self, record: logging.LogRecord) -> None:
+    def _record_log(self, record: logging.LogRecord) -> None:
         self._warnings.append((self._engine.global_step, record.getMessage().removeprefix("[rank 0] ")))
 
     def _read(self, count: int) -> None:

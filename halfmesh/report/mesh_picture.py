@@ -41,7 +41,7 @@ def describe_shards(parallel: ParallelConfig, sizes: Mapping[str, int], rank: in
     parts = [
         f"{name} {places[axis.dim] + 1}/{sizes[axis.dim]}"
         for name, axis in axes.items()
-        if sizes[axis.dim] > 1 and not axis.takes_modules
+        if sizes[axis.dim] > 1 and not axis.splits_modules
     ]
     data, strategy = parallel.data, DATA_STRATEGIES.get(parallel.data.strategy)
     (axis,) = sizes.keys() - {axis.dim for axis in axes.values()}

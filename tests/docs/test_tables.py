@@ -14,8 +14,8 @@ from halfmesh import hooks
 from halfmesh.amp.plugin import PRECISIONS
 from halfmesh.amp.recipe import FP32
 from halfmesh.cli import app
-from halfmesh.config.activations import CheckpointConfig
-from halfmesh.config.automatic import AutomaticConfig
+from halfmesh.config.activations import ActivationCheckpointConfig
+from halfmesh.config.automatic import CheckpointConfig
 from halfmesh.config.schema import (
     ClipConfig,
     CompileConfig,
@@ -51,9 +51,9 @@ TABLES_OF_DEFAULTS = {  # page, header: what has these defaults
     ("config.md", "key of parallel.context"): ContextOptions,
     ("config.md", "key of parallel.data"): DataConfig,
     ("config.md", "key of clip_grad_norm"): ClipConfig,
-    ("config.md", "key of activation_checkpoint"): CheckpointConfig,
+    ("config.md", "key of activation_checkpoint"): ActivationCheckpointConfig,
     ("config.md", "key of compile"): CompileConfig,
-    ("config.md", "key of checkpoint"): lambda: AutomaticConfig(directory="*required*"),
+    ("config.md", "key of checkpoint"): lambda: CheckpointConfig(directory="*required*"),
     ("extending.md", "field of Recipe"): halfmesh.Recipe,
     ("extending.md", "field of LossScale"): halfmesh.LossScale,
     ("extending.md", "field of Composes"): halfmesh.Composes,

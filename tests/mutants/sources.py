@@ -93,7 +93,7 @@ SHARDED_BATCHES = (
     Fault(
         "ranks that share a sequence drop the same activations",
         "engine/parallelize.py",
-        "if not AXES.get(name).draws_alike",
+        "if not AXES.get(name).same_rng",
         "if False",
         (f"{CONTEXT}::test_ranks_drop_activations_by_themselves",),
     ),

@@ -11,8 +11,8 @@ import halfmesh
 from halfmesh import InputError, load_config
 from halfmesh.compat import check
 from halfmesh.dry_run.dry_run import dry_runs, needed
-from halfmesh.dry_run.ladder import climb
-from halfmesh.dry_run.rungs import Asked
+from halfmesh.dry_run.ladder import search_layouts
+from halfmesh.dry_run.rungs import PlanRequest
 from halfmesh.dry_run.show_ladder import lines
 from halfmesh.dry_run.workers import Workers
 from halfmesh.dry_run.writing import config_text, write
@@ -27,8 +27,8 @@ slow = pytest.mark.slow
 
 def plan(room, world_size, model=SMALL, config=None, **keys):
     """For devices of which a rank may use `room` KiB."""
-    asked = Asked(load_config(config or {}), world_size, round(room * KIB / 0.9) + 2, model, **keys)
-    return asked, climb(asked, HERE)
+    asked = PlanRequest(load_config(config or {}), world_size, round(room * KIB / 0.9) + 2, model, **keys)
+    return asked, search_layouts(asked, HERE)
 
 
 def train(rank, world_size, path, rows):

@@ -6,7 +6,7 @@ import pytest
 
 from halfmesh import InputError, load_config
 from halfmesh.dry_run.rungs import (
-    Asked,
+    PlanRequest,
     Update,
     describe_update,
     half_precision,
@@ -21,7 +21,7 @@ from halfmesh.parallel.registries import AXES, DATA_STRATEGIES
 
 
 def ask(world_size=8, node=8, **config):
-    return Asked(load_config(config), world_size, 1000, "a:model", node=node)
+    return PlanRequest(load_config(config), world_size, 1000, "a:model", node=node)
 
 
 def layouts(asked, refused=()):

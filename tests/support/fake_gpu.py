@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfmesh
-from halfmesh.parallel.rng import CommonRandom
+from halfmesh.parallel.rng import ModelRNG
 
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 _NO_KERNEL = {
@@ -140,7 +140,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch("halfmesh.engine.launch.choose_device", return_value=device),
         mock.patch("halfmesh.engine.inputs.find_device_problem", return_value=None),
-        mock.patch("halfmesh.engine.parallelize.CommonRandom", lambda seed, _: CommonRandom(seed, torch.device("cpu"))),
+        mock.patch("halfmesh.engine.parallelize.ModelRNG", lambda seed, _: ModelRNG(seed, torch.device("cpu"))),
         mock.patch("torch.cuda.device", return_value=mock.MagicMock()),
         mock.patch("torch.cuda.is_current_stream_capturing", side_effect=lambda: gpu.capturing),
         mock.patch("torch.cuda.current_stream", return_value=None),

@@ -391,12 +391,12 @@ def test_batches_of_ones_own_in_one_buffer(accumulation):
     batches = list(zip(x.split(4), y.split(4), strict=True))
     source, asked = OneBuffer(batches), []
 
-    class Asked(halfmesh.Hook):
+    class PlanRequest(halfmesh.Hook):
         def before_batch(self, trainer, batch):
             asked.append(source.asked)
 
     ours, theirs = (linear_engine({"gradient_accumulation": accumulation}) for _ in range(2))
-    halfmesh.Trainer(ours).fit(source, epochs=1, hooks=[Asked()])
+    halfmesh.Trainer(ours).fit(source, epochs=1, hooks=[PlanRequest()])
     halfmesh.Trainer(theirs).fit(batches, epochs=1)
     assert ours.global_step == theirs.global_step == (5 if accumulation == 1 else 3)
     assert torch.equal(ours.model.weight, theirs.model.weight)

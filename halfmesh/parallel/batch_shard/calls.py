@@ -18,7 +18,7 @@ from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import BACKWARD, without_override
 from ..axis import AppliedAxis, AxisInputs
 from ..gradient_sums import SharedGradients
-from ..objects import is_alone
+from ..objects import is_simulated
 from ..replica_checks import SameCalls
 from .losses import classify, compare, count_targets
 from .shard import ROWS, BatchShard
@@ -37,7 +37,7 @@ _CALL_OTHERS = BACKWARD | {F.multi_head_attention_forward}
 """Functions that call some of these; backward does if it recomputes activations."""
 
 
-class SharesBatch(AppliedAxis):
+class SplitBatch(AppliedAxis):
     """A model that each rank of a group calls with its rows of a batch, or its tokens of every sequence.
 
     Attributes:
@@ -64,7 +64,7 @@ class SharesBatch(AppliedAxis):
         self.mode = _Mode({**_LOSSES, **self.functions})
         self.has_stages = inputs.is_split
         self._names, self._context = names, inputs.context
-        self._is_tried = is_alone(self.group)
+        self._is_tried = is_simulated(self.group)
 
     def scope(self) -> AbstractContextManager[Any]:
         return self.mode

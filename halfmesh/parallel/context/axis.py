@@ -34,7 +34,7 @@ class ContextParallelism(Axis):
     dim = "cp"
     options = ContextOptions
     splits_params = False
-    draws_alike = False
+    same_rng = False
     cost = "attention exchanges heads for tokens, four times a layer, and gradients are summed over the group, too"
 
     @staticmethod

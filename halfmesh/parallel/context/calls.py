@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import InputError
 from ..axis import AxisInputs
-from ..batch_shard.calls import SharesBatch
+from ..batch_shard.calls import SplitBatch
 from ..batch_shard.shard import TOKENS, BatchShard
 from ..models.transformers import whole_sequence_arguments
 from .attention import attend
@@ -34,7 +34,7 @@ class CallPlan:
     non_split: Sequence[str]
 
 
-class ContextParallel(SharesBatch):
+class ContextParallel(SplitBatch):
     """A model that each rank calls with its tokens of every sequence. It holds all parameters."""
 
     key = "context"

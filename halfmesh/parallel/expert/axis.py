@@ -15,7 +15,7 @@ from ...options import Options, PositiveInt
 from ...utils.tensors import parameter_names
 from ...utils.torch_private import BATCH_NORMS
 from ..axis import Axis, AxisInputs, PlanInputs
-from ..batch_shard.calls import SharesBatch
+from ..batch_shard.calls import SplitBatch
 from ..shard_spec import Split
 from .dispatch import dispatch
 
@@ -47,7 +47,7 @@ class ExpertParallelism(Axis):
 
     dim = "ep"
     options = ExpertOptions
-    draws_alike = False
+    same_rng = False
     cost = "each layer of experts sends its tokens to their experts and back, and the host waits for their numbers"
 
     @staticmethod
@@ -100,7 +100,7 @@ def holds_experts(module: nn.Module) -> bool:
     )
 
 
-class ExpertParallel(SharesBatch):
+class ExpertParallel(SplitBatch):
     """A model that each rank calls with its rows of a batch, and whose experts are sharded."""
 
     key = "expert"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .. import collectives
-from ..objects import is_alone
+from ..objects import is_simulated
 
 _Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,7 @@ def dispatch(
 def _counts(ranks: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """The numbers of tokens that this rank sends to each rank, and receives from it."""
     size = group.size()
-    if is_alone(group):  # a dry run, which has no values: the same number to each
+    if is_simulated(group):  # a dry run, which has no values: the same number to each
         even = [len(ranks) // size + (rank < len(ranks) % size) for rank in range(size)]
         return even, even
     sent = torch.bincount(ranks, minlength=size)

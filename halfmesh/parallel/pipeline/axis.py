@@ -30,7 +30,7 @@ class PipelineParallelism(Axis):
 
     dim = "pp"
     splits_params = False
-    takes_modules = True
+    splits_modules = True
     splits_batch = "microbatches"
     cost = "stages send each microbatch's activations, and wait at the beginning and the end of a batch (the bubble)"
 

@@ -59,7 +59,7 @@ def trace(
     for _ in range(_MOST_TRIES):
         try:
             return _record(model, opened, fixed, answers)
-        except _Question as question:
+        except _ShapeCondition as question:
             answers.append(values is not None and _answer(question, model, values))
         except Exception as error:
             while answers and answers[-1]:
@@ -179,7 +179,7 @@ class _Tracer(fx.Tracer):
             return super().to_bool(obj)  # raises
         for found in self._answers:
             return found
-        raise _Question(obj.node)
+        raise _ShapeCondition(obj.node)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         """The values of fixed arguments, and placeholders for others. (fx would add checks, and flatten tuples.)"""
@@ -250,7 +250,7 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
 # -- conditions on shapes ----------------------------------------------------------------------------------------------
 
 
-class _Question(BaseException):
+class _ShapeCondition(BaseException):
     """Raised at a condition on shapes in a forward. (Not an Exception, which the forward may catch.)"""
 
     def __init__(self, node: fx.Node) -> None:
@@ -271,7 +271,7 @@ def _is_of_shapes(node: fx.Node) -> bool:
     return plain and bool(parents) and all(_is_of_shapes(parent) for parent in parents)
 
 
-def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) -> bool:
+def _answer(question: _ShapeCondition, model: nn.Module, values: Mapping[str, Any]) -> bool:
     """Return True if the condition is true for arguments with the shapes of `values`. Nothing is computed."""
 
     def compute(node: fx.Node, values: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard, set_compute_dtype
 from ...utils.torch_private import has_grad_hooks, move_module
-from ..axis import take_parts
+from ..axis import shard_loaded_state
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
@@ -254,7 +254,7 @@ class FSDP(DataStrategy):
         """A hook that also accepts full tensors: each rank loads its shard."""
         self.reshard()
         names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
-        take_parts(dict.fromkeys(names, _as_shard), module, *given)
+        shard_loaded_state(dict.fromkeys(names, _as_shard), module, *given)
 
     def _move(self, device: torch.device) -> None:
         """Move the model to `device`; under `cpu_offload` only tensors that are not sharded."""

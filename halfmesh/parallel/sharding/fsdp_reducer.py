@@ -69,15 +69,15 @@ class FSDPReducer(Reducer):
             )
         self._refuse_lost_changes()
         self._is_open, self._is_sent = True, last
-        self._announce(last)
+        self._set_gradient_sync(last)
         super().open(last)
 
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        self._announce(True, params)
+        self._set_gradient_sync(True, params)
 
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
         self._is_sent = True
-        super().expect_rest(params)
+        super().begin_last_backward(params)
 
     def finish(self) -> None:
         if not self._is_sent:
@@ -119,7 +119,7 @@ class FSDPReducer(Reducer):
                 "data='fsdp' it computes with others; change it on engine.model's, as in engine.model.requires_grad_()"
             )
 
-    def _announce(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
+    def _set_gradient_sync(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
         """Begin a backward; FSDP2 sums gradients over the ranks if it is the `last` before the update.
 
         Args:

@@ -60,11 +60,11 @@ class SliceBucket(Bucket):
         assert work is not None
         return work
 
-    def hand_out(self, nowhere: Collection[int]) -> None:
-        """Add the reduced chunk to the gradients of `parts`; `nowhere`: shards without a gradient on any rank."""
+    def assign_grads(self, unused: Collection[int]) -> None:
+        """Add the reduced chunk to the gradients of `parts`; `unused`: shards without a gradient on any rank."""
         assert self._received is not None
         views = enumerate(zip(self.parts, self.split(self._received), strict=True))
-        given = [(part.param, view) for index, (part, view) in views if index not in nowhere]
+        given = [(part.param, view) for index, (part, view) in views if index not in unused]
         held = [(param.grad, view) for param, view in given if param.grad is not None]
         give_grads([(param, view) for param, view in given if param.grad is None])
         if held:  # of a backward before, whose gradients were reduced already

@@ -147,7 +147,7 @@ class Zero1(DataStrategy):
         for bucket in self._order[self._next :]:
             self._gather(bucket)
         while self._inflight:
-            self._land()
+            self._wait_oldest()
         self._next = 0
         self._stepped.clear()
 
@@ -158,11 +158,11 @@ class Zero1(DataStrategy):
         if not any(id(part) in self._stepped for part in bucket.parts):  # the same on all ranks
             return
         if len(self._inflight) >= self._options.max_inflight:
-            self._land()
+            self._wait_oldest()
         work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
         self._inflight.append((work, bucket, flat))
 
-    def _land(self) -> None:
+    def _wait_oldest(self) -> None:
         work, bucket, flat = self._inflight.popleft()
         work.wait()
         foreach_copy_([shard.param for shard in bucket.shards], bucket.views(flat))
@@ -240,4 +240,4 @@ class Zero1Reducer(Reducer):
         counts = flags.tolist() if 0.0 in had else had
         for bucket in self._buckets:
             own, counts = counts[: len(bucket.shards)], counts[len(bucket.shards) :]
-            bucket.hand_out([index for index in bucket.absent if own[index] == 0])
+            bucket.assign_grads([index for index in bucket.absent if own[index] == 0])

@@ -22,7 +22,7 @@ from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import in_shapes_only
 from ..modules import meta_copy
-from ..objects import gather_objects, is_alone
+from ..objects import gather_objects, is_simulated
 from ..registries import BUILTIN_TENSOR_PLANS
 from .feature_styles import Rowwise
 from .layers import TensorAxis
@@ -76,7 +76,7 @@ class PlanTrial:
 
     def __init__(self, model: nn.Module, assignments: Sequence[Assignment], axis: TensorAxis) -> None:
         self._axis = axis
-        self._kinds = [] if is_alone(axis.group) else _find_kinds(model, assignments)
+        self._kinds = [] if is_simulated(axis.group) else _find_kinds(model, assignments)
         self._model = model
         self._watched: dict[nn.Module, _Kind] = {}
         self._hooks: list[Any] = []

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from halfmesh.parallel import collectives
 from halfmesh.parallel.batch_shard import losses
-from halfmesh.parallel.batch_shard.calls import SharesBatch
+from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import attention
 from halfmesh.parallel.context.calls import ContextParallel
@@ -84,13 +84,13 @@ def targets_counted_by_each_rank(patch: pytest.MonkeyPatch) -> None:
     def replaced(functions: Any) -> dict[Any, Any]:
         return {name: classify if function is inner else function for name, function in functions.items()}
 
-    mode = SharesBatch.__init__
+    mode = SplitBatch.__init__
 
-    def init(self: SharesBatch, *args: Any, **kwargs: Any) -> None:
+    def init(self: SplitBatch, *args: Any, **kwargs: Any) -> None:
         mode(self, *args, **kwargs)
         self.mode._functions = replaced(self.mode._functions)
 
-    patch.setattr(SharesBatch, "__init__", init)
+    patch.setattr(SplitBatch, "__init__", init)
 
 
 def loss_gradient_not_multiplied(patch: pytest.MonkeyPatch) -> None:
@@ -133,10 +133,10 @@ def experts_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
 def expert_gradients_summed(patch: pytest.MonkeyPatch) -> None:
     """The gradients of experts are summed over ranks that have others."""
 
-    def make(self: SharesBatch, shards: Any) -> SharedGradients:
+    def make(self: SplitBatch, shards: Any) -> SharedGradients:
         return SharedGradients({shard.model_param for shard in shards}, self.group, shards, mean=True)
 
-    patch.setattr(SharesBatch, "make_reduction", make)
+    patch.setattr(SplitBatch, "make_reduction", make)
 
 
 def expert_gradients_too_large(patch: pytest.MonkeyPatch) -> None:

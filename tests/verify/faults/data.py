@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from halfmesh.amp.recipe import HALF
 from halfmesh.engine.accumulation import Accumulation
-from halfmesh.engine.parallelize import Division
+from halfmesh.engine.parallelize import ParallelModel
 from halfmesh.parallel import buckets
 from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.reducer import Reducer
@@ -130,26 +130,26 @@ def loss_weight_of_the_last(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_parts_as_copies(patch: pytest.MonkeyPatch) -> None:
     """A part of a parameter counts in the norm as little as one of several copies."""
-    inner = Division.make_shards
+    inner = ParallelModel.make_shards
 
-    def make_shards(self: Division, *args: Any) -> list[ParamShard]:
+    def make_shards(self: ParallelModel, *args: Any) -> list[ParamShard]:
         shards = list(inner(self, *args))
         for shard in shards:
             shard.weight /= 1 if shard.source is None else self._context.dp_size
         return shards
 
-    patch.setattr(Division, "make_shards", make_shards)
+    patch.setattr(ParallelModel, "make_shards", make_shards)
 
 
 def _handed_out(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Parts get what `change` makes of the gradients that were received for them."""
-    inner = SliceBucket.hand_out
+    inner = SliceBucket.assign_grads
 
-    def hand_out(self: SliceBucket, nowhere: Any) -> None:
+    def assign_grads(self: SliceBucket, nowhere: Any) -> None:
         self._received = change(self._received)
         inner(self, nowhere)
 
-    patch.setattr(SliceBucket, "hand_out", hand_out)
+    patch.setattr(SliceBucket, "assign_grads", assign_grads)
 
 
 def gradients_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
@@ -213,13 +213,13 @@ def sum_divided_again(patch: pytest.MonkeyPatch) -> None:
 
 def unit_not_summed(patch: pytest.MonkeyPatch) -> None:
     """FSDP2 is not told to sum the gradients of one block."""
-    inner = FSDPReducer._announce
+    inner = FSDPReducer._set_gradient_sync
 
     def announce(self: FSDPReducer, *args: Any) -> None:
         inner(self, *args)
         self._units[0][0].set_requires_gradient_sync(False)
 
-    patch.setattr(FSDPReducer, "_announce", announce)
+    patch.setattr(FSDPReducer, "_set_gradient_sync", announce)
 
 
 def old_weights_kept(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from halfmesh.parallel import collectives
 from halfmesh.parallel.mesh import ParallelContext
-from halfmesh.parallel.rng import CommonRandom
+from halfmesh.parallel.rng import ModelRNG
 from halfmesh.parallel.tensor.feature_styles import FusedColwise
 from halfmesh.parallel.tensor.gradients import TensorGradients
 from halfmesh.parallel.tensor.layers import RowwiseLinear, TensorAxis, VocabEmbedding
@@ -84,9 +84,9 @@ def last_ranks_swapped(patch: pytest.MonkeyPatch) -> None:
 
 def other_numbers_dropped(patch: pytest.MonkeyPatch) -> None:
     """Each rank of a tensor group drops other elements of activations that all of them hold."""
-    inner = CommonRandom.__init__
+    inner = ModelRNG.__init__
     rank = dist.get_rank()
-    patch.setattr(CommonRandom, "__init__", lambda self, seed, device: inner(self, seed + rank, device))
+    patch.setattr(ModelRNG, "__init__", lambda self, seed, device: inner(self, seed + rank, device))
 
 
 def border_word_twice(patch: pytest.MonkeyPatch) -> None:

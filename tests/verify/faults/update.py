@@ -18,7 +18,7 @@ from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.stepper import Stepper
 from halfmesh.engine.lr_scheduler import LRAdvance
-from halfmesh.engine.parallelize import Division
+from halfmesh.engine.parallelize import ParallelModel
 from halfmesh.parallel.activations import checkpoint, offload
 from halfmesh.utils.param_shard import OneRank
 
@@ -33,7 +33,7 @@ def local_verdict(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_every_replica(patch: pytest.MonkeyPatch) -> None:
     """What several ranks hold counts several times in the norm."""
-    patch.setattr(Division, "_weight", lambda self, param: 1.0)
+    patch.setattr(ParallelModel, "_weight", lambda self, param: 1.0)
 
 
 def clipped_before_unscaling(patch: pytest.MonkeyPatch) -> None:
