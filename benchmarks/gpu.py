@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from halfmesh.trainer.peaks import peak_flops
+from halfmesh.trainer.throughput import peak_flops
 
 from .contenders import Setup, make_halfmesh, make_loop
 from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Makers, Row, ratio, settle, take_turns, time_step
@@ -240,7 +240,7 @@ and APEX stand beside the autocast loop of the same dtype. With compile, the loo
 - Models of which the contenders do not fit on the device together are measured one contender after the other: their
   ratios have no A/A to be held against.
 - **MFU** is the least time that the products of a step take on the device in the mode's dtype
-  (`halfmesh.trainer.peaks`), over the time of the step."""
+  (`halfmesh.trainer.throughput`), over the time of the step."""
 
 
 def run(

@@ -57,8 +57,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .report.folder import RunFolder
     from .report.page import write_report
     from .trainer.batch import Outcome, compute_batch
+    from .trainer.evaluation import shard_dataloader
     from .trainer.hook import HOOKS, Hook
-    from .trainer.loaders import shard_dataloader
     from .trainer.trainer import Trainer
     from .utils.log import get_logger
     from .utils.registry import Registry
@@ -96,7 +96,7 @@ _NAMES = {
     "report.folder": "RunFolder",
     "report.page": "write_report",
     "trainer.hook": "HOOKS Hook",
-    "trainer.loaders": "shard_dataloader",
+    "trainer.evaluation": "shard_dataloader",
     "trainer.batch": "Outcome compute_batch",
     "trainer.trainer": "Trainer",
     "verify": "VerifyReport verify",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import optim
 
-from halfmesh.engine.memory import parse_bytes, state_bytes
+from halfmesh.engine.summary import parse_bytes, state_bytes
 from halfmesh.errors import InputError
 from tests.support.models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
 

@@ -10,7 +10,7 @@ Read in this order:
     optimizer       an update, from a loss to new weights. Below it:
     master_weights  fp32 masters in the user's optimizer; originals: full precision of tensors that are not trained
     optimizer_state  the optimizer's saved state of each parameter, and of optimizers inside it
-    loss_scales     the seed of backward; loss_scaler: how a scale moves; multi_loss: several losses
+    loss_scaler     how a scale moves, the seed of backward, and several losses
     grad_norm       norm and overflow, the same on all ranks
     stepper         calls `optimizer.step()`; fused: with which implementation
     step_result     the host's view of an update; skip_counter: ends a run with too many skipped updates

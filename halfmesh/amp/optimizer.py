@@ -15,7 +15,7 @@ from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks, clear_gra
 from ..utils.torch_private import WriteStamp, write_stamps
 from .grad_norm import GradStats, clip_divisor, grad_stats
 from .gradient_watch import GradientWatch
-from .loss_scales import LossScales
+from .loss_scaler import LossScales
 from .master_weights import MasterWeights
 from .optimizer_state import saved_state
 from .recipe import HALF, Recipe, UpdateOptions, wider_format

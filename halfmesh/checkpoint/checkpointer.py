@@ -29,7 +29,7 @@ from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..engine.parts import EngineParts
-    from .whole import WholeModel
+    from .export import WholeModel
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
 
@@ -370,7 +370,7 @@ class Checkpointer:
 
     def collect_whole(self) -> WholeModel:
         """Gather the model that `Engine.close` restores. All ranks together."""
-        from .whole import WholeModel
+        from .export import WholeModel
 
         with self._parts.guard.own_call():
             return WholeModel(self.sharded_state, self._parts.context)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..config.automatic import CheckpointConfig
+from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, Interrupted, Preempted
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_simulated

@@ -54,7 +54,7 @@ def check(
     from ..compat import check as find
     from ..compat import mesh_sizes
     from ..config.key_checks import find_advice
-    from ..engine.memory import parse_bytes
+    from ..engine.summary import parse_bytes
     from ..errors import InputError
 
     if model is None and (batch or gpu_memory or picture):
@@ -89,7 +89,7 @@ def check(
             answer |= {"ok": limit is None or show.fits(run, limit), "dry_run": show.as_json(run, limit)}
             lines = list(show.lines(run, limit))
             if picture is not None:
-                from ..dry_run.picture import draw
+                from ..dry_run.show import draw
 
                 draw(picture, loaded, run, model, tuple(batch or ()))
     if as_json:

@@ -41,12 +41,11 @@ def plan(
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
     """
     from ..config.load import load_config
-    from ..dry_run import picture as pictures
-    from ..dry_run import show_ladder, writing
+    from ..dry_run import show, show_ladder, writing
     from ..dry_run.ladder import search_layouts
     from ..dry_run.rungs import PlanRequest
     from ..dry_run.workers import Workers, count_cores
-    from ..engine.memory import parse_bytes
+    from ..engine.summary import parse_bytes
     from ..errors import ConfigError, InputError
 
     is_fresh = bool(context.obj)
@@ -67,7 +66,7 @@ def plan(
     except (ConfigError, InputError) as error:
         raise typer.BadParameter(str(error)) from None
     if chosen is not None and chosen.run is not None and picture is not None:
-        pictures.draw(picture, chosen.config, chosen.run, model, asked.batch, gpus_per_node)
+        show.draw(picture, chosen.config, chosen.run, model, asked.batch, gpus_per_node)
     if as_json:
         print(json.dumps(show_ladder.as_json(ladder, asked), indent=2))
     else:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ..amp.plugin import PRECISIONS
 from ..errors import ConfigError, did_you_mean, shorten
-from .problems import explain, explain_key, find_contradictions
+from .messages import explain, explain_key, find_contradictions
 from .schema import PrecisionConfig, Settings
 from .text import as_python, to_yaml
 

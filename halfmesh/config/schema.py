@@ -1,25 +1,124 @@
-"""Every key of a config, with its type, bounds and default. Nothing else is accepted.
-
-The shorthand forms (`tensor=2`, `data="zero1"`, `clip_grad_norm=1.0`) are turned into the long ones before pydantic
-sees them: a union of int and model would report each mistake twice, once per branch.
-"""
+"""The keys of a config: types, bounds, defaults."""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
-from ..errors import RegistryError, did_you_mean, find_near, show
+from ..errors import RegistryError, did_you_mean, find_near, shorten, show
 from ..options import Names, Options, PositiveFloat, PositiveInt
 from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..utils.registry import Registry
-from .activations import ActivationCheckpointConfig, expand_checkpoint
-from .automatic import CheckpointConfig, Folder, expand_automatic
+
+
+class ActivationCheckpointConfig(Options):
+    """`activation_checkpoint`: the modules whose activations are recomputed in backward. Off if no key is set.
+
+    The shorthand "full" is `every=1`; "selective" is `every=1, selective=True`.
+    """
+
+    every: PositiveInt | None = None
+    """Every N-th repeated block of the model, starting with the first."""
+    patterns: Names = ()
+    """Patterns of module names, instead of blocks."""
+    selective: bool = False
+    """Keep the outputs of matrix products and attention."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.every is not None and self.patterns:
+            raise ValueError("every and patterns are two ways to choose modules; leave one of them out")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recomputed."""
+        return self.every is not None or bool(self.patterns)
+
+    @property
+    def label(self) -> str:
+        """The value as a user would write it."""
+        if self.patterns:
+            chosen = shorten(list(self.patterns))
+        else:
+            chosen = "full" if self.every == 1 else f"every={self.every}"
+        if not self.selective:
+            return chosen
+        return "selective" if self.every == 1 else f"{chosen}, selective"
+
+
+def expand_checkpoint(value: Any) -> Any:
+    """The shorthand forms as the long one."""
+    forms = "'full', 'selective', dict(every=2), dict(patterns=['blocks.*.mlp']) or False"
+    if value is None or value is False:
+        return {}
+    if value is True or (isinstance(value, str) and value == "full"):
+        return {"every": 1}
+    if isinstance(value, str) and value == "selective":
+        return {"every": 1, "selective": True}
+    if isinstance(value, ActivationCheckpointConfig):
+        return value
+    if isinstance(value, Mapping) and value and value != {"patterns": []}:
+        given = dict(value)
+        if given.get("selective") is True and not given.get("patterns") and given.get("every") is None:
+            given["every"] = 1
+        return given
+    near = did_you_mean(value, ["full", "selective"]) if isinstance(value, str) else ""
+    hint = f"; for every second block write dict(every={show(value)})" if type(value) is int else near
+    raise ValueError(f"{show(value)} does not say what to recompute; use {forms}{hint}")
+
+
+def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
+    known = [one.name for one in signal.Signals]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r} is not the name of a signal here{did_you_mean(name, known)}")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"{name!r} ends or stops a run at once; leave it out ('SIGTERM' and 'SIGUSR1' are usual)")
+    return names
+
+
+def _as_text(value: Any) -> Any:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return path if isinstance(path, str) else value  # one of bytes is refused as such
+
+
+Folder = Annotated[str, BeforeValidator(_as_text)]
+"""A string, or a path, which becomes one."""
+
+
+class CheckpointConfig(Options):
+    """`checkpoint`. The shorthand is the directory."""
+
+    directory: Annotated[Folder, Field(min_length=1)]
+    """A folder that all ranks share; created if needed."""
+    every: PositiveInt | None = None
+    """Updates between two saves; None: save only when the run is told to end."""
+    keep: PositiveInt | None = 3
+    """How many checkpoints to keep; None: all."""
+    in_background: bool = True
+    """Whether training continues during a save. A run that is told to end waits for its last save."""
+    signals: Annotated[Names, AfterValidator(_check_signals)] = ("SIGTERM", "SIGUSR1")
+    """Signals that tell a run to end: it saves after the current step, and exits with status 75."""
+
+
+def expand_automatic(value: Any) -> Any:
+    """The shorthand form as the long one."""
+    if value is None or isinstance(value, (Mapping, CheckpointConfig)):
+        return dict(value) if isinstance(value, Mapping) else value
+    value = _as_text(value)
+    if isinstance(value, str) and value:
+        return {"directory": value}
+    recomputes = "; to compute activations again in backward, set activation_checkpoint" if value is True else ""
+    raise ValueError(f"{show(value)} is not a folder; write 'checkpoints' or dict(directory='checkpoints'){recomputes}")
+
 
 DType = Literal["float32", "float16", "bfloat16"]
 

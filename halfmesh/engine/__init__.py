@@ -11,8 +11,8 @@ executor           forward, criterion and backward in one process
 pipeline_executor  the same under a pipeline, with pipeline_handles, last_stage and row_trial
 lr_scheduler       advances the scheduler; schedulers with a warm-up
 ema                the moving average of the weights, and the model with it
-model_guard, loop_checks, same_trained   mistakes in the user's loop
-summary, memory    the resolved configuration, printed at the start
+guards             mistakes in the user's loop
+summary            the resolved configuration, printed at the start
 convert_to_amp     a precision mode without an engine
 
 It imports checkpoint, debug, data, config, parallel and amp, and the packages below them; never the engine's users:

@@ -11,7 +11,7 @@ from ..amp.precision import Precision
 from ..errors import InputError
 from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
-from .same_trained import SameTrained
+from .guards import SameTrained
 
 LossReduction = Literal["mean", "sum", "weighted"]
 

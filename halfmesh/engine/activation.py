@@ -13,7 +13,7 @@ from ..parallel.tensor.plans import generalise, near_names
 from .compilation import called_blocks, is_called, not_called
 
 if TYPE_CHECKING:
-    from ..config.activations import ActivationCheckpointConfig
+    from ..config.schema import ActivationCheckpointConfig
     from ..parallel.pipeline.partition import Partition
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")

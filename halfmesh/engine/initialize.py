@@ -28,9 +28,8 @@ from ..data.sharding import ShardedLoader
 from ..debug.nonfinite import NonFiniteProbes
 from ..distributed.failures import recorded_for_torchrun
 from ..errors import IncompatibleConfigError, InputError, bullet_list
-from ..parallel.deferred.creation import build
+from ..parallel.deferred.creation import build, convert_to_meta, refuse_early_state
 from ..parallel.deferred.materialize import Materializer, make_materializer
-from ..parallel.deferred.meta import convert_to_meta, refuse_early_state
 from ..parallel.gradient_sums import CompleteGradients, Reduction
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_simulated
@@ -43,14 +42,12 @@ from .accumulation import Accumulation
 from .ema import WeightAverage
 from .engine import Engine
 from .executor import make_executor
+from .guards import CountedBatches, ForwardWrites, ModelGuard, SameInputs, SameTrained
 from .launch import Launch
-from .loop_checks import CountedBatches, ForwardWrites, SameInputs
 from .lr_scheduler import LRAdvance
-from .model_guard import ModelGuard
 from .parallel_plans import Plans, data_strategy, make_plans
 from .parallelize import ParallelModel
 from .parts import EngineParts
-from .same_trained import SameTrained
 from .summary import make_plan
 
 _log = get_logger(__name__)

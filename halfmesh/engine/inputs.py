@@ -16,7 +16,7 @@ from ..amp.precision import find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
 from ..errors import NO_BATCH, InputError, shorten
-from ..parallel.deferred.meta import recorded
+from ..parallel.deferred.creation import recorded
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
 from ..utils.torch_private import call_hooks, has_no_memory, is_compiled

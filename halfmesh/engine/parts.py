@@ -18,8 +18,8 @@ from ..parallel.mesh import ParallelContext
 from .accumulation import Accumulation
 from .ema import WeightAverage
 from .executor import Executor
+from .guards import ModelGuard
 from .lr_scheduler import LRAdvance
-from .model_guard import ModelGuard
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -5,11 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import did_you_mean, show
-from .accelerate import ACCELERATE
-from .colossal import APEX, COLOSSAL
-from .deepspeed import DEEPSPEED
-from .sagemaker import SAGEMAKER
 from .table import Origin, Outcome, Values, done, matches, no, to
+from .tables import ACCELERATE, APEX, COLOSSAL, DEEPSPEED, SAGEMAKER
 
 ORIGINS: Mapping[str, Origin] = MappingProxyType(
     {"colossal": COLOSSAL, "apex": APEX, "sagemaker": SAGEMAKER, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}

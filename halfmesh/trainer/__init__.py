@@ -2,13 +2,12 @@
 
 batch.py        From a batch to a loss: Outcome, compute_batch.
 hook.py         The events of a hook; hooks by name.
-loaders.py      The batches to train and evaluate on.
-evaluation.py   The mean loss over batches and data ranks; predict.
+evaluation.py   The batches to evaluate on; the mean loss over batches and data ranks; predict.
 trainer.py      Trainer, which calls all of these; none of them imports it.
 
 The hooks (`halfmesh.hooks` has their public names):
 monitors.py     Those that follow a result of evaluation: best weights, early stopping, LR schedulers.
 metrics.py      torchmetrics, over the right ranks.
-throughput.py   Samples, tokens and FLOPs per second; memory.  peaks.py: peak FLOP/s of devices.
+throughput.py   Samples, tokens and FLOPs per second; memory; peak FLOP/s of devices.
 progress.py, run.py, writers.py   Records on the terminal, in the run folder, to trackers.
 """

@@ -13,9 +13,8 @@ from ..engine.engine import Engine
 from ..errors import InputError, refuse_below
 from ..utils.log import get_logger
 from .batch import Compute, compute_batch
-from .evaluation import MeanLoss, evaluating, predict
+from .evaluation import MeanLoss, choose_eval_loader, choose_train_loader, evaluating, predict
 from .hook import Hook, HookLike, Record, add_measured, make_hook
-from .loaders import choose_eval_loader, choose_train_loader
 
 _log = get_logger(__name__)
 

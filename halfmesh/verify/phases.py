@@ -21,7 +21,7 @@ from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
 from ..dry_run.model_spec import count_rows
 from ..errors import InputError, own_frames
-from ..parallel.deferred.meta import named_tensors
+from ..parallel.deferred.creation import named_tensors
 from ..parallel.mesh import in_words
 from ..utils.tensors import dtype_name
 from ..utils.torch_private import BATCH_NORMS

@@ -18,7 +18,7 @@ from ..dry_run.model_spec import call_of, count_rows
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
 from ..parallel.batch_shard.shard import ROWS
-from ..parallel.deferred.meta import named_tensors
+from ..parallel.deferred.creation import named_tensors
 from ..parallel.shard_spec import whole
 from ..utils.tensors import map_tensors
 from . import layout

@@ -27,8 +27,8 @@ from ..engine import initialize as assembly
 from ..engine.engine import Engine
 from ..engine.launch import Launch
 from ..errors import InputError
+from ..parallel.deferred.creation import named_tensors
 from ..parallel.deferred.materialize import materialize
-from ..parallel.deferred.meta import named_tensors
 from ..parallel.initial_state import plain_settings
 from ..report.folder import RunFolder
 from ..utils.log import rank_and_world_size

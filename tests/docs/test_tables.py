@@ -14,9 +14,9 @@ from halfmesh import hooks
 from halfmesh.amp.plugin import PRECISIONS
 from halfmesh.amp.recipe import FP32
 from halfmesh.cli import app
-from halfmesh.config.activations import ActivationCheckpointConfig
-from halfmesh.config.automatic import CheckpointConfig
 from halfmesh.config.schema import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
     ClipConfig,
     CompileConfig,
     DataConfig,

@@ -140,7 +140,7 @@ LAYOUTS = {
 def asks_for_states(rank, world_size, folder):
     """How often each layout tells: by the engine's own calls, and by the loop's."""
     heard, found = [], {}
-    logging.getLogger("halfmesh.engine.model_guard").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    logging.getLogger("halfmesh.engine.guards").addFilter(lambda record: heard.append(record.getMessage()) or True)
     for layout, (parallel, _, _) in LAYOUTS.items():
         make_engine({"parallel": parallel}).close(restore=True)
         engine = make_engine({"parallel": parallel})

@@ -53,14 +53,14 @@ FLOAT8 = (
     ),
     Fault(
         "the scale of a gathered weight is that of a shard",
-        "parallel/sharding/fsdp_gather.py",
+        "parallel/sharding/fsdp_wrap.py",
         "            dist.all_reduce(self._largest, dist.ReduceOp.MAX, mesh.get_group())\n",
         "",
         (GATHER,),
     ),
     Fault(
         "the scale of a gathered weight is that of its first gather",
-        "parallel/sharding/fsdp_gather.py",
+        "parallel/sharding/fsdp_wrap.py",
         "if self._first in (None, place):",
         "if self._first is None:",
         (GATHER,),
@@ -99,7 +99,7 @@ SHARDED_BATCHES = (
     ),
     Fault(
         "a rank without tokens for its experts sends nothing back",
-        "parallel/expert/dispatch.py",
+        "parallel/expert/axis.py",
         " + 0 * own",
         "",
         ("tests/parallel/expert/test_expert_parallel.py::test_parity[ranks without tokens]",),
@@ -179,7 +179,7 @@ UPDATE = (
     ),
     Fault(
         "gradients of several losses are added at different scales",
-        "amp/multi_loss.py",
+        "amp/loss_scaler.py",
         "            foreach_mul_(wide, factor)\n",
         "",
         ("tests/amp/test_apex_losses.py",),

@@ -128,7 +128,7 @@ def left_in_parts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
         heard: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, heard=heard: heard.append(record.getMessage())
-        logging.getLogger("halfmesh.engine.model_guard").addHandler(handler)
+        logging.getLogger("halfmesh.engine.guards").addHandler(handler)
         model.state_dict()
         again = said(halfmesh.initialize, model, optimizer, nn.MSELoss(), config={}, device=rank_device())
         found[layout] = " ".join(heard), again

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfmesh.trainer.peaks import PEAK_FLOPS, peak_flops
+from halfmesh.trainer.throughput import PEAK_FLOPS, peak_flops
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import InputError
 from ...utils.tensors import replace_data
 from ..mesh import ParallelContext
-from .meta import Recorded, convert_to_meta, forget, named_tensors, recorded
+from .creation import Recorded, convert_to_meta, forget, named_tensors, recorded
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 

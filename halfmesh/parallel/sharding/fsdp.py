@@ -22,9 +22,8 @@ from ..axis import shard_loaded_state
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
-from .fsdp_gather import CastGather
 from .fsdp_reducer import FSDPReducer
-from .fsdp_wrap import can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
+from .fsdp_wrap import CastGather, can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
 from .fsdp_writes import WriteWatch
 
 MIXED = "got mixed torch.Tensor and DTensor"

@@ -13,7 +13,7 @@ from ...errors import InputError
 from .. import collectives
 from ..shard_spec import Split
 from .layers import ShardedLayer, TensorAxis
-from .style import Style, convert, find_indivisible
+from .sequence_styles import Style, convert, find_indivisible
 
 
 class Attention(Style):

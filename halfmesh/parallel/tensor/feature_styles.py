@@ -14,7 +14,7 @@ from .. import collectives
 from ..modules import comes_from
 from ..shard_spec import Split
 from .layers import ColwiseLinear, RowwiseLinear, TensorAxis, VocabEmbedding
-from .style import Style, convert, find_indivisible
+from .sequence_styles import Style, convert, find_indivisible
 
 
 class Colwise(Style):

@@ -14,7 +14,7 @@ from ..modules import comes_from
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
 from .layers import ShardedLayer, TensorAxis
-from .style import Style, parse_style
+from .sequence_styles import Style, parse_style
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from halfmesh.errors import InputError
 from halfmesh.parallel.batch_shard.calls import _LOSSES, _Mode
 from halfmesh.parallel.batch_shard.shard import TOKENS, BatchShard
-from halfmesh.parallel.context.calls import ContextParallel
+from halfmesh.parallel.context.axis import ContextParallel
 from tests.support.ranks import here, run_ranks
 
 ROWS, LENGTH, SIZE = 2, 8, 4

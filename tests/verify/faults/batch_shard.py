@@ -14,7 +14,7 @@ from halfmesh.parallel.batch_shard import losses
 from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import attention
-from halfmesh.parallel.context.calls import ContextParallel
+from halfmesh.parallel.context.axis import ContextParallel
 from halfmesh.parallel.expert import axis, dispatch
 from halfmesh.parallel.gradient_sums import SharedGradients
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from halfmesh.amp import master_weights
 from halfmesh.amp import optimizer as amp_optimizer
-from halfmesh.amp.loss_scaler import LossScaler
-from halfmesh.amp.loss_scales import LossScales
+from halfmesh.amp.loss_scaler import LossScaler, LossScales
 from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.stepper import Stepper
