@@ -1,1 +1,1 @@
-"""Converts configs of other engines, for `halfmesh convert-config`: table.py (a row), tables.py (of each engine), convert.py."""
+"""Converts configs of other engines, for `halfmesh convert-config`: table.py (a row), tables.py, convert.py."""
