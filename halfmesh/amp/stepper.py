@@ -209,7 +209,7 @@ def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def is_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` belongs to an engine, or to `convert_to_amp`, which steps it."""
+    """Return True if `optimizer` belongs to an engine, or to `convert_to_amp`, which steps it."""
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
     return any(isinstance(owner, Stepper) for owner in owners)
 

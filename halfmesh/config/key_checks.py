@@ -34,7 +34,7 @@ def find_key_problems(config: Config) -> Iterator[Finding]:
 
 
 def find_advice(config: Config) -> Iterator[Finding]:
-    """What runs, and could run better."""
+    """Advice on configs that run, and could run better."""
     strategy = DATA_STRATEGIES.get(config.parallel.data.strategy)
     for key, message in strategy.find_advice(config, recipe_of(config).param_dtype):
         yield Finding(key, message, "advice")
@@ -52,7 +52,7 @@ def recipe_of(config: Config) -> Recipe:
 
 
 def _check_axes(config: Config) -> Iterator[tuple[str, str]]:
-    """What the axes that are used say; keys of an axis of size 1 have no effect."""
+    """Problems that the used axes find; keys of an axis of size 1 have no effect."""
     for name, size in config.parallel.sizes.items():
         if size > 1:
             yield from AXES.get(name).find_key_problems(config)
@@ -81,7 +81,7 @@ def _check_losses(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
-    """What compiled code cannot do."""
+    """Problems of keys that compiled code cannot serve."""
     options, parallel = config.compile, config.parallel
     if not options.enabled:
         return

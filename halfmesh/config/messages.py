@@ -25,7 +25,7 @@ class _Place(NamedTuple):
 
 
 def explain_key(key: Any, hint: str) -> str | None:
-    """What is wrong with a top-level key that is neither a setting nor an UPPERCASE constant; None if it is one.
+    """The mistake in a top-level key that is neither a setting nor an UPPERCASE constant; None if it is one.
 
     `hint` ends the line of a key that is like no other.
     """
@@ -127,7 +127,7 @@ def _visible(path: tuple[str, ...], raw: Any) -> tuple[str, ...]:
 
 
 def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
-    """What is wrong with one value, in pydantic's words unless we have our own."""
+    """The mistake in one value, in pydantic's words unless we have our own."""
     kind = errors[0]["type"]
     if kind == "extra_forbidden":
         return "unknown key" + _suggest(place.path[-1], place.path[:-1], place.owner, "")

@@ -39,7 +39,7 @@ class ActivationCheckpointConfig(Options):
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is recomputed."""
+        """True if anything is recomputed."""
         return self.every is not None or bool(self.patterns)
 
     @property
@@ -104,7 +104,7 @@ class CheckpointConfig(Options):
     keep: PositiveInt | None = 3
     """How many checkpoints to keep; None: all."""
     in_background: bool = True
-    """Whether training continues during a save. A run that is told to end waits for its last save."""
+    """True if training continues during a save. A run that is told to end waits for its last save."""
     signals: Annotated[Names, AfterValidator(_check_signals)] = ("SIGTERM", "SIGUSR1")
     """Signals that tell a run to end: it saves after the current step, and exits with status 75."""
 
@@ -344,7 +344,7 @@ class CompileConfig(Options):
 
     enabled: bool = True
     scope: Literal["auto", "model", "blocks"] = "auto"
-    """What to compile: the whole model, each repeated block, or ("auto") blocks if there are several ranks, else the
+    """Compiled modules: the whole model, each repeated block, or ("auto") blocks if there are several ranks, else the
     whole model."""
     backend: str = "inductor"
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None

@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, SLURM, Open MPI) tells each process about its rank, and how messages name a rank."""
+"""The rank of a process, from its launcher (torchrun, SLURM, Open MPI), and the names of ranks in messages."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class RankNames:
 
     @property
     def has_places(self) -> bool:
-        """Whether a rank has a place besides its number: not with data parallelism only, nor where sizes do not fit."""
+        """True if ranks have coordinates, too: not with data parallelism alone, or where sizes do not fit."""
         product = math.prod(self.sizes.values())
         return product > 1 and self.world_size % product == 0
 

@@ -56,7 +56,7 @@ DUMP_AT = 0.9  # part of the time limit without an update after which a rank wri
 
 
 class RankStatus(StrEnum):
-    """What a rank tells the others. Without a failure, none says anything before it ends."""
+    """A rank's message to the others. Without a failure, none says anything before it ends."""
 
     RUNNING = "running"  # the answer of its thread to the failure of another rank
     FINISHED = "finished"  # without an error
@@ -65,7 +65,7 @@ class RankStatus(StrEnum):
 
 
 class StatusStore:
-    """What the ranks tell each other, and the reason of the first failure.
+    """The messages between ranks, and the reason of the first failure.
 
     Args:
         store: where they met; this takes a connection of its own, because the other one may be waiting for something.
@@ -267,7 +267,7 @@ class FailureWatch:
                 since = float("inf")
 
     def _has_failed(self) -> bool:
-        """Whether another rank has."""
+        """True if another rank has."""
         told = self._statuses.exchange()
         if self._statuses.is_gone and self._host is not None and told.get(self._host) is not RankStatus.FINISHED:
             return True
@@ -295,12 +295,12 @@ class FailureWatch:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether `error` only says that another rank is gone."""
+    """Return True if `error` only says that another rank is gone."""
     return isinstance(error, (RuntimeError, OSError)) and any(words in str(error).lower() for words in ECHOES)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether `error` only says that another rank did not come."""
+    """Return True if `error` only says that another rank did not come."""
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMEOUTS)
 
 

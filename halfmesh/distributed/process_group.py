@@ -41,7 +41,7 @@ class OwnedGroup:
 
     @property
     def is_there(self) -> bool:
-        """Whether it still is the group of this process, of which a user may have made another one meanwhile."""
+        """True if it still is the group of this process: a user may have made another one meanwhile."""
         return dist.is_initialized() and dist.group.WORLD is self._group
 
     def join(self, user: object) -> None:
@@ -147,5 +147,5 @@ def _make_store(place: Place, address: Address | None, timeout: timedelta) -> di
 
 
 def _agent_hosts_store() -> bool:
-    """Whether torchrun keeps the store, which then outlives rank 0."""
+    """Return True if torchrun keeps the store, which then outlives rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

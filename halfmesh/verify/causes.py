@@ -52,7 +52,7 @@ def explain(place: Place, apart: float, allowed: float, ranks: Sequence[int], te
 
 
 def _where(place: Place) -> tuple[str, str, str]:
-    """What differs, which module or parameter it is, and where that is in words."""
+    """The kind of difference, the module or parameter, and the place in words."""
     key, name = place.key, _named(place.key.name)
     some = f"{len(place.names)} of {place.total}"
     match key.what:

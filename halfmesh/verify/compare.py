@@ -51,7 +51,7 @@ class Coordinates:
 
 @dataclass
 class Measures:
-    """What a rank measured; small enough to be sent.
+    """The measurements of a rank; small enough to be sent.
 
     Attributes:
         shares: what ranks share: axes, and the "rows" of a batch.
@@ -126,7 +126,7 @@ class Comparison:
 
     @property
     def _divides(self) -> bool:
-        """Whether ranks, chunks or microbatches share the rows of a call, or what is in them."""
+        """True if ranks, chunks or microbatches share the rows of a call, or the tokens in them."""
         shared = (size for axis, (_, size) in self._place.axes.items() if axis != "tp")
         return self._per_call * math.prod(shared) > 1
 

@@ -21,12 +21,12 @@ ROUNDINGS = 4
 """So many roundings of the weights themselves are allowed, however little an update moves them."""
 MODULES = ("input", "output", "grad_output")
 STAGES = ("begin", "module", "gradient", "norm", "verdict", "update", "buffer", "loss")
-"""What is looked at first within an update."""
+"""The order of comparison within an update."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is allowed: `least`, and 10 times what the perturbed reference shows.
+    """Allowed differences: `least`, and 10 times what the perturbed reference shows.
 
     Attributes:
         least: relative, of tensors, gradients, norms and losses; updates: of weights, relative to the way they went.
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass
 class Verdict:
-    """What `judge` found: the first difference, how many tensors were compared, which not and why, and the largest
+    """The result of `judge`: the first difference, how many tensors were compared, which not and why, and the largest
     difference / allowed by kind."""
 
     first: Difference | None
@@ -213,7 +213,7 @@ def drawn_in(store: Store) -> tuple[str, ...]:
 
 
 def _equals_accumulated(measures: Sequence[Measures], limits: Limits) -> bool:
-    """Whether the gradients of the first update are those of a process that accumulates."""
+    """Return True if the gradients of the first update are those of a process that accumulates."""
     found = [(key, m) for rank in measures for key, m in rank.accumulated.items() if key.update == 0]
     floor = FLOOR**2 * max((m.norm for _, m in found), default=0.0)
     return bool(found) and all(ratio(m, floor) <= limits.allowed(key) for key, m in found)

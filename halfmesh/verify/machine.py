@@ -89,7 +89,7 @@ class Cell:
         return load_config(given)
 
     def is_allowed(self, device: str) -> bool:
-        """Whether nothing is known against it."""
+        """Return True if nothing is known against it."""
         means_nothing = (self.extra == "sequence" and ("tensor" not in self.axes or "expert" in self.axes)) or (
             self.extra == "offload" and self.strategy != "fsdp"
         )
@@ -141,7 +141,7 @@ def _all_cells(rows: Sequence[Row], device: str, ranks: int) -> Iterator[Cell]:
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What came of it: versions and devices, and each cell with its seconds."""
+    """The result: versions and devices, and each cell with its seconds."""
 
     about: dict[str, str]
     results: list[tuple[Cell, VerifyReport, float]]

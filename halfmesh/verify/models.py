@@ -124,4 +124,4 @@ SEQUENCE = {
     "*.norm?": "sequence",
     **dict.fromkeys(("*attention", "*mlp"), "region"),
 }
-"""What a transformer's plan needs besides, to divide the sequence."""
+"""Further entries of a transformer's plan, to divide the sequence."""

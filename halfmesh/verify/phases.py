@@ -35,9 +35,9 @@ from .run import Case, estimate, record_engine, record_plain, run_rank
 from .subject import Given, join
 
 STRUCTURE, UPDATE = 1e-9, 1e-7
-"""What is allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
+"""Allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
 LEAST = 1e-5
-"""What is allowed in any other format: sums of many numbers in float32 may cancel."""
+"""The least that is allowed in any other format: sums of many numbers in float32 may cancel."""
 FLIPS = 16
 """Elements of a gradient that rounding may switch on or off, where ReLU, max or top-k decide: more than a single
 perturbed run shows, and few of a large tensor."""
@@ -49,7 +49,7 @@ ACCUMULATED = "compared with one process that accumulates, without running stati
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of a model before it is trained.
+    """Facts about a model before it is trained.
 
     Attributes:
         rows: of one batch.

@@ -1,4 +1,4 @@
-"""What a training run computes, tensor by tensor: hooks on modules, gradients and weights hand it to a sink; and the
+"""A training run, tensor by tensor: hooks on modules, gradients and weights hand it to a sink; and the
 file to which a reference writes it."""
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class EngineRecorder(Recorder):
 
 
 def plain_parts(model: nn.Module) -> Any:
-    """What `Recorder` asks of an engine, of a model that a loop of torch trains."""
+    """The parts of an engine that `Recorder` asks for, of a model that a loop of torch trains."""
     division = SimpleNamespace(plans=SimpleNamespace(partition=None), compiled=[])
     return SimpleNamespace(model=model, criterion=None, division=division, executor=SimpleNamespace(stages=[]))
 

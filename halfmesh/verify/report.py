@@ -1,4 +1,4 @@
-"""What a verification found, for a person and as JSON."""
+"""The result of a verification, for a person and as JSON."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Whether a layout computes what one process computes, and where it does not.
+    """The result: a layout computes what one process computes, or the place where it does not.
 
     Attributes:
         equal: in all phases.

@@ -29,7 +29,7 @@ from .subject import Subject, Undropped, cast, decay, join, make_subject, split_
 
 @dataclass(frozen=True)
 class Case:
-    """What one phase runs, in every process the same.
+    """The runs of one phase, the same in every process.
 
     Attributes:
         config: of the layout, settled.

@@ -49,7 +49,7 @@ _OTHERS = (
 
 @dataclass(frozen=True)
 class Script:
-    """What runs, in place of `Given`.
+    """The script that runs, in place of `Given`.
 
     Attributes:
         config: path or keys of the config that is verified; `overrides` change them, and the script's own.
@@ -67,7 +67,7 @@ class Script:
 
 @dataclass
 class Kept:
-    """What a data rank used in the first run.
+    """The batches, arguments and settings that a data rank used in the first run.
 
     Attributes:
         weights: of rank 0, as the script made them.
@@ -213,7 +213,7 @@ class ScriptRun:
     # -- what the engine asks for ------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], is_loss: bool, args: Any, kwargs: Any) -> Any:
-        """What `function` returns for the arguments that were kept in place of these."""
+        """Return `function` of the arguments that were kept in place of these."""
         args, kwargs = self._give((args, kwargs))
         with Undropped(self.case.lifts, self._recorder.used if self._recorder else None):
             made = function(*args, **kwargs)
@@ -269,7 +269,7 @@ class ScriptRun:
         )
 
     def _feed(self, original: Callable[..., Any], state: Any, batches: Any) -> Iterator[tuple[Any, bool]]:
-        """What `engine.dataloader` gives, and whether it is the last batch of an epoch."""
+        """The batches of `engine.dataloader`, each with True if it is the last of its epoch."""
         if self.use == "keep":
             for number, pair in enumerate(original(state, batches), len(self._kept.batches)):
                 yield self._exchange("batches", pair, number)
@@ -324,7 +324,7 @@ class _Engine(Engine):
 
 
 def _merge(tapes: Sequence[list[tuple[int, Any]]], pieces: int) -> Iterator[Any]:
-    """What each data rank used: that of all together (0 pieces); or within each microbatch one after another, in
+    """Join what each data rank used: that of all together (0 pieces); or within each microbatch one after another, in
     `pieces` each."""
     if not pieces:
         yield from (join([tree for _, tree in column]) for column in zip(*tapes, strict=True))

@@ -1,4 +1,4 @@
-"""What is verified: the user's model, batches, criterion and optimizer, built anew in each process."""
+"""The user's model, batches, criterion and optimizer, built again in each process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BENDS = re.compile(r"relu|^hard|threshold|max_pool|^(topk|argmax|round)")
 
 @dataclass(frozen=True)
 class Given:
-    """What the user gives.
+    """The user's arguments.
 
     Attributes:
         build: as in `halfmesh check --model`: a function, or "package.module:function". It returns (model, inputs), or

@@ -99,7 +99,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the user has set on `tensor`, without torch's own attributes."""
+    """The attributes that the user has set on `tensor`, without torch's own attributes."""
     with FakeTensorMode():
         of_torch = vars(nn.Parameter(torch.empty(0))).keys()
     return {name: value for name, value in vars(tensor).items() if name not in of_torch}
@@ -191,7 +191,7 @@ def model_creation(dtype: torch.dtype | str | None = None, *, deferred: bool = F
 
 
 def build(model: Callable[[], Any]) -> nn.Module:
-    """What `model()` returns, built without memory.
+    """Return `model()`, built without memory.
 
     Raises:
         InputError: it raised something.

@@ -17,7 +17,7 @@ from .creation import Recorded, convert_to_meta, forget, named_tensors, recorded
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 _Built = tuple[list[str], list[str]]
-"""What a rank has built: names of tensors without memory, and digests of how they are made."""
+"""A description of a rank's model: names of tensors without memory, and digests of how they are made."""
 
 
 class Materializer:
@@ -91,7 +91,7 @@ class Materializer:
 
 
 def make_materializer(model: nn.Module, context: ParallelContext) -> Materializer | None:
-    """What gives the tensors of `model` their values; None if they have them. All ranks together.
+    """Make the source of values for the tensors of `model`; None if they have them. All ranks together.
 
     Raises:
         InputError: on all ranks, if they have not built the same.
