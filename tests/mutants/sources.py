@@ -31,7 +31,7 @@ OPTIMIZER = "amp/optimizer.py"
 EXACT, RULES, SCALER = (f"tests/amp/test_{name}.py" for name in ("update_exactness", "update_rules", "loss_scaler"))
 MASTERS, FUSED, NORM = (f"tests/amp/test_{name}.py" for name in ("master_weights", "fused", "grad_norm"))
 DIAGNOSIS = "tests/debug/test_diagnosis.py"
-CYCLE, TENSOR = "tests/engine/test_cycle.py", "tests/engine/test_tensor_parallel.py"
+CYCLE = "tests/engine/test_cycle.py"
 GATHER = "tests/parallel/sharding/test_fsdp_gather.py"
 RESUME = "tests/checkpoint/test_resume.py"
 DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
@@ -74,28 +74,13 @@ FLOAT8 = (
     ),
 )
 
-CONTEXT = "tests/parallel/context_parallel/test_context_parallel.py"
 SHARDED_BATCHES = (
-    Fault(
-        "a loss divides by the tokens of its own rank that count",
-        "parallel/batch_shard/losses.py",
-        "dist.all_reduce(count, group=shard.group)\n        total",
-        "pass\n        total",
-        ("tests/parallel/context_parallel/test_sequence_functions.py::test_losses",),
-    ),
-    Fault(
-        "labels are shifted by each rank, which loses those at borders",
-        "parallel/models/transformers.py",
-        "if labels is not None and getattr(model.loss_function",
-        "if labels is None and getattr(model.loss_function",
-        (f"{CONTEXT}::test_parity[Llama, labels shifted over borders]",),
-    ),
     Fault(
         "ranks that share a sequence drop the same activations",
         "engine/parallelize.py",
         "if not AXES.get(name).same_rng",
         "if False",
-        (f"{CONTEXT}::test_ranks_drop_activations_by_themselves",),
+        ("tests/parallel/context_parallel/test_context_parallel.py::test_ranks_drop_activations_by_themselves",),
     ),
     Fault(
         "a rank without tokens for its experts sends nothing back",
@@ -226,13 +211,6 @@ UPDATE = (
         "divisor = (self.index + self.has_backward) / self.length",
         "pass",
         (CYCLE,),
-    ),
-    Fault(
-        "weights of a weighted loss are not summed over ranks",
-        "engine/accumulation.py",
-        'self._context.all_reduce(total, "dp")',
-        "pass",
-        (TENSOR,),
     ),
     Fault(
         "an error in backward leaves half a gradient",
