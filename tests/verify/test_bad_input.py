@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,14 +179,15 @@ def test_ranks_that_hang(verify: Callable[..., Any], folder: Path) -> None:
 def test_a_signal_ends_all(folder: Path, number: signal.Signals) -> None:
     (folder / "config.py").write_text("")
     command = [sys.executable, "-m", "halfmesh", "verify", "config.py", "--model", "bad_models:hangs"]
-    environment = {**os.environ, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": f"{ROOT}:{folder}"}
-    process = subprocess.Popen(
-        [*command, "--world-size", "2"], cwd=folder, env=environment, stdout=-1, stderr=-1, text=True
-    )
-    pids = wait_for(folder / "seen", 2)
-    process.send_signal(number)
-    process.send_signal(number)  # as `timeout` does, which ends the group of a command, and the command
-    out, _ = process.communicate()
-    assert (process.returncode, out) == (128 + number, "")
-    assert not running(pids)
-    assert not list((folder / "temporary").iterdir())
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # pytest's name is too long for the socket of the server
+        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": f"{ROOT}:{folder}"}
+        process = subprocess.Popen(
+            [*command, "--world-size", "2"], cwd=folder, env=environment, stdout=-1, stderr=-1, text=True
+        )
+        pids = wait_for(folder / "seen", 2)
+        process.send_signal(number)
+        process.send_signal(number)  # as `timeout` does, which ends the group of a command, and the command
+        out, _ = process.communicate()
+        assert (process.returncode, out) == (128 + number, "")
+        assert not running(pids)
+        assert not [path for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor")]

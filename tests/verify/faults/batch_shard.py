@@ -15,7 +15,7 @@ from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import attention
 from halfmesh.parallel.context.axis import ContextParallel
-from halfmesh.parallel.expert import axis, dispatch
+from halfmesh.parallel.expert import axis
 from halfmesh.parallel.gradient_sums import SharedGradients
 
 from . import trains
@@ -146,7 +146,7 @@ def expert_gradients_too_large(patch: pytest.MonkeyPatch) -> None:
 
 def _weigh(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Experts' results are weighed by what `change` makes of the router's weights."""
-    inner = dispatch.dispatch
+    inner = axis.dispatch
 
     def dispatched(
         experts: Any, count: int, group: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
