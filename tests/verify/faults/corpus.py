@@ -188,7 +188,9 @@ def _data() -> Iterator[Fault]:
     yield Fault(data.half_gradients_reduced_in_half, half, ANY_GRADIENT, unseen=rounds)
     yield Fault(data.weights_not_shared, mlp, ("* first*", UNLIKE))
     yield Fault(data.statistics_not_averaged, mlp, ("buffer norm.running_*",), workloads.batch_norm)
-    yield Fault(data.first_microbatch_lost, twice, ANY_GRADIENT)
+    yield Fault(
+        data.first_microbatch_lost, twice, (*ANY_GRADIENT, "refused *gradients that engine.backward left*gone*")
+    )
     yield Fault(data.microbatches_summed, twice, ANY_GRADIENT)
     weighted = {"loss_reduction": "weighted"}
     yield Fault(data.loss_weight_of_one_rank, mlp, ANY_GRADIENT, workloads.weighted, weighted)

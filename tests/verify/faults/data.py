@@ -175,7 +175,7 @@ def bucket_not_gathered(patch: pytest.MonkeyPatch) -> None:
 
 def parts_gathered_in_other_order(patch: pytest.MonkeyPatch) -> None:
     """New weights are joined in another order than that of the ranks."""
-    inner = Zero1._land
+    inner = Zero1._wait_oldest
 
     def land(self: Zero1) -> None:
         work, bucket, flat = self._inflight[0]
@@ -183,7 +183,7 @@ def parts_gathered_in_other_order(patch: pytest.MonkeyPatch) -> None:
         flat.copy_(flat.roll(bucket.chunk))
         inner(self)
 
-    patch.setattr(Zero1, "_land", land)
+    patch.setattr(Zero1, "_wait_oldest", land)
 
 
 def parts_sent_in_each_microbatch(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -83,6 +84,7 @@ def _short(text: str) -> str:
 
 def main() -> None:
     """Run all, and write the page."""
+    sys.path.insert(0, str(PAGE.parents[2] / "examples"))  # as pytest's settings do
     try:
         with runs() as each:
             reports = [(fault, each.report(fault)) for fault in FAULTS]
