@@ -33,7 +33,7 @@ LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAS
 NOT_CONNECTED = "Gloo connectFullMesh failed"  # torch's words where sockets missed each other on a busy machine
 ATTEMPTS = 3  # to connect the ranks
 _IMPORT_S = 120.0  # how long the imports of the server may take, at least
-_GRACE_S = 3.0  # after an error that only says that another rank is gone: time for that one's own error to arrive
+_GRACE_S = 3.0  # after an error that may only say that another rank is gone: time for that one's own error to arrive
 
 
 class LocalRanks:
@@ -94,7 +94,7 @@ class LocalRanks:
         """The results in the order of ranks, when all have one.
 
         Raises:
-            RankError: of several errors the first that is not the echo of another rank's end; or the time is up.
+            RankError: of several errors the first that cannot be the echo of another rank's end; or the time is up.
         """
         with contextlib.ExitStack() as after_errors:
             after_errors.callback(self.end)
@@ -107,7 +107,7 @@ class LocalRanks:
                 after_errors.pop_all()
                 return self.wait()
             if errors:
-                raise min(errors, key=lambda error: (error.is_echo, error.at, error.rank))
+                raise min(errors, key=lambda error: (error.may_be_echo, error.at, error.rank))
             if len(ends) < self.world_size:
                 raise self._describe_hung([rank for rank in range(self.world_size) if rank not in ends])
             for _, pipe in self._members:
@@ -167,7 +167,7 @@ class LocalRanks:
         ends: dict[int, Any] = {}
         errors: list[RankError] = []
         deadline = self._deadline
-        while len(ends) < self.world_size and all(error.is_echo for error in errors):
+        while len(ends) < self.world_size and all(error.may_be_echo for error in errors):
             # Also the sentinel: a pipe may be held open by processes that its rank has started.
             waiting = [(rank, *member) for rank, member in enumerate(self._members) if rank not in ends]
             handles = {handle: rank for rank, process, pipe in waiting for handle in (pipe, process.sentinel)}

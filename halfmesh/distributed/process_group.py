@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from .env import Place, RankNames
-from .failures import FailureWatch, StatusStore
+from .failures import FailureWatch
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def make_group(
             timeout=timeout,
             device_id=device if "nccl" in backend else None,
         )
-        statuses = StatusStore(store, place.rank, place.world_size)
+        host = None if address is None and _agent_hosts_store() else 0
+        return OwnedGroup(FailureWatch(store, place.rank, names, host, timeout_s))
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
         raise LaunchError(
@@ -107,8 +108,6 @@ def make_group(
             f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
             "port, a port that is free on rank 0's machine and can be reached from the others"
         ) from error
-    host = None if address is None and _agent_hosts_store() else 0
-    return OwnedGroup(FailureWatch(statuses, place.rank, names, host, timeout_s))
 
 
 def wait_for_threads_at_exit() -> None:

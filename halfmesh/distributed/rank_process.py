@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HalfmeshError
-from .failures import is_echo, is_timeout
+from .failures import may_be_of_peer
 
 MODULES = "HALFMESH_PRELOAD"
 """The variable of the server: seconds that its imports may take, and the names of modules."""
@@ -39,7 +39,7 @@ class RankError(Exception):
         reason: in one line: "ValueError: text".
         text: the traceback; of ranks that hang the stacks of all; of one that died the end of what it wrote.
         refusal: the message, if halfmesh raised the error on purpose; else "".
-        is_echo: it only says that another rank is gone.
+        may_be_echo: it may only say that another rank is gone.
         measures: the error's attribute of this name, if it has one.
     """
 
@@ -48,7 +48,7 @@ class RankError(Exception):
     text: str
     hung: bool = False
     refusal: str = ""
-    is_echo: bool = False
+    may_be_echo: bool = False
     measures: Any = None
     at: float = field(default_factory=time.monotonic)  # all processes of a machine share this clock
 
@@ -107,7 +107,7 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> bytes:
 
 def _describe(rank: int, error: BaseException) -> RankError:
     """For the parent."""
-    echo = any(is_echo(one) or is_timeout(one) for one in (error, error.__cause__ or error))
+    echo = may_be_of_peer(error.__cause__ or error)
     refusal = str(error) if isinstance(error, HalfmeshError) else ""
     reason, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     return RankError(rank, reason, trace, False, refusal, echo, getattr(error, "measures", None), time.monotonic())

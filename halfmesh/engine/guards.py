@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult
-from ..distributed.failures import is_echo
 from ..errors import InputError, shorten
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import gather_objects, is_simulated
@@ -55,11 +54,9 @@ class SameTrained:
         try:
             everyone = gather_objects(trained, context.stage_group)
         except RuntimeError as error:
-            if is_echo(error):
-                raise
             raise InputError(
                 f"requires_grad was changed on {names_of.name(context.rank)}, but not on all ranks that hold the same "
-                f"parameters: some did not come to compare it within the config's timeout; {ADVICE}"
+                f"parameters: some did not come to compare it ({error}); {ADVICE}"
             ) from error
         refuse_unlike(names, everyone, [names_of.name(rank) for rank in context.stage_ranks])
 

@@ -30,10 +30,10 @@ class Calls:
     Args:
         name: the engine's, the same on all ranks.
         timeout_s: the seconds that a rank waits for the other ranks.
-        ended: the ranks that have ended; True for those that did so without a failure.
+        ended: the ranks that have ended, with the word for how: see `FailureWatch.ended`.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> None:
+    def __init__(self, name: str, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, str]]) -> None:
         group: Any = dist.group.WORLD
         store = group.get_group_store().clone()  # a separate connection: the other one may be blocked in a wait
         self._store = dist.PrefixStore(f"halfmesh/calls/{name}", store)
@@ -90,7 +90,7 @@ class Calls:
 
     def _refuse_ended(self, call: str) -> None:
         ended = self._ended()
-        failed = [rank for rank, well in ended.items() if not well]
+        failed = [rank for rank, word in ended.items() if word == "failed"]
         if failed:  # the report of failures has the reason
             raise ConnectionResetError(f"{call}: connection reset by peer: {_names(failed)} failed meanwhile")
         if any(rank in ended for rank in self._missing()):

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from halfmesh.distributed.failures import is_echo, is_timeout
 from halfmesh.distributed.local_ranks import free_port
 from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_case, started, write_program
 
@@ -20,9 +19,8 @@ MESH = (("tensor", {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}),)
 PIPE = (("pipeline", {"size": 2, "microbatches": 2, "partition": ("2",)}),)
 RAISE, KILL, SLEEP = "raise ValueError('boom')", "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
-WAITED = "waited 3 s (config key timeout) for another rank; "
-HANGS = f"{WAITED}did not reach the collective in time (hung or too slow): rank"
-EARLY = "ended without an error while others waited for it (left its loop early, or called engine.close alone?)"
+HANGS = "still running: rank"
+EARLY = "ended without an error: rank"
 KILLED = "(killed, out of memory, or stopped?)"
 PLACE = "sys.argv[1] + '/checkpoint'"
 SAVES = f"step == 4 and rank == 0 and engine.save({PLACE})"
@@ -109,30 +107,17 @@ def test_a_rank_that_hangs_is_named_by_all(tmp_path):
     check(case, outcome, f"{HANGS} 3 (dp 1, tp 1)")
 
 
-@pytest.mark.parametrize("how", [SLEEP, "return"], ids=["hangs", "leaves"])
-def test_calls_that_are_not_equally_many_are_counted(how, tmp_path):
-    case = Case(how, parallel=(("data", "fsdp"),))
-    check(
-        case, run_case(case, tmp_path), "; engine(...) was called 5 times on rank 1 and 6 times on rank 0: under data"
-    )
-
-
 # --- further ways, and layouts ----------------------------------------------------------------------------------------
 
 CASES = {  # and what the others say
     "raises": (Case(RAISE, bad=3, ranks=4, parallel=MESH), f"{FIRST} 3 (dp 1, tp 1)] Traceback"),
-    "leaves": (Case("return", ranks=3), f"rank 1 {EARLY}"),
-    "stopped": (Case(STOP), f"{WAITED}no answer from rank 1 {KILLED}"),
+    "leaves": (Case("return", ranks=3), f"{EARLY} 1"),
+    "stopped": (Case(STOP), f"no answer from rank 1 {KILLED}"),
     "host_raises": (Case(RAISE, bad=0), f"{FIRST} 0] Traceback"),  # rank 0 hosts the store
-    "host_killed": (Case(KILL, bad=0), "rank 0, which hosts the store, is gone without an error"),
-    "elsewhere": (
-        Case("torch.distributed.barrier()", parallel=PIPE),
-        # The later one waits 3 s, too, or sees that the connection is gone: which, the machine decides.
-        "all ranks waited, so for different collectives",
-    ),
-    "saves_alone": (Case(f"engine.save({PLACE})"), f"{WAITED}{FIRST} 1] Traceback"),
-    "saves_alone_tensor": (Case(f"engine.save({PLACE})", parallel=MESH), f"{WAITED}{FIRST} 1 (tp 1)] Traceback"),
-    "closes_alone": (Case("engine.close(); return"), f"rank 1 {EARLY}"),
+    "host_killed": (Case(KILL, bad=0), "no answer from rank 0, which hosts the store"),
+    "saves_alone": (Case(f"engine.save({PLACE})"), f"{FIRST} 1] Traceback"),
+    "saves_alone_tensor": (Case(f"engine.save({PLACE})", parallel=MESH), f"{FIRST} 1 (tp 1)] Traceback"),
+    "closes_alone": (Case("engine.close(); return"), f"{EARLY} 1"),
     "fails_meanwhile": (Case("time.sleep(1); " + RAISE, then=SAVES), f"{FIRST} 1] Traceback"),
     "fsdp": (Case(SLEEP, parallel=(("data", "fsdp"),)), f"{HANGS} 1"),
     "pipeline": (Case(SLEEP, parallel=PIPE), f"{HANGS} 1 (pp 1)"),
@@ -196,8 +181,6 @@ def test_whatever_goes_wrong_the_others_name_the_rank(name, outcomes):
         assert outcome.codes[1] in (1, -signal.SIGALRM), "not SIGABRT, by gloo"
         call = case.how.partition("(")[0]
         assert all(f"InputError: {call} was called on rank 1 only; call it on every rank" in s for s in outcome.said)
-    if name == "raises":
-        assert outcome.said[3].rstrip().endswith("raised on rank 3 (dp 1, tp 1)")
 
 
 BAD_CONFIG = """
@@ -238,23 +221,6 @@ def test_all_ranks_write_their_stacks_before_the_time_limit(tmp_path):
     script.write_text(HANGS_LATER)
     with started(*TORCHRUN, str(script)) as process:
         output, _ = process.communicate(timeout=200)
-    before, _, _ = output.partition("waited 10 s (config key timeout) for another rank")
+    before, _, _ = output.partition("Traceback (most recent call last)")
     for rank in range(2):
         assert f"[rank {rank}] no update for 9 s, 0.9 x the config key timeout\nThis rank is at:\n" in before
-
-
-@pytest.mark.parametrize(
-    ("message", "echo", "timeout"),
-    [
-        ("[pair.cc:561] Connection closed by peer [127.0.0.1]:86. GLHF!", True, False),
-        ("Read error [127.0.0.1]:38284: Connection reset by peer", True, False),
-        ("[unbound_buffer.cc:129] Timed out waiting 2000ms for send operation to complete", False, True),
-        ("Application timeout caused pair closure", False, True),
-        ("wait timeout after 2000ms, keys: /default_pg/0//9//cpu//0/1", False, True),
-        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)", False, True),
-        ("DataLoader timed out after 5 seconds", False, False),
-    ],
-)
-def test_words_of_torch_that_only_say_that_another_rank_is_gone_or_late(message, echo, timeout):
-    """Those of NCCL are never seen here else."""
-    assert (is_echo(RuntimeError(message)), is_timeout(RuntimeError(message))) == (echo, timeout)

@@ -93,7 +93,7 @@ def waits(rank, world_size):
     """Rank 0 waits in vain: for one that is slow, that has ended, or has failed. Returns what it is told."""
     calls.PATIENCE_S, heard, found = 1.5, [], []
     logging.getLogger("halfmesh.parallel.calls").addFilter(lambda record: heard.append(record.getMessage()) or True)
-    for ended in ({}, {1: True, 2: True}, {1: True, 2: False}):
+    for ended in ({}, {1: "lost", 2: "ended"}, {1: "ended", 2: "failed"}):
         engine = make_engine({"timeout": 4.0 if not ended else 30.0})
         engine.context.begin_calls(_Ended(ended))
         dist.barrier()
