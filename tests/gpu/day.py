@@ -143,9 +143,9 @@ def two_ranks_on_one_gpu(page: Page) -> None:
         "zero1 beside replicate": ["tests/parallel/sharding/test_zero1.py", "-k", "trains_as_replicated and 2"],
         "fsdp beside replicate": ["tests/parallel/sharding/test_fsdp.py", "-k", "trains_as_replicated and 2"],
         "data ranks": ["tests/engine/test_data_parallel.py", "-m", "not slow"],
-        "tensor": ["tests/parallel/test_tensor.py", "tests/engine/test_tensor_parallel.py", "-m", "not slow"],
+        "tensor": ["tests/parallel/tensor/test_tensor.py", "tests/engine/test_tensor_parallel.py", "-m", "not slow"],
         "context": [
-            "tests/parallel/context_parallel",
+            "tests/parallel/context",
             "-m",
             "not slow",
             "-k",

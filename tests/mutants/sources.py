@@ -80,7 +80,7 @@ SHARDED_BATCHES = (
         "engine/parallelize.py",
         "if not AXES.get(name).same_rng",
         "if False",
-        ("tests/parallel/context_parallel/test_context_parallel.py::test_ranks_drop_activations_by_themselves",),
+        ("tests/parallel/context/test_context_parallel.py::test_ranks_drop_activations_by_themselves",),
     ),
     Fault(
         "a rank without tokens for its experts sends nothing back",

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmesh.cli import app
-from tests.launch.test_local_ranks import ROOT, running, wait_for
+from tests.distributed.test_local_ranks import ROOT, running, wait_for
 
 MODELS = """
 import os

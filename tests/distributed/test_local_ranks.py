@@ -231,7 +231,9 @@ def in_a_process_of_its_own(text: str, folder: Path, **variables: str) -> subpro
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     seen.mkdir()
-    script = "from halfmesh.distributed.local_ranks import LocalRanks\nfrom tests.launch.test_local_ranks import hang\n"
+    script = (
+        "from halfmesh.distributed.local_ranks import LocalRanks\nfrom tests.distributed.test_local_ranks import hang\n"
+    )
     script += f"if __name__ == '__main__':\n    LocalRanks(2).call(hang, ({str(seen)!r},), timeout=100)\n"
     parent = in_a_process_of_its_own(script, tmp_path)
     pids = wait_for(seen, 3)
@@ -258,7 +260,7 @@ def test_modules_are_imported_once_and_one_that_fails_fails_in_the_ranks(tmp_pat
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = "from halfmesh.distributed.local_ranks import LocalRanks\n"
-    script += "from tests.launch.test_local_ranks import look_around\nLocalRanks(1).call(look_around)\n"
+    script += "from tests.distributed.test_local_ranks import look_around\nLocalRanks(1).call(look_around)\n"
     _, errors = in_a_process_of_its_own(script, tmp_path).communicate()
     assert 'ended with status 1 while it started; is this called under `if __name__ == "__main__":`?' in errors
 
