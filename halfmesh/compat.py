@@ -13,8 +13,8 @@ from typing import Literal
 
 from .amp.plugin import AMP_PLUGINS, PRECISIONS, AMPPlugin
 from .amp.recipe import FP32
+from .config.composition import Finding, Setup, find_key_problems
 from .config.config import Config
-from .config.key_checks import Finding, find_key_problems, recipe_of
 from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
 from .parallel.registries import AXES, DATA_STRATEGIES
 
@@ -43,12 +43,17 @@ def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding
 
     `device` may carry an index ("cuda:1"). An empty list: the combination is supported.
     """
-    findings, kind = list(_check_world(config, world_size)), device.partition(":")[0]
+    return check_setup(Setup.of(config, world_size), device)
+
+
+def check_setup(setup: Setup, device: str) -> list[Finding]:
+    """The same of a config with its mesh and recipe."""
+    findings, kind = list(_check_world(setup.config, setup.dims.world_size)), device.partition(":")[0]
     if kind not in DEVICES:
         message = f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{did_you_mean(kind, DEVICES)}"
         findings.append(Finding("device", message))
-    findings += _check_mode(_row_of(config), _active_columns(config, mesh_sizes(config, world_size)["dp"]), kind)
-    return [*findings, *find_key_problems(config)]
+    findings += _check_mode(_row_of(setup), _active_columns(setup), kind)
+    return [*findings, *find_key_problems(setup)]
 
 
 def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
@@ -60,10 +65,7 @@ def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
 def mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
     """The axes of the mesh that `config` makes of `world_size` ranks and their sizes, outermost first, as
     `ParallelContext.sizes` will have them. dp is at least 1 if the other axes do not fit."""
-    parallel = config.parallel
-    outermost, *others = parallel.mesh_sizes.items()
-    dp = parallel.data.size or max(1, world_size // math.prod(parallel.sizes.values()))
-    return dict([outermost, ("dp", dp), *others])
+    return dict(config.parallel.dims(world_size).sizes)
 
 
 def composition_table() -> dict[str, dict[str, Cell]]:
@@ -97,23 +99,21 @@ def _verdict(row: Row, column: str) -> Cell:
         return "refused"
 
 
-def _row_of(config: Config) -> Row:
-    if config.precision is None or _is_switched_off(config):
+def _row_of(setup: Setup) -> Row:
+    """The row of the mode; a mode with `enabled=False` that then does nothing composes like no mode."""
+    precision = setup.config.precision
+    is_off = getattr(precision and precision.options, "enabled", True) is False
+    if precision is None or (is_off and replace(setup.recipe, num_losses=1) == FP32):
         return Row()
-    return Row(config.precision.mode, config.precision_key)
+    return Row(precision.mode, setup.config.precision_key)
 
 
-def _is_switched_off(config: Config) -> bool:
-    """True for `enabled=False` in a mode that then does nothing: it composes like no mode."""
-    options = config.precision.options if config.precision else None
-    return getattr(options, "enabled", True) is False and replace(recipe_of(config), num_losses=1) == FP32
-
-
-def _active_columns(config: Config, data_ranks: int) -> Iterator[str]:
+def _active_columns(setup: Setup) -> Iterator[str]:
     """The columns that the config uses: axes larger than 1, and the strategy if it was set or has several ranks."""
-    yield from (name for name, size in config.parallel.sizes.items() if size > 1)
-    strategy = config.parallel.data.strategy
-    if data_ranks > 1 or strategy != "replicate":
+    parallel = setup.config.parallel
+    yield from (name for name, size in parallel.sizes.items() if size > 1)
+    strategy = parallel.data.strategy
+    if setup.dims.dp > 1 or strategy != "replicate":
         yield strategy
 
 

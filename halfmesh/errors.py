@@ -44,7 +44,7 @@ class ConfigError(HalfmeshError, ValueError):
     def __init__(self, problems: Sequence[str], source: str = "the config") -> None:
         self.problems = tuple(problems)
         self.source = source
-        super().__init__(bullet_list(f"{len(self.problems)} problem(s) in {source}:", self.problems))
+        super().__init__(problem_list(self.problems, source))
 
 
 class IncompatibleConfigError(ConfigError):
@@ -131,6 +131,16 @@ def bullet_list(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *(f"  - {line}" for line in lines)])
 
 
+def problem_list(problems: Sequence[str], source: str) -> str:
+    """The problems that were found in `source`, with their number."""
+    return bullet_list(f"{count(len(problems), 'problem')} in {source}:", problems)
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: "1 rank", "8 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def find_near(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name nearest to `name`, or None if nothing is near (difflib ratio below `cutoff`)."""
     by_lower = {known_name.lower(): known_name for known_name in known}
@@ -204,10 +214,10 @@ def refuse_closure(call: str, closure: object) -> None:
         )
 
 
-def readable(count: float) -> str:
-    """`count` bytes in words: "1.5 MiB"."""
+def readable(size: float) -> str:
+    """`size` bytes in words: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

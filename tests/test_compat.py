@@ -5,7 +5,7 @@ import pytest
 from halfmesh import AMP_PLUGINS, AMPPlugin, Composes, IncompatibleConfigError, Options, Recipe
 from halfmesh import load_config as load
 from halfmesh.compat import check, composition_table, get_columns, get_rows, mesh_sizes, raise_for, render_table
-from halfmesh.config.key_checks import find_advice
+from halfmesh.config.composition import Setup, find_advice
 
 APEX = {"fp16": {"mode": "apex"}}
 
@@ -266,6 +266,7 @@ def test_refusals_are_raised_together():
     ],
 )
 def test_advice_about_fsdp(raw, data, expected):
-    found = [str(advice) for advice in find_advice(load(raw | {"parallel": {"data": {"strategy": "fsdp"} | data}}))]
+    config = load(raw | {"parallel": {"data": {"strategy": "fsdp"} | data}})
+    found = [str(advice) for advice in find_advice(Setup.of(config, 2))]
     assert [line[: len(words)] for line, words in zip(found, expected, strict=True)] == expected
-    assert list(find_advice(load(raw | {"parallel": {"data": "zero1"}}))) == []
+    assert list(find_advice(Setup.of(load(raw | {"parallel": {"data": "zero1"}}), 2))) == []

@@ -203,7 +203,7 @@ def test_all_problems_at_once():
     with pytest.raises(InputError) as caught:
         start(MLP().half(), 0.1, 3, "data", FP16_TORCH)
     first, *lines = str(caught.value).splitlines()
-    assert first == "4 problem(s) in what was passed to initialize:"
+    assert first == "4 problems in what was passed to initialize:"
     assert [line.split(":")[0].strip(" -") for line in lines] == ["model", "optimizer", "criterion", "dataloader"]
 
 

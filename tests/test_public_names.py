@@ -79,6 +79,6 @@ def test_type_checkers_see_the_same_names():
 def test_a_config_error_has_all_problems_and_is_a_value_error():
     error = ConfigError(["a: wrong", "b: wrong"], "config.py")
     assert (error.problems, error.source) == (("a: wrong", "b: wrong"), "config.py")
-    assert str(error) == "2 problem(s) in config.py:\n  - a: wrong\n  - b: wrong"
+    assert str(error) == "2 problems in config.py:\n  - a: wrong\n  - b: wrong"
     assert issubclass(IncompatibleConfigError, ConfigError)
     assert issubclass(ConfigError, (HalfmeshError, ValueError))

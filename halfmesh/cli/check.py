@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..errors import ConfigError, InputError, count
+
 if TYPE_CHECKING:
     from ..config import Config
-    from ..config.key_checks import Finding
+    from ..config.composition import Finding, Setup
     from ..dry_run.dry_run import DryRun
 
 
@@ -51,11 +53,9 @@ def check(
     With --model, one rank of each kind does an update on tensors without memory, which shows the bytes that it holds
     and sends. build() returns the model; or (model, inputs); or (model, (inputs, targets), criterion).
     """
-    from ..compat import check as find
-    from ..compat import mesh_sizes
-    from ..config.key_checks import find_advice
+    from ..compat import check_setup
+    from ..config.composition import Setup, find_advice
     from ..engine.summary import parse_bytes
-    from ..errors import InputError
 
     if model is None and (batch or gpu_memory or picture):
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
@@ -70,15 +70,16 @@ def check(
     run: DryRun | None = None
     with contextlib.redirect_stdout(sys.stderr):  # the output of a config or a model is not part of the answer
         loaded, problems = load(config, overrides or ())
-        findings = find(loaded, world_size, device) if loaded else []
-        right = loaded is not None and not findings
+        setup = Setup.of(loaded, world_size) if loaded else None
+        findings = check_setup(setup, device) if setup else []
+        right = setup is not None and not findings
         if loaded and right and model is not None:
             from ..dry_run.dry_run import dry_run
 
             run = dry_run(loaded, world_size, model, tuple(batch or ()), is_fresh=bool(context.obj))
-        if loaded and mesh_sizes(loaded, world_size)["dp"] > 1:
-            findings += find_advice(loaded)
-    plan = _plan(loaded, world_size) if loaded and right and not (run and run.problems) else None
+        if setup and setup.dims.dp > 1:
+            findings += find_advice(setup)
+    plan = _plan(setup) if setup and right and not (run and run.problems) else None
     answer = {"ok": plan is not None, "problems": problems, "findings": list(map(asdict, findings)), "plan": plan}
     lines: Sequence[str] = ()
     if model is not None:
@@ -102,7 +103,6 @@ def check(
 def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config | None, list[str]]:
     """The config, or its problems."""
     from ..config.load import load_config
-    from ..errors import ConfigError
 
     try:
         return load_config(source, overrides), []
@@ -110,20 +110,18 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
         return None, list(error.problems)
 
 
-def _plan(config: Config, world_size: int) -> dict[str, Any]:
+def _plan(setup: Setup) -> dict[str, Any]:
     """The layout and batch of the run, as plain values."""
-    from ..compat import mesh_sizes
-    from ..config.key_checks import recipe_of
     from ..engine.parallel_plans import data_strategy
     from ..parallel.data_strategy import DataStrategy
     from ..utils.tensors import dtype_name
 
-    recipe, mesh = recipe_of(config), mesh_sizes(config, world_size)
-    is_real = data_strategy(config, mesh["dp"]) is not DataStrategy
+    config, recipe, dims = setup.config, setup.recipe, setup.dims
+    is_real = data_strategy(config, dims.dp) is not DataStrategy
     return {
         "mode": config.precision.label if config.precision else None,
         "dtype": dtype_name(recipe.compute_dtype) + (", products in float8" if recipe.linear else ""),
-        "mesh": mesh,
+        "mesh": dims.sizes,
         "data_strategy": config.parallel.data.strategy if is_real else "replicate",
         "gradient_accumulation": config.gradient_accumulation,
         "global_batch_size": config.global_batch_size,
@@ -134,7 +132,7 @@ def _plan(config: Config, world_size: int) -> dict[str, Any]:
 def _print(
     path: Path, world_size: int, answer: dict[str, Any], findings: Sequence[Finding], dry_run: Sequence[str]
 ) -> None:
-    from ..parallel.mesh import in_words
+    from ..parallel.dims import in_words
 
     console = Console(highlight=False, emoji=False)
 
@@ -143,7 +141,7 @@ def _print(
 
     plan = answer["plan"]
     if plan is None:
-        say(f"{path}: cannot run on {world_size} rank(s)", "red")
+        say(f"{path}: cannot run on {count(world_size, 'rank')}", "red")
         for title, lines in (
             ("config problems", answer["problems"]),
             ("refused", [str(finding) for finding in findings if finding.kind == "refused"]),
@@ -156,7 +154,7 @@ def _print(
                 say(f"  - {line}")
         return
     fits, color = ("", "green") if answer["ok"] else (", but does not fit", "red")
-    say(f"{path}: can run on {world_size} rank(s){fits}", color)
+    say(f"{path}: can run on {count(world_size, 'rank')}{fits}", color)
     say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
     say(f"  mesh {in_words(plan['mesh'])}, data strategy {plan['data_strategy']}")
     total, cycle = plan["global_batch_size"], plan["gradient_accumulation"]

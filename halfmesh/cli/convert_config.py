@@ -47,7 +47,7 @@ def convert_config(
     if given); else 1.
     """
     from ..config.text import as_python
-    from ..errors import ConfigError, InputError, did_you_mean
+    from ..errors import ConfigError, InputError, count, did_you_mean
     from ..migration.convert import ORIGINS, convert
 
     if origin not in ORIGINS:
@@ -71,7 +71,7 @@ def convert_config(
         *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
         *(f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()),
     ]
-    where = "" if world_size is None else f" on {world_size} rank(s)"
+    where = "" if world_size is None else f" on {count(world_size, 'rank')}"
     lines = [f"cannot run{where}: {finding}" for finding in findings] + list(_describe(values, outcomes, looks))
     print("\n".join(lines), file=sys.stderr)
     title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, cre
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
 from ..errors import RegistryError, did_you_mean, find_near, shorten, show
 from ..options import Names, Options, PositiveFloat, PositiveInt
+from ..parallel.dims import ParallelDims
 from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..utils.registry import Registry
 
@@ -302,13 +303,13 @@ class ParallelConfig(Options):
         """The sizes of all axes but data, by key."""
         return {name: getattr(self, name).size for name in AXES.names() if name in type(self).model_fields}
 
-    @property
-    def mesh_sizes(self) -> dict[str, int]:
-        """The same by mesh axis, outermost first: axes that take modules, others, tp."""
-        kinds = [(AXES.get(name), size) for name, size in self.sizes.items()]
-        kinds.sort(key=lambda pair: not pair[0].splits_modules)
-        outer = sum(kind.splits_modules for kind, _ in kinds)
-        return {kind.dim: size for kind, size in (*kinds[:outer], *reversed(kinds[outer:]))}
+    def dims(self, world_size: int) -> ParallelDims:
+        """The mesh of `world_size` ranks: pp, dp, others, tp. `halfmesh.compat.check` says whether the sizes fit."""
+        kinds = [(AXES.get(name), size) for name, size in reversed(self.sizes.items())]
+        outermost, *others = sorted(kinds, key=lambda item: not item[0].splits_modules)
+        dp = self.data.size or max(1, world_size // math.prod(self.sizes.values()))
+        named = [(kind.dim, size) for kind, size in others]
+        return ParallelDims(world_size, dict([(outermost[0].dim, outermost[1]), ("dp", dp), *named]))
 
 
 def parallel_config(keys: Collection[str]) -> type[ParallelConfig]:

@@ -108,7 +108,7 @@ class RankNames:
     """How messages name a rank: by its number and its place in the mesh.
 
     Args:
-        sizes: of the axes pp, further ones and tp, outermost first; dp, the ranks that are left, comes after pp.
+        sizes: of the axes of the mesh, outermost first.
     """
 
     world_size: int
@@ -117,17 +117,14 @@ class RankNames:
     @property
     def has_places(self) -> bool:
         """True if ranks have coordinates, too: not with data parallelism alone, or where sizes do not fit."""
-        product = math.prod(self.sizes.values())
-        return product > 1 and self.world_size % product == 0
+        return math.prod(self.sizes.values()) == self.world_size > self.sizes.get("dp", 1)
 
     def name(self, rank: int) -> str:
         """`rank 3`, or `rank 3 (dp 1, tp 1)`; axes of size 1 are left out."""
         if not self.has_places:
             return f"rank {rank}"
-        dp = self.world_size // math.prod(self.sizes.values())
-        sizes = {"pp": self.sizes.get("pp", 1), "dp": dp} | {k: n for k, n in self.sizes.items() if k != "pp"}
-        places = find_places(rank, sizes)
-        return f"rank {rank} ({', '.join(f'{axis} {places[axis]}' for axis in sizes if sizes[axis] > 1)})"
+        places = find_places(rank, self.sizes)
+        return f"rank {rank} ({', '.join(f'{axis} {places[axis]}' for axis, size in self.sizes.items() if size > 1)})"
 
     def names(self, ranks: Iterable[int]) -> str:
         """Several ranks, in order."""

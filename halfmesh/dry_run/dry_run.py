@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..compat import mesh_sizes
+from ..config.composition import Setup
 from ..engine.parallel_plans import make_plans
 from ..errors import ConfigError, HalfmeshError
 from ..parallel.registries import SCHEDULES
@@ -41,7 +41,7 @@ class DryRun:
         rows: of a data rank's batch; 0 if not known.
     """
 
-    sizes: dict[str, int]
+    sizes: Mapping[str, int]
     world_size: int
     problems: list[str] = field(default_factory=list)
     ranks: dict[int, Figures] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class _Simulated:
 
     def __init__(self, config: Config, rows: int | None, world_size: int) -> None:
         self.rows = rows
-        self.run = DryRun(mesh_sizes(config, world_size), world_size)
+        self.run = DryRun(config.parallel.dims(world_size).sizes, world_size)
         self.config = _without_extras(config, self.run.notes)
         self._pipeline = pipeline = self.config.parallel.pipeline
         if pipeline.size > 1:
@@ -150,7 +150,7 @@ def find_model_problems(config: Config, world_size: int, model: str) -> list[str
 def find_plan_problems(config: Config, world_size: int, model: nn.Module) -> list[str]:
     """The same for a model that was built in a dry run."""
     try:
-        make_plans(model, torch.optim.AdamW(model.parameters()), None, None, config, max(1, world_size))
+        make_plans(model, torch.optim.AdamW(model.parameters()), None, None, Setup.of(config, world_size))
     except Exception as error:
         return [str(error)] if type(error) is ValueError else _problems_of(error)  # torch's: without parameters
     return []

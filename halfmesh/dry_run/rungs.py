@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..compat import check, mesh_sizes
+from ..compat import check
 from ..config.load import load_config
 from ..errors import InputError
 from ..parallel.registries import AXES, DATA_STRATEGIES
@@ -115,7 +115,7 @@ class Update:
 
 def describe_update(config: Config, world_size: int, rows: int) -> Update:
     """The rows of an update of `config`, with `rows` in a data rank's batch."""
-    data, key = mesh_sizes(config, world_size)["dp"], _split_key(config)
+    data, key = config.parallel.dims(world_size).dp, _split_key(config)
     cycle = config.gradient_accumulation
     if config.global_batch_size is not None:
         cycle = config.global_batch_size // (rows * data)
@@ -125,7 +125,7 @@ def describe_update(config: Config, world_size: int, rows: int) -> Update:
 def make_rung(asked: PlanRequest, update: Update, changes: Changes, recompute: str, at_once: int) -> Candidate:
     """The config with `changes`, recomputation, and the same rows in an update, `at_once` of them at once."""
     config = load_config(asked.config, changes)
-    own, key = update.rows // mesh_sizes(config, asked.world_size)["dp"], _split_key(config)
+    own, key = update.rows // config.parallel.dims(asked.world_size).dp, _split_key(config)
     changes += (f"activation_checkpoint={recompute}",) if recompute else ()
     rows = own // update.cycle if key else at_once
     batches, microbatches = own // rows, rows // at_once

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config.composition import Setup
 from ..engine.parallel_plans import make_plans
 from ..errors import readable
 from ..report import mesh_picture
@@ -120,8 +121,8 @@ def _held_modules(config: Config, reference: str, batch: tuple[str, ...]) -> lis
         stages = config.parallel.pipeline.size
         if stages == 1:
             return [_modules(names)]
-        ranks = stages * config.parallel.tensor.size
-        partition = make_plans(model, torch.optim.AdamW(model.parameters()), None, None, config, ranks).partition
+        setup = Setup.of(config, stages * config.parallel.tensor.size)
+        partition = make_plans(model, torch.optim.AdamW(model.parameters()), None, None, setup).partition
         assert partition is not None
         ranks_of = {name: partition.ranks_of(name) for name in names}
         return [_modules(name for name in names if rank in ranks_of[name]) for rank in range(stages)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..config.key_checks import find_advice
+from ..config.composition import Setup, find_advice
 from ..errors import readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from .rungs import ROOM, Candidate
@@ -51,7 +51,7 @@ def lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
         yield from (f"note: {note}" for note in ladder.chosen.run.notes)
     yield "cost:"
     yield from (f"  {cost}" for cost in costs(ladder.chosen, ladder.update))
-    yield from (f"advice: {finding}" for finding in find_advice(ladder.chosen.config))
+    yield from (f"advice: {finding}" for finding in find_advice(Setup.of(ladder.chosen.config, asked.world_size)))
     yield ""
     yield from config_text(ladder.chosen, asked, ladder.update).splitlines()
 
@@ -105,6 +105,7 @@ def costs(rung: Candidate, update: Update) -> Iterator[str]:
 def as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
     """The same with exact numbers."""
     chosen = ladder.chosen
+    advice = find_advice(Setup.of(chosen.config, asked.world_size)) if chosen else ()
     return {
         "ok": chosen is not None,
         "world_size": asked.world_size,
@@ -115,7 +116,7 @@ def as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
         "notes": ladder.notes,
         "chosen": None if chosen is None else _as_json(chosen) | {"config": short(chosen.config.to_dict())},
         "costs": list(costs(chosen, ladder.update)) if chosen and ladder.update else [],
-        "advice": [str(finding) for finding in find_advice(chosen.config)] if chosen else [],
+        "advice": list(map(str, advice)),
     }
 
 

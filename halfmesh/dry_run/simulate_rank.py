@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
-from ..compat import mesh_sizes
-from ..config.global_batch import accumulate
+from ..config.composition import Setup
 from ..engine.initialize import initialize
 from ..errors import InputError, find_module
 from ..parallel.buckets import give_grads
@@ -90,7 +89,7 @@ def simulate_rank(
             given = given if rows is None else given.with_rows(rows)
             for problem in find_batch_problem(given.rows, pipeline.microbatches or 1) if pipeline.size > 1 else ():
                 raise InputError(f"--batch: {problem}")
-            config = accumulate(config, given.rows, mesh_sizes(config, world_size)["dp"])
+            config = Setup.of(config, world_size).accumulate(given.rows).config
         if microbatches is not None and pipeline.microbatches is not None:
             given = given.with_rows(given.rows // pipeline.microbatches * microbatches)
             pipeline = pipeline.model_copy(update={"microbatches": microbatches})

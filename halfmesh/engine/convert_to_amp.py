@@ -21,9 +21,9 @@ from ..amp.precision import Precision
 from ..amp.recipe import FP32
 from ..amp.step_result import StepResult
 from ..checkpoint import validate
-from ..config.key_checks import recipe_of
+from ..config.composition import Setup
 from ..config.load import load_config
-from ..errors import IncompatibleConfigError, InputError, bullet_list, refuse_closure
+from ..errors import IncompatibleConfigError, InputError, problem_list, refuse_closure
 from ..parallel.deferred.recording import recording_of
 from ..utils.param_shard import ParamShard
 from . import inputs
@@ -73,7 +73,8 @@ def convert_to_amp(
         raise InputError(f"amp_config has a mode, and mode={str(mode)!r} was given; leave one of the two out")
     config = load_config({keys[dtype]: {"mode": mode, **(amp_config or {})}})
     assert config.precision is not None
-    recipe, backend = recipe_of(config), AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
+    setup = Setup.of(config, 1)
+    recipe, backend = setup.recipe, AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
     if isinstance(model, nn.Module) and any(map(recording_of, model.parameters())):
         raise InputError(
             "model: its parameters were made under halfmesh.deferred_init(), and have no values; pass the model to "
@@ -87,8 +88,8 @@ def convert_to_amp(
         problems += find_kept_problems(model, recipe)
     problems += inputs.find_criterion_problems(criterion)
     if problems:
-        raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to convert_to_amp:", problems))
-    compat.raise_for(compat.check(config, 1, device.type))
+        raise InputError(problem_list(problems, "what was passed to convert_to_amp"))
+    compat.raise_for(compat.check_setup(setup, device.type))
     unfit = [inputs.find_device_problem(device, recipe), backend.find_problem(device)]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         if recipe.loss_scale is not None and not recipe.keeps_scale:  # DDP averages one backward of each forward

@@ -19,15 +19,14 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.plugin import AMP_PLUGINS, Backend
 from ..amp.recipe import Recipe, UpdateOptions
 from ..checkpoint.checkpointer import Checkpointer
+from ..config.composition import Setup, batch_size, find_advice
 from ..config.config import Config
-from ..config.global_batch import accumulate, batch_size
-from ..config.key_checks import find_advice, recipe_of
 from ..config.load import load_config
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader
 from ..debug.nonfinite import NonFiniteProbes
 from ..distributed.failures import recorded_for_torchrun
-from ..errors import IncompatibleConfigError, InputError, bullet_list
+from ..errors import IncompatibleConfigError, InputError, problem_list
 from ..parallel.deferred.creation import build, convert_to_meta, refuse_early_state
 from ..parallel.deferred.materialize import Materializer, make_materializer
 from ..parallel.gradient_sums import CompleteGradients, Reduction
@@ -109,22 +108,23 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     launch = config if isinstance(config, Launch) else None
     settings = launch.config if launch is not None else _load(config)
     place = launch.device if launch is not None and device is None else launchers.choose_device(device)
-    world_size = launchers.expected_world_size()
-    compat.raise_for(compat.check(settings, world_size, place.type))
-    settings = accumulate(settings, batch_size(given.dataloader), compat.mesh_sizes(settings, world_size)["dp"])
-    compat.raise_for(compat.check(settings, world_size, place.type))  # with the length of a cycle
-    recipe = recipe_of(settings)
+    setup = Setup.of(settings, launchers.expected_world_size())
+    compat.raise_for(compat.check_setup(setup, place.type))
+    if settings.global_batch_size is not None:
+        setup = setup.accumulate(batch_size(given.dataloader))
+        compat.raise_for(compat.check_setup(setup, place.type))  # with the length of a cycle
+    settings, recipe = setup.config, setup.recipe
     with ExitStack() as undo:  # after an error the model can be given again
         given = _build(given, undo)
-        plans = _refuse_problems(given, recipe, settings, place, world_size)
+        plans = _refuse_problems(given, setup, place)
         group = launchers.ensure_process_group(
             place,
             settings.timeout,
             launchers.choose_backend(settings, place),
-            settings.parallel.mesh_sizes,
+            setup.dims.rank_names,
             alone=data_strategy(settings, 1).shards_model,
         )
-        context, loaders, late = _prepare(given, recipe, settings, place, group)
+        context, loaders, late = _prepare(given, setup, place, group)
         undo.pop_all()
     context.start_equal(given.model, given.optimizer)
     sharded = bool(plans.axes) or data_strategy(settings, context.dp_size).shards_state
@@ -134,7 +134,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         engine = undo.enter_context(Engine(parts, checkpointer))
         engine.plan = make_plan(parts, recipe, given.dataloader)
         _log.info("%s", engine.plan)
-        for advice in find_advice(settings) if context.dp_size > 1 else ():
+        for advice in find_advice(setup) if context.dp_size > 1 else ():
             _log.info("advice: %s", advice)
         engine._set_hooks(_make_hooks(parts, checkpointer))
         owner = group if launch is None else launch.group
@@ -153,16 +153,10 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
 
 
 def _prepare(
-    given: _Given,
-    recipe: Recipe,
-    config: Config,
-    device: torch.device,
-    group: launchers.OwnedGroup | None,
+    given: _Given, setup: Setup, device: torch.device, group: launchers.OwnedGroup | None
 ) -> tuple[ParallelContext, list[Any], Materializer | None]:
     """Run the checks of all ranks together, before anything is changed."""
-    others = config.parallel.mesh_sizes
-    pp, tp = others.pop("pp"), others.pop("tp")
-    context = ParallelContext(pp, tp, device, group, config.timeout, others)
+    config, context = setup.config, ParallelContext(setup.dims, device, group, setup.config.timeout)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
     loaders = [
@@ -173,7 +167,7 @@ def _prepare(
         inputs.refuse_uneven_evaluation(loaders[1], context)
     late = make_materializer(given.model, context)
     if late is not None:
-        late.check = inputs.overflow_check(given.model, recipe)
+        late.check = inputs.overflow_check(given.model, setup.recipe)
     return context, loaders, late
 
 
@@ -326,8 +320,9 @@ def _build(given: _Given, undo: ExitStack) -> _Given:
     return given
 
 
-def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
+def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:
     """Raise if anything is wrong with the arguments. Returns the plans to parallelize the model."""
+    config, recipe = setup.config, setup.recipe
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
@@ -341,8 +336,8 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
         ),
     ]
     if problems:
-        raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
-    return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, config, ranks)
+        raise InputError(problem_list(problems, "what was passed to initialize"))
+    return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, setup)
 
 
 def _backend(config: Config) -> Backend:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..compat import mesh_sizes
 from ..config.config import Config
 from ..config.load import load_config
-from ..distributed.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place, find_places
+from ..distributed.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
 from ..errors import LaunchError
@@ -50,12 +48,12 @@ class Launch:
     @property
     def dp_size(self) -> int:
         """The number of data ranks: processes, or groups of them, that see different data."""
-        return mesh_sizes(self.config, self.world_size)["dp"]
+        return self.config.parallel.dims(self.world_size).dp
 
     @property
     def dp_rank(self) -> int:
         """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
-        return find_places(self.rank, mesh_sizes(self.config, self.world_size))["dp"]
+        return self.config.parallel.dims(self.world_size).coordinates(self.rank)["dp"]
 
     def close(self) -> None:
         """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
@@ -133,7 +131,7 @@ def ensure_process_group(
     device: torch.device,
     timeout_s: float,
     backend: str | None = None,
-    sizes: Mapping[str, int] | None = None,
+    names: RankNames | None = None,
     alone: bool = False,
 ) -> OwnedGroup | None:
     """The process group that torchrun's variables ask for: created here, or by an earlier call. The caller has to
@@ -144,7 +142,7 @@ def ensure_process_group(
     Args:
         timeout_s: seconds that a collective may take.
         backend: the result of `choose_backend`.
-        sizes: of the axes besides dp, for the coordinates in messages about failed ranks.
+        names: of the ranks, in messages about those that failed.
         alone: create one for a world of 1, too.
 
     Raises:
@@ -160,7 +158,7 @@ def ensure_process_group(
         return next((group for group in _shared if group.is_there), None)
     place = find_place()
     address = Address("localhost", 0) if alone and place.world_size == 1 else None  # 0: any port
-    group = make_group(place, address, device, timeout_s, backend, RankNames(place.world_size, sizes or {}), alone)
+    group = make_group(place, address, device, timeout_s, backend, names or RankNames(place.world_size), alone)
     _shared[:] = [] if group is None else [group]
     return group
 
@@ -244,7 +242,7 @@ def _launch(
         loaded = load_config(config)
         loaded = loaded if seed is None else loaded.replace(seed=seed)
         chosen = choose_device(device, place.local_rank)
-        names = RankNames(place.world_size, loaded.parallel.mesh_sizes)
+        names = loaded.parallel.dims(place.world_size).rank_names
         backend = backend or choose_backend(loaded, chosen)
         group = make_group(place, address, chosen, loaded.timeout, backend, names)
     _set_seeds(loaded.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn, optim
 
 from ..amp.fused import is_elementwise
-from ..config.key_checks import recipe_of
+from ..config.composition import Setup
 from ..errors import IncompatibleConfigError, shorten
 from ..parallel import optimizer_checks as elementwise
 from ..parallel.axis import PlanInputs
@@ -46,19 +45,16 @@ def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
     return strategy if data_ranks > 1 or strategy.shards_model else DataStrategy
 
 
-def make_plans(
-    model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int
-) -> Plans:
-    """The plans by which the config shards and compiles `model` on `ranks` ranks.
+def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, setup: Setup) -> Plans:
+    """The plans by which the config shards and compiles `model`.
 
     Raises:
         IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be sharded in this way, or the
             model cannot be compiled.
     """
     problems: list[str] = []
-    parallel = config.parallel
-    data_ranks = ranks // math.prod(parallel.sizes.values())
-    strategy = data_strategy(config, data_ranks)
+    config, dims = setup.config, setup.dims
+    parallel, strategy = config.parallel, data_strategy(config, dims.dp)
     used = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
     axes: dict[str, Any] = {}
     partition = None
@@ -66,7 +62,7 @@ def make_plans(
         plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
         axes[name], partition = plan, plan if axis.splits_modules else partition
         problems += more
-    if data_ranks > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
+    if dims.dp > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
         problems += _find_limited_rows(model)
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     if splits_params and not is_elementwise(optimizer):
@@ -76,12 +72,12 @@ def make_plans(
     recomputed: tuple[str, ...] = ()
     if config.compile.enabled:
         checkpoints = config.activation_checkpoint.enabled
-        compiled, more = compilation.resolve(model, config.compile, ranks, partition, checkpoints)
+        compiled, more = compilation.resolve(model, config.compile, dims.world_size, partition, checkpoints)
         problems += more
     if config.activation_checkpoint.enabled:
         recomputed, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
         problems += more
-    problems += strategy.find_problems(model, recipe_of(config).param_dtype)
+    problems += strategy.find_problems(model, setup.recipe.param_dtype)
     if problems:
         keys = [f"parallel.{name}" for name in axes]
         keys += ["parallel.data"] if strategy.shards_state else []

@@ -14,9 +14,9 @@ from torch import nn, optim
 from ..amp.master_weights import bucket_bytes
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import Recipe
-from ..config.global_batch import batch_size
+from ..config.composition import batch_size
 from ..errors import InputError, readable
-from ..parallel.mesh import in_words
+from ..parallel.dims import in_words
 from ..utils.tensors import dtype_name
 
 if TYPE_CHECKING:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.env import RankNames, find_places
+from ..distributed.env import RankNames
 from ..errors import InputError, did_you_mean
 from ..utils.tensors import is_dense
 from .calls import Calls
+from .dims import ParallelDims
 from .initial_state import broadcast_initial_state
 from .objects import broadcast_object, gather_objects, is_simulated, join_rows
 
@@ -33,12 +32,10 @@ class ParallelContext:
     needs no process group. Implements `halfmesh.utils.param_shard.Ranks` over all of its ranks.
 
     Args:
-        pp: size of the pipeline axis.
-        tp: size of the tensor axis; data parallelism takes the remaining ranks.
+        dims: the axes and their sizes, of as many ranks as the process group has.
         device: this rank's device.
         group: the process group, if it was created for this context or another one; the last `close` destroys it.
         timeout: seconds that a collective within an axis may take.
-        others: the sizes of further axes, the last one fastest.
 
     Attributes:
         sizes: of the axes, by their names, outermost first.
@@ -47,28 +44,19 @@ class ParallelContext:
 
     def __init__(
         self,
-        pp: int,
-        tp: int,
+        dims: ParallelDims,
         device: torch.device,
         group: OwnedGroup | None = None,
         timeout: float = 600.0,
-        others: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        self.dims = dims
         self.device = device
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.size = dims.world_size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.pp_size, self.tp_size = pp, tp
-        self.last_stage = pp - 1
-        product = pp * tp * math.prod(others.values())
-        self.dp_size = self.size // product
-        self.sizes: Mapping[str, int] = {"pp": pp, "dp": self.dp_size, **others, "tp": tp}
-        if math.prod(self.sizes.values()) != self.size:
-            names = " x ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "dp")
-            raise InputError(
-                f"{names} does not divide the {self.size} ranks; take other sizes, or start {product} ranks or a "
-                "multiple of it"
-            )
-        self._places = find_places(self.rank, self.sizes)
+        self.pp_size, self.dp_size, self.tp_size = dims.pp, dims.dp, dims.tp
+        self.last_stage = dims.pp - 1
+        self.sizes: Mapping[str, int] = dims.sizes
+        self._places = dims.coordinates(self.rank)
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         self._axis_groups: dict[str, Any] = {}
@@ -86,7 +74,7 @@ class ParallelContext:
     @property
     def rank_names(self) -> RankNames:
         """The names of ranks in messages."""
-        return RankNames(self.size, {name: size for name, size in self.sizes.items() if name != "dp"})
+        return self.dims.rank_names
 
     @property
     def pp_rank(self) -> int:
@@ -328,8 +316,3 @@ class ParallelContext:
         if self._group is not None:
             self._group.close(self)
             self._group = None
-
-
-def in_words(sizes: Mapping[str, int]) -> str:
-    """For example "pp 2 x dp 4 x tp 1"."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())

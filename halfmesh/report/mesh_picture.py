@@ -10,7 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..distributed.env import find_places
-from ..parallel.mesh import in_words
+from ..parallel.dims import in_words
 from ..parallel.registries import AXES, DATA_STRATEGIES
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..compat import mesh_sizes
 from ..config import Config
 from ..config.schema import CompileConfig, DataConfig, ParallelConfig
 
@@ -21,7 +20,7 @@ QUIET: dict[str, Any] = {
 
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:
     """The same layout with at most 2 ranks on each axis, and how many ranks that are."""
-    sizes = mesh_sizes(config, world_size)
+    ranks = config.parallel.dims(world_size).dp
     parallel, data = config.parallel, config.parallel.data
     changed: dict[str, Any] = {}
     for key, size in parallel.sizes.items():
@@ -30,8 +29,8 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
         if key == "pipeline" and options.microbatches is not None and size > 2:
             fewer["microbatches"] = max(2, options.microbatches * 2 // size)
         changed[key] = options.model_copy(update=fewer)
-    copies = 1 if data.hybrid is None else sizes["dp"] // data.hybrid
-    shared = sizes["dp"] // copies
+    copies = 1 if data.hybrid is None else ranks // data.hybrid
+    shared = ranks // copies
     dp = min(shared, 2) * min(copies, 2)
     changed["data"] = data.model_copy(
         update={"size": None, "hybrid": None if data.hybrid is None else min(data.hybrid, 2)}
@@ -44,7 +43,7 @@ def settle(config: Config, rows: int, world_size: int) -> Config:
     """`config` without what a run of a few updates cannot have; `rows`: of one batch."""
     cycle = config.gradient_accumulation
     if config.global_batch_size is not None:
-        cycle = max(1, config.global_batch_size // max(1, rows * mesh_sizes(config, world_size)["dp"]))
+        cycle = max(1, config.global_batch_size // max(1, rows * config.parallel.dims(world_size).dp))
     return config.model_copy(
         update={**QUIET, "global_batch_size": None, "lr_interval": "step", "gradient_accumulation": min(cycle, 2)}
     )

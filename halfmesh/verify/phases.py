@@ -13,16 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..compat import check, mesh_sizes
+from ..compat import check
 from ..config import Config
-from ..config.key_checks import recipe_of
+from ..config.composition import Setup
 from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
 from ..dry_run.model_spec import count_rows
 from ..errors import InputError, own_frames
 from ..parallel.deferred.creation import named_tensors
-from ..parallel.mesh import in_words
 from ..utils.tensors import dtype_name
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
@@ -148,7 +147,7 @@ def prove(
         except RankError as error:
             raise _untrainable(error) from None  # the message has all of it that is the user's
     first = next((phase.first for phase in phases if phase.first is not None), None)
-    sizes = in_words(mesh_sizes(config, world_size))
+    sizes = config.parallel.dims(world_size).in_words()
     return VerifyReport(first is None, first, phases, sizes, world_size, shrunk)
 
 
@@ -161,7 +160,8 @@ def _untrainable(error: RankError) -> InputError:
 
 
 def _refused(config: Config, world_size: int, shrunk: int | None, problems: Sequence[str]) -> VerifyReport:
-    return VerifyReport(False, None, (), in_words(mesh_sizes(config, world_size)), world_size, shrunk, tuple(problems))
+    mesh = config.parallel.dims(world_size).in_words()
+    return VerifyReport(False, None, (), mesh, world_size, shrunk, tuple(problems))
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Work:
 
     def format(self, folder: Path, case: Case, calls: int) -> Phase:
         """In the config's format, beside the same mode in one process."""
-        began, path, recipe = time.monotonic(), folder / "format", recipe_of(case.config)
+        began, path, recipe = time.monotonic(), folder / "format", Setup.of(case.config, 1).recipe
         label = case.config.precision.label if case.config.precision else ""
         eps = rounding(case.config)
         if recipe.loss_scale is not None and recipe.loss_scale.dynamic and self._overflows:
@@ -297,15 +297,16 @@ class Work:
 
     def _case(self, config: Config, dtype: torch.dtype | None) -> Case:
         case = Case(self.given, config, self._chunks(config), self.updates, self.device, dtype)
-        return replace(case, multiple=math.lcm(case.microbatches, mesh_sizes(config, self.world_size).get("ep", 1)))
+        shared = config.parallel.dims(self.world_size).sizes.get("ep", 1)
+        return replace(case, multiple=math.lcm(case.microbatches, shared))
 
     def _chunks(self, config: Config) -> int:
-        return mesh_sizes(config, self.world_size)["dp"] * config.gradient_accumulation
+        return config.parallel.dims(self.world_size).dp * config.gradient_accumulation
 
 
 def rounding(config: Config) -> float:
     """Of the formats in which a config computes and reduces, the largest relative error of rounding."""
-    recipe, data = recipe_of(config), config.parallel.data
+    recipe, data = Setup.of(config, 1).recipe, config.parallel.data
     dtypes = [recipe.compute_dtype, getattr(torch, data.reduce_dtype)]
     return 2.0**-4 if recipe.linear is not None else max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
 

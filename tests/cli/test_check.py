@@ -22,7 +22,7 @@ def test_a_config_that_can_run(run):
     result = run("fp16 = dict(mode='naive')\nclip_grad_norm = 1.0\ngradient_accumulation = 4\n", "--world-size", "4")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0].endswith("config.py: can run on 4 rank(s)")
+    assert lines[0].endswith("config.py: can run on 4 ranks")
     assert lines[1:] == [
         "  mode naive, float16",
         "  mesh pp 1 x dp 4 x tp 1, data strategy replicate",
@@ -60,7 +60,7 @@ def test_all_problems_at_once(run, config, lines):
     result = run(config, "--world-size", "8", "--device", "mps", "--model", SMALL)
     assert result.exit_code == 1
     found = result.stdout.splitlines()
-    assert found[0].endswith("config.py: cannot run on 8 rank(s)")
+    assert found[0].endswith("config.py: cannot run on 8 ranks")
     assert [line.split(":")[0] for line in found[1:]] == lines
 
 
@@ -103,7 +103,7 @@ def test_what_a_model_needs(run):
     result = run(config, "--world-size", "8", "--model", SMALL)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].endswith("config.py: can run on 8 rank(s)")
+    assert lines[0].endswith("config.py: can run on 8 ranks")
     assert lines[4] == "  one update with AdamW, on tensors without memory"
     titles = [line[2:].split("  ")[0] for line in lines[5:]]
     assert titles[:17] == [
@@ -115,7 +115,7 @@ def test_what_a_model_needs(run):
 def test_too_little_memory(run):
     result = run("", "--world-size", "2", "--model", SMALL, "--gpu-memory", "7MiB")
     assert result.exit_code == 1
-    assert "can run on 2 rank(s), but does not fit" in result.stdout
+    assert "can run on 2 ranks, but does not fit" in result.stdout
     assert "  does not fit: rank 0 needs 7.6 MiB of 7.0 MiB" in result.stdout
     assert "too much; halfmesh plan finds the simplest change that does" in result.stdout
 

@@ -42,8 +42,8 @@ def test_what_is_printed(source):
 def test_what_cannot_run_or_is_not_understood_is_said_in_the_config(source):
     result = run("colossal.py", "--from", "colossal", "--world-size", "6")
     assert result.exit_code == 1
-    assert "cannot run on 6 rank(s): " in result.stderr
-    assert "# cannot run on 6 rank(s): " in result.stdout
+    assert "cannot run on 6 ranks: " in result.stderr
+    assert "# cannot run on 6 ranks: " in result.stdout
     assert "fp16 = dict(" in result.stdout, "it is there to be changed"
     result = run("opt_level=O2 opt_levl=1", "--from", "apex")
     assert result.exit_code == 1

@@ -43,7 +43,7 @@ def test_it_starts_so_many_processes(here):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nproc", "3", "train.py", "--config", "config.py"], "config.py: cannot run on 3 rank(s)"),
+        (["--nproc", "3", "train.py", "--config", "config.py"], "config.py: cannot run on 3 ranks"),
         (["--nproc", "2", "train.py", "--config=wrong.py"], "gradient_acumulation: unknown key; did you mean"),
         (["--nproc", "2", "missing.py"], "missing.py: there is no such file"),
         (["--nproc", "2", "--nnodes", "2", "train.py"], "--nnodes needs --rdzv-endpoint host:port"),

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from halfmesh.compat import Row, check, get_rows
-from halfmesh.config.key_checks import Finding
+from halfmesh.config.composition import Finding
 from halfmesh.config.load import load_config
 from halfmesh.parallel.registries import DATA_STRATEGIES
 from tests.support.versions import SPLIT_SCHEDULES

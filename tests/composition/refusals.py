@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from halfmesh.compat import Row, check, get_columns, get_rows
-from halfmesh.config.key_checks import Finding
+from halfmesh.config.composition import Finding
 from halfmesh.config.load import load_config
 from halfmesh.parallel.axis import PlanInputs
 from halfmesh.parallel.context.axis import ContextOptions, ContextParallelism

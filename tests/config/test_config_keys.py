@@ -202,7 +202,7 @@ def test_global_batch_size():
         (
             {"global_batch_size": 20},
             make_loader(),
-            "20 is no multiple of batch size 8 x 1 data rank.s. = 8; set it to ",
+            "20 is no multiple of batch size 8 x 1 data rank = 8; set it to ",
         ),
         ({"global_batch_size": 4}, make_loader(), "set it to 8, or change the batch size"),
         (

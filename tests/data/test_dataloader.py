@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 import halfmesh
+from halfmesh.config.schema import ParallelConfig
 from halfmesh.data.loader import EngineDataLoader, ToDevice
 from halfmesh.data.sharding import ShardedLoader
 from halfmesh.errors import InputError
@@ -38,7 +39,7 @@ def dataloader(loader, accumulation=1):
     ids=["dicts", "nested tuples", "named tuples"],
 )
 def test_batches_of_any_structure_are_moved(item):
-    context = ParallelContext(1, 1, torch.device("meta"))
+    context = ParallelContext(ParallelConfig().dims(1), torch.device("meta"))
     sharded = ShardedLoader(DataLoader([item] * 4, 2), context, training=True)
     batch = next(iter(EngineDataLoader(sharded, context, seed=0)))
     tensors = tensors_of(batch)
@@ -354,5 +355,5 @@ def test_on_a_gpu_a_thread_of_the_loader_pins_and_the_one_that_was_given_is_left
     """Without workers it has no such thread, and a dataset may be on the GPU itself, which cannot be pinned."""
     for device, workers, pins in (("cuda", 1, True), ("cuda", 0, False), ("cpu", 1, False)):
         given = DataLoader(range(4), 2, num_workers=workers)
-        sharded = ShardedLoader(given, ParallelContext(1, 1, torch.device(device)), training=True)
+        sharded = ShardedLoader(given, ParallelContext(ParallelConfig().dims(1), torch.device(device)), training=True)
         assert (sharded.loader.pin_memory, given.pin_memory) == (pins, False)

@@ -77,7 +77,7 @@ def test_accumulation_that_follows_from_the_global_batch():
     assert runs[0].ranks == runs[1].ranks
     assert runs[0].ranks != dry_run(pipeline(20), 4, SMALL, ("20,32:int64",)).ranks
     refused = dry_run(pipeline(20).replace(global_batch_size=100), 4, SMALL, ("20,32:int64",))
-    assert "global_batch_size: 100 is no multiple of batch size 20 x 2 data rank(s)" in refused.problems[0]
+    assert "global_batch_size: 100 is no multiple of batch size 20 x 2 data ranks" in refused.problems[0]
 
 
 def test_all_kinds_of_ranks():

@@ -162,7 +162,7 @@ def limited_rows(rank: int, world_size: int) -> list[str]:
 def test_max_norm_is_refused_where_ranks_look_up_other_rows():
     for said in run_ranks(limited_rows, 2):
         assert all(
-            "problem(s) in parallel.data with this model" in text and "0: max_norm makes" in text for text in said
+            "1 problem in parallel.data with this model" in text and "0: max_norm makes" in text for text in said
         )
     alone = nn.Sequential(nn.EmbeddingBag(12, 8, max_norm=0.5), nn.Linear(8, 4))
     expected = by_hand(alone)  # one process trains it as ever

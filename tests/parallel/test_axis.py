@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from halfmesh import InputError
+from halfmesh.config.schema import ParallelConfig
 from halfmesh.engine.parallelize import refuse_common_splits
 from halfmesh.parallel.axis import AppliedAxis
 from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.shard_spec import Split
 
-CONTEXT = ParallelContext(1, 1, torch.device("cpu"))
+CONTEXT = ParallelContext(ParallelConfig().dims(1), torch.device("cpu"))
 
 
 def test_two_axes_that_split_one_parameter_are_refused():

@@ -10,7 +10,7 @@ import halfmesh
 from halfmesh.compat import mesh_sizes
 from halfmesh.options import Options
 from halfmesh.parallel.axis import Axis
-from halfmesh.parallel.mesh import in_words
+from halfmesh.parallel.dims import in_words
 from halfmesh.report.mesh_picture import compress, describe_shards, draw
 
 

@@ -201,7 +201,7 @@ def test_a_killed_run(tmp_path):
     assert run["notes"] == [
         "config.json is unreadable, and was skipped (JSONDecodeError)",
         "plan.json is unreadable, and was skipped (FileNotFoundError)",
-        "1 line(s) of metrics.jsonl are unreadable, and were skipped",
+        "metrics.jsonl: 1 unreadable line left out",
     ]
     page = page_of(folder)
     assert all(note in section(page, "notes") for note in run["notes"])
@@ -217,7 +217,7 @@ def test_lines_that_are_no_records(tmp_path):
     assert "has no records" in section(page_of(folder), "notes")
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = data_of(folder)
-    assert run["notes"] == ["5 line(s) of metrics.jsonl are unreadable, and were skipped"]
+    assert run["notes"] == ["metrics.jsonl: 5 unreadable lines left out"]
     series = {"loss": {"step": [1, 2], "value": [None, 1.5]}, "eval_loss": {"step": [2], "value": [2]}}
     assert run["series"] == series
 

@@ -1,15 +1,17 @@
-"""Checks between a config's keys, beyond the composition table: pipeline, data, losses, checkpoints."""
+"""What follows from a config on a number of ranks, and the checks between its keys beyond the composition table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
 from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..amp.recipe import FP32, Recipe
+from ..errors import IncompatibleConfigError, count
+from ..parallel.dims import ParallelDims
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from .config import Config
 
@@ -27,21 +29,82 @@ class Finding:
         return f"{self.where}: {self.message}"
 
 
-def find_key_problems(config: Config) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Setup:
+    """A config on a number of ranks, and what follows from both. A command, or `initialize`, makes it once."""
+
+    config: Config
+    dims: ParallelDims
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> Setup:
+        """The mesh and the recipe of `config` on `world_size` ranks."""
+        return cls(config, config.parallel.dims(world_size), _make_recipe(config))
+
+    def accumulate(self, batch_size: int | None) -> Setup:
+        """The same with `gradient_accumulation` set from `global_batch_size`; unchanged without that key.
+
+        Args:
+            batch_size: samples of a batch on each data rank; None: not known.
+
+        Raises:
+            IncompatibleConfigError: `global_batch_size` is no multiple of `batch_size` x data ranks,
+                `gradient_accumulation` is given and says otherwise, or `batch_size` is not known.
+        """
+        if self.config.global_batch_size is None:
+            return self
+        length = _cycle_length(self.config, self.config.global_batch_size, batch_size, self.dims.dp)
+        return replace(self, config=self.config.model_copy(update={"gradient_accumulation": length}))
+
+
+def find_key_problems(setup: Setup) -> Iterator[Finding]:
     """Everything that is wrong with the keys, whatever the number of ranks."""
     for check in (_check_axes, _check_data, _check_losses, _check_compile, _check_activations, _check_resume):
-        yield from (Finding(key, message) for key, message in check(config))
+        yield from (Finding(key, message) for key, message in check(setup.config, setup.recipe))
 
 
-def find_advice(config: Config) -> Iterator[Finding]:
+def find_advice(setup: Setup) -> Iterator[Finding]:
     """Advice on configs that run, and could run better."""
-    strategy = DATA_STRATEGIES.get(config.parallel.data.strategy)
-    for key, message in strategy.find_advice(config, recipe_of(config).param_dtype):
+    strategy = DATA_STRATEGIES.get(setup.config.parallel.data.strategy)
+    for key, message in strategy.find_advice(setup.config, setup.recipe.param_dtype):
         yield Finding(key, message, "advice")
 
 
-def recipe_of(config: Config) -> Recipe:
-    """The recipe of the config's mode."""
+def batch_size(loader: Any) -> int | None:
+    """Samples that a DataLoader gives at a time; None if it does not say."""
+    loader = getattr(loader, "loader", loader)  # of an IterableDataset that is read in strides
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _cycle_length(config: Config, total: int, size: int | None, data_ranks: int) -> int:
+    """The number of batches in an update of `total` samples."""
+    if size is None:
+        raise _refused(
+            f"{total}: how many batches that is follows from the loader's batch size, and there is no dataloader that "
+            "has one; give initialize a DataLoader with batch_size, or set gradient_accumulation instead"
+        )
+    together = size * data_ranks
+    what = f"batch size {size} x {count(data_ranks, 'data rank')}"
+    if total % together:
+        below, above = total // together * together, (total // together + 1) * together
+        near = f"{below} or {above}" if below else str(above)
+        raise _refused(f"{total} is no multiple of {what} = {together}; set it to {near}, or change the batch size")
+    given, length = config.gradient_accumulation, total // together
+    if "gradient_accumulation" in config.model_fields_set and given != length:
+        raise _refused(
+            f"{total}, but {what} x gradient_accumulation={given} makes {together * given} samples; remove one of the "
+            f"two keys, or set gradient_accumulation={length}"
+        )
+    return length
+
+
+def _refused(message: str) -> IncompatibleConfigError:
+    return IncompatibleConfigError([f"global_batch_size: {message}"])
+
+
+def _make_recipe(config: Config) -> Recipe:
     if config.precision is None or config.precision_key is None:
         return FP32
     plugin = AMP_PLUGINS.get(config.precision.mode)
@@ -51,15 +114,15 @@ def recipe_of(config: Config) -> Recipe:
     return recipe
 
 
-def _check_axes(config: Config) -> Iterator[tuple[str, str]]:
+def _check_axes(config: Config, _: Recipe) -> Iterator[tuple[str, str]]:
     """Problems that the used axes find; keys of an axis of size 1 have no effect."""
     for name, size in config.parallel.sizes.items():
         if size > 1:
             yield from AXES.get(name).find_key_problems(config)
 
 
-def _check_data(config: Config) -> Iterator[tuple[str, str]]:
-    data, recipe = config.parallel.data, recipe_of(config)
+def _check_data(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data = config.parallel.data
     strategy = DATA_STRATEGIES.get(data.strategy)
     if data.reduce_dtype == "float16" and not recipe.keeps_scale:
         message = "without a loss scale, gradients leave float16's range while they are summed; use 'float32'"
@@ -73,14 +136,14 @@ def _check_data(config: Config) -> Iterator[tuple[str, str]]:
     yield from strategy.find_key_problems(config, recipe.param_dtype)
 
 
-def _check_losses(config: Config) -> Iterator[tuple[str, str]]:
-    losses = recipe_of(config).num_losses
-    if config.loss_reduction == "weighted" and losses > 1:
+def _check_losses(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if config.loss_reduction == "weighted" and recipe.num_losses > 1:
+        losses = recipe.num_losses
         message = f"'weighted' joins the batches of one loss, but num_losses is {losses}; use 'mean' or 'sum'"
         yield "loss_reduction", message
 
 
-def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
+def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Problems of keys that compiled code cannot serve."""
     options, parallel = config.compile, config.parallel
     if not options.enabled:
@@ -91,7 +154,7 @@ def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
     graphs = {"mode": options.mode, "backend": options.backend}
     several = {
         "gradient_accumulation": config.gradient_accumulation,
-        "num_losses": recipe_of(config).num_losses,
+        "num_losses": recipe.num_losses,
         "parallel.pipeline.size": parallel.pipeline.size,
     }
     why = " and ".join(key for key, number in several.items() if number > 1)
@@ -112,7 +175,7 @@ def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
     for why, holds in whole_model.items():
         if options.scope == "model" and holds:
             yield "compile.scope", f"'model' is not possible {why}; use 'blocks', or leave scope out"
-    if recipe_of(config).cast_lists == "apex":
+    if recipe.cast_lists == "apex":
         message = (
             "O1's casts do not reach into compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "
             "compile out"
@@ -123,7 +186,7 @@ def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
         yield "compile", message
 
 
-def _check_activations(config: Config) -> Iterator[tuple[str, str]]:
+def _check_activations(config: Config, _: Recipe) -> Iterator[tuple[str, str]]:
     if config.activation_checkpoint.selective and config.activation_offload:
         message = (
             "torch keeps what activation_checkpoint='selective' saves where it cannot be moved; use 'full' or "
@@ -138,7 +201,7 @@ def _check_activations(config: Config) -> Iterator[tuple[str, str]]:
         yield "activation_checkpoint", message
 
 
-def _check_resume(config: Config) -> Iterator[tuple[str, str]]:
+def _check_resume(config: Config, _: Recipe) -> Iterator[tuple[str, str]]:
     if config.resume == "auto" and config.checkpoint is None:
         message = (
             "'auto' resumes from the newest checkpoint of checkpoint.directory, which is not set; set "
