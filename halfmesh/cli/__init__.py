@@ -1,16 +1,17 @@
-"""The command line, a file for each command. torch is imported only by the commands that need it."""
+"""The command line: a file for each command, and show.py for those that only show something.
+
+torch is imported only by the commands that need it.
+"""
 
 from __future__ import annotations
 
 import typer
 
 from .check import check
-from .configs import configs
 from .convert_config import convert_config
-from .env import env
 from .plan import plan
-from .report import report
 from .run import run
+from .show import configs, env, report
 from .verify import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)

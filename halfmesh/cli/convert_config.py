@@ -48,7 +48,8 @@ def convert_config(
     """
     from ..config.text import as_python
     from ..errors import ConfigError, InputError, count, did_you_mean
-    from ..migration.convert import ORIGINS, convert
+    from ..migration.table import convert
+    from ..migration.tables import ORIGINS
 
     if origin not in ORIGINS:
         raise typer.BadParameter(f"--from {origin}: allowed: {', '.join(ORIGINS)}{did_you_mean(origin, ORIGINS)}")

@@ -1,8 +1,8 @@
 """Configs: their schema, loading, and messages about mistakes.
 
-schema.py: the keys. config.py: Config, the value. load.py: from a file or a dict, with overrides.py, pyfile.py and
-text.py. messages.py: mistakes in words. composition.py: a config on a number of ranks, and keys that depend on each
-other; `halfmesh.compat` is the table of what composes.
+schema.py: the keys. config.py: Config, the value. load.py: from a file or a dict, with overrides; text.py: YAML and
+JSON. messages.py: mistakes in words. composition.py: a config on a number of ranks, and keys that depend on each other;
+`halfmesh.compat` is the table of what composes.
 """
 
 from .config import Config

@@ -1,1 +1,1 @@
-"""Converts configs of other engines, for `halfmesh convert-config`: table.py (a row), tables.py, convert.py."""
+"""Converts configs of other engines: table.py (rows, and how they are followed), tables.py (a table per engine)."""

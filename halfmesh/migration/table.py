@@ -1,4 +1,4 @@
-"""The elements of a table of another engine's keys: a row for each key.
+"""Converts another engine's config by a table of its keys, with a row for each.
 
 Keys that share a row are in one string; `*` matches anything, and an exact key takes precedence. A row is
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
+
+from ..errors import did_you_mean, show
 
 Values = Mapping[str, Any]
 
@@ -52,6 +54,7 @@ class Origin:
 
     `needs`: keys that count only if another key has a value: (keys, the other, that value, its default). `prefix`: an
     optional prefix of its keys. `always`: settings that follow from missing keys. `look`: what to check.
+    `has_constants`: UPPERCASE keys are the user's own.
     """
 
     title: str
@@ -60,12 +63,62 @@ class Origin:
     prefix: str = ""
     always: Callable[[Values], Values] = lambda values: {}
     look: str = ""
+    has_constants: bool = False
 
 
-STAGES, MICROBATCHES, TENSOR = "parallel.pipeline.size", "parallel.pipeline.microbatches", "parallel.tensor.size"
-CONTEXT = "parallel.context.size", "give engine(...) whole sequences, see docs/context-parallel.md"
-CLIPPED = {"clip_grad_norm": 1.0}  # DeepSpeed's default of gradient_clipping since 0.19
-ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
-ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 does not shard gradients: the same numbers"), 3: to(FSDP)}
-_OFFLOADED = to({"parallel.data.cpu_offload": True}, "parameters, gradients and optimizer state wait in host memory")
-OFFLOAD = {False: AS_HERE, "none": AS_HERE, True: _OFFLOADED, "cpu": _OFFLOADED, "nvme": no("nothing is put on disks")}
+def convert(origin: Origin, values: Values) -> tuple[dict[str, Outcome], dict[str, Any]]:
+    """The outcome of each key of `values`, which is flat, and the converted config."""
+    by_name = {key.removeprefix(origin.prefix): value for key, value in values.items()}
+    outcomes = {key: _look_up(origin, key.removeprefix(origin.prefix), value, by_name) for key, value in values.items()}
+    flat = dict(origin.always(by_name))
+    for key, outcome in outcomes.items():
+        if clash := [one for one, value in outcome.settings.items() if flat.get(one, value) != value]:
+            outcomes[key] = Outcome("not understood", {}, f"another key says {clash[0]} = {flat[clash[0]]!r}")
+        else:
+            flat |= outcome.settings
+    config: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        section = config
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return outcomes, config
+
+
+def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
+    rows = {key: row for keys, row in origin.rows.items() for key in keys.split()}
+    row = rows.get(name, next((row for key, row in rows.items() if matches(name, key)), None))
+    if row is None and origin.has_constants and name.isupper():
+        return to({name: value})  # a user's constant stays one
+    if row is None and not any(key.startswith(f"{name}.") for key in rows):
+        return Outcome("not understood", {}, f"{origin.title} has no such key that is known{did_you_mean(name, rows)}")
+    if value is None or value == {}:
+        return done("nothing to write: it is off, or as by default")
+    is_off = value is False or value == "" or (type(value) is int and value <= 1)
+    if is_off and isinstance(row, Outcome) and row.kind == "lost":  # a row that names the value takes precedence
+        return done("off")
+    for keys, other, wanted, default in origin.needs:
+        if name != other and matches(name, keys) and (given := values.get(other, default)) != wanted:
+            return no(f"it counts only beside {other} = {wanted!r}, which is {given!r}")
+    try:
+        return _follow(row, name, value, values)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        return Outcome("not understood", {}, str(error))
+
+
+def _follow(row: Any, name: str, value: Any, values: Values) -> Outcome:
+    """The outcome of a row for a value."""
+    if isinstance(row, Outcome):
+        return row
+    if isinstance(row, Mapping):
+        given = value.lower() if isinstance(value, str) else value
+        if given not in row and "*" not in row:
+            raise ValueError(f"{show(value)} is not one of {', '.join(map(repr, row))}")
+        return _follow(row.get(given, row.get("*")), name, value, values)
+    if value == "auto":
+        raise ValueError("'auto' is filled in from elsewhere when a run starts; write its value")
+    if isinstance(row, str | tuple):
+        key, look = (row, "") if isinstance(row, str) else row
+        return to({key.replace("*", name.rpartition(".")[2]): value}, look)
+    return _follow(row(value, values), name, value, values)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from .table import (
-    AS_HERE,
-    CLIPPED,
-    CONTEXT,
-    FSDP,
-    MICROBATCHES,
-    OFFLOAD,
-    STAGES,
-    TENSOR,
-    ZERO,
-    ZERO1,
-    Origin,
-    Values,
-    done,
-    lost,
-    no,
-    on,
-    to,
-)
+from collections.abc import Mapping
+from types import MappingProxyType
 
+from .table import AS_HERE, Origin, Values, done, lost, no, on, to
+
+STAGES, MICROBATCHES, TENSOR = "parallel.pipeline.size", "parallel.pipeline.microbatches", "parallel.tensor.size"
+CONTEXT = "parallel.context.size", "give engine(...) whole sequences, see docs/context-parallel.md"
+CLIPPED = {"clip_grad_norm": 1.0}  # DeepSpeed's default of gradient_clipping since 0.19
+ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
+ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 does not shard gradients: the same numbers"), 3: to(FSDP)}
+_OFFLOADED = to({"parallel.data.cpu_offload": True}, "parameters, gradients and optimizer state wait in host memory")
+OFFLOAD = {False: AS_HERE, "none": AS_HERE, True: _OFFLOADED, "cpu": _OFFLOADED, "nvme": no("nothing is put on disks")}
 _OFF = {"no": AS_HERE, False: AS_HERE}  # YAML reads a plain no as False
 _KEPT = FSDP | {"parallel.data.reshard_after_forward": False}
 _HYBRID = "on several machines set parallel.data.hybrid to the ranks of one"
@@ -114,6 +106,7 @@ def _zero(values: Values) -> dict[str, str]:
 
 COLOSSAL = Origin(
     title="Colossal-AI",
+    has_constants=True,
     rows={
         "fp16.mode": {"naive": _NAIVE, "parallel": _NAIVE, "*": "fp16.mode"},
         "fp16.initial_scale": lambda value, values: (
@@ -286,3 +279,8 @@ SAGEMAKER = Origin(
     always=_defaults,
     look="SageMaker's rdp is dp here, its dp is dp x tp, its mp is pp x tp; pp x dp x tp is the number of ranks",
 )
+
+ORIGINS: Mapping[str, Origin] = MappingProxyType(
+    {"colossal": COLOSSAL, "apex": APEX, "sagemaker": SAGEMAKER, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
+)
+"""By the name that `halfmesh convert-config --from` takes."""

@@ -22,7 +22,6 @@ from torch import nn, optim
 
 from ..config import Config, load
 from ..config import config as building
-from ..config.overrides import override
 from ..engine import initialize as assembly
 from ..engine.engine import Engine
 from ..engine.launch import Launch
@@ -150,7 +149,7 @@ class ScriptRun:
         if source == "config.replace()":
             return self._build(raw, source, hint)
         others = {key: value for key, value in raw.items() if key not in ("fp16", "bf16", "fp8", "parallel")}
-        merged = override({**others, **load.read_raw(self.script.config)[0]}, self.script.overrides)
+        merged = load.override({**others, **load.read_raw(self.script.config)[0]}, self.script.overrides)
         config = self._build({**merged, "parallel": self.script.parallel}, source, hint)
         config = config.model_copy(update=layout.QUIET)
         return config if self.use in ("keep", "own") else layout.reference(config, config.gradient_accumulation)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import halfmesh
 from halfmesh.cli.convert_config import flatten
 from halfmesh.config.load import load_config
-from halfmesh.migration.convert import ORIGINS, convert
-from halfmesh.migration.table import matches
+from halfmesh.migration.table import convert, matches
+from halfmesh.migration.tables import ORIGINS
 from tests.support.pages import find_blocks, find_rows, read_page, snippet, stand_ins
 from tests.support.ranks import rank_device, run_ranks
 

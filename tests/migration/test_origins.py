@@ -6,7 +6,8 @@ import pytest
 
 from halfmesh import load_config
 from halfmesh.cli.convert_config import flatten, read
-from halfmesh.migration.convert import ORIGINS, convert
+from halfmesh.migration.table import convert
+from halfmesh.migration.tables import ORIGINS
 
 NAIVE, ZERO1, FSDP = {"fp16": {"mode": "naive"}}, {"parallel": {"data": "zero1"}}, {"parallel": {"data": "fsdp"}}
 CLIPPED = {"clip_grad_norm": 1.0}

@@ -1,0 +1,114 @@
+"""`halfmesh report`, `halfmesh configs` and `halfmesh env`: they show what is there."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError, did_you_mean
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGES = (
+    *("pydantic", "safetensors", "tensorboard", "timm", "transformers"),
+    *("accelerate", "lightning-fabric", "deepspeed", "apex"),
+)
+"""Packages besides those in torch's report."""
+VARIABLES = (
+    *("CUDA_", "GLOO_", "HALFMESH_", "KMP_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "SLURM_JOB_"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+)
+"""Prefixes of the environment variables that change torch's behaviour."""
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of the hook 'run', or RunFolder.")],
+    out: Annotated[Path, typer.Option(help="The page; an older report is replaced.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is not a report.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the data as one JSON object, and write no page.")
+    ] = False,
+) -> None:
+    """Write an HTML page about one or several runs.
+
+    Several runs are shown side by side. The page needs no network and no other file. The exit status is 1 if a folder
+    holds no run.
+    """
+    from ..report.page import as_data, write_report
+    from ..report.run import read_runs
+
+    try:
+        if as_json:
+            print(json.dumps(as_data(read_runs(runs))))
+            return
+        page = write_report(*runs, out=out, replace=force)
+    except InputError as error:
+        print(f"halfmesh report: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"{page} ({page.stat().st_size / 1024:.0f} KiB)")
+
+
+def configs(name: Annotated[str | None, typer.Argument(help="The config to print.")] = None) -> None:
+    """List the configs that come with halfmesh, or print one."""
+    # In the installed package, or in the repository.
+    folder = next(one for one in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (one / "tensor.py").is_file())
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))}
+    if name is None:
+        width = max(map(len, texts))
+        for stem, text in texts.items():
+            about, *_ = (ast.get_docstring(ast.parse(text)) or "").splitlines() or [""]
+            print(f"{stem:{width}}  {about}")
+        return
+    stem = name.removesuffix(".py")
+    if stem not in texts:
+        raise typer.BadParameter(f"there is no config {name!r}{did_you_mean(stem, texts)}; halfmesh configs lists them")
+    print(texts[stem], end="")
+
+
+def env() -> None:
+    """Print what a bug report needs.
+
+    That is versions, devices and environment variables. The report of torch.utils.collect_env comes last; it takes some
+    seconds.
+    """
+    from torch.utils.collect_env import get_pretty_env_info
+
+    for name, texts in describe().items():
+        print(f"{name}: {', '.join(texts) or 'none'}")
+    print(f"\n{get_pretty_env_info()}")
+
+
+def describe() -> dict[str, list[str]]:
+    """The lines of the report: texts by name."""
+    import torch.distributed as dist
+
+    from .. import __version__
+    from ..amp.plugin import AMP_PLUGINS
+    from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
+    from ..trainer.hook import HOOKS
+
+    registries = (AMP_PLUGINS, AXES, DATA_STRATEGIES, TENSOR_STYLES, TENSOR_PLANS, PARTITIONERS, SCHEDULES, HOOKS)
+    packages = []
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages.append(f"{name} {importlib.metadata.version(name)}")
+    return {
+        "halfmesh": [__version__],
+        "backends": [
+            name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)
+        ],
+        "packages": packages,
+        "plugins": [
+            f"{registry.kind} {point.name} = {point.value}"
+            for registry in registries
+            for point in importlib.metadata.entry_points(group=registry.entry_point_group)
+        ],
+        "variables": [f"{name} {value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)],
+    }
