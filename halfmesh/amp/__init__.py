@@ -14,7 +14,6 @@ Read in this order:
     grad_norm       norm and overflow, the same on all ranks
     stepper         calls `optimizer.step()`; fused: with which implementation
     step_result     the host's view of an update; skip_counter: ends a run with too many skipped updates
-    gradient_watch  warnings
 
 It imports `utils`, `options` and `errors` only, never `parallel`: it reaches other ranks by an all-reduce it is given.
 """

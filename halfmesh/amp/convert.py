@@ -63,8 +63,6 @@ def convert(
     for name, tensor in _named_tensors(model):
         if name in not_trained:  # taken out one by one, to free GPU memory while the originals go to the host
             update.master_weights.originals.add(tensor, not_trained.pop(name))
-    if update.loss_scales.scales:
-        update.gradient_watch.hooked = model
     hooks = list(_add_state_hooks(model, update.master_weights, changed))
     update.on_close = lambda: _take_back(model, update, dtypes, hooks)
     return update

@@ -79,9 +79,7 @@ class MasterWeights:
             masters = masters_for(self.optimizer, half, self.masters, self.originals.take)
             repoint(self.optimizer, masters)
             self.add(masters)
-        self._held = [list(group["params"]) for group in self.optimizer.param_groups]  # keeps ids from reuse
-        self._ids = [list(map(id, params)) for params in self._held]
-        held = {id(param) for params in self._held for param in params}
+        held = self._held_ids()
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
         self.grad_params = [shard.param for shard in {*self.trained, *self.receivers}]
@@ -100,7 +98,10 @@ class MasterWeights:
 
     def groups_changed(self) -> bool:
         """Return True if the groups hold other parameters than at the last `sync`."""
-        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != self._ids
+        return self._held_ids() != set(map(id, self.stepped.values()))
+
+    def _held_ids(self) -> set[int]:
+        return {id(param) for group in self.optimizer.param_groups for param in group["params"]}
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """The tensor that the optimizer steps for `shard`: its master, if it has one."""

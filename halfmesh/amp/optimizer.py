@@ -14,7 +14,6 @@ from ..errors import InputError, shorten
 from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks, clear_grads
 from ..utils.torch_private import WriteStamp, write_stamps
 from .grad_norm import GradStats, clip_divisor, grad_stats
-from .gradient_watch import GradientWatch
 from .loss_scaler import LossScales
 from .master_weights import MasterWeights
 from .optimizer_state import saved_state
@@ -43,6 +42,7 @@ class MixedPrecisionOptimizer:
 
     Attributes:
         found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it cannot be skipped.
+        has_gradients: a backward of the next update has begun.
         publisher: sends new weights to other ranks (zero1, fsdp).
         on_close: undoes the conversion of the model, in `close`.
 
@@ -82,14 +82,11 @@ class MixedPrecisionOptimizer:
         self.found_inf: torch.Tensor | None = None
         self.publisher: Publisher | None = None
         self.on_close: Callable[[], None] | None = None
-        self.gradient_watch = GradientWatch(
-            self.master_weights, self.loss_scales.scales and self.loss_scales.multi is None
-        )
         # A norm for the next update, the gradients' statistics if they are complete, and their stamps.
         self._clip_once: tuple[float, GradStats | None, list[WriteStamp]] | None = None
-        self._has_backward = False  # gradients of the next update are there
-        self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.sync_param_groups())
-        self.sync_param_groups()
+        self.has_gradients = False
+        self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self._sync_groups())
+        self._sync_groups()
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -113,27 +110,13 @@ class MixedPrecisionOptimizer:
         """Prepare for the gradients of one loss, which come until `after_backward`."""
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None, [])  # the norm is no longer that of all gradients
-        self._has_backward = True
+        self.has_gradients = True
         self.stepper.free_used()
         self.loss_scales.before_backward(self.master_weights.receivers)
 
     def after_backward(self, loss_id: int = 0) -> None:
         """Take in the gradients of loss `loss_id`."""
         self.loss_scales.after_backward(loss_id, self.master_weights.receivers)
-
-    def begin_backward(self) -> None:
-        """Before the first loss of a backward: follow the optimizer's groups, and check for gradients from elsewhere.
-
-        Raises:
-            InputError: there are gradients of another backward, which the update would divide by the loss scale.
-        """
-        if self.master_weights.groups_changed():
-            self.sync_param_groups()
-        self.gradient_watch.check_hooks()
-        if self._has_backward:
-            self.gradient_watch.check()
-        else:
-            self.gradient_watch.check_empty()
 
     def gradients(self) -> Grads:
         """The local gradients of the parameters in the optimizer's groups, which an update would use now."""
@@ -146,9 +129,8 @@ class MixedPrecisionOptimizer:
 
     def _forget_grads(self) -> None:
         self._clip_once = None
-        self._has_backward = False
+        self.has_gradients = False
         self.loss_scales.forget_grads()
-        self.gradient_watch.forget()
         self.skip_counter.forget()
         clear_grads(self.master_weights.grad_params)
 
@@ -178,9 +160,7 @@ class MixedPrecisionOptimizer:
         Raises:
             NonFiniteError: inf or nan, by the options.
         """
-        self.gradient_watch.check(divisor)
-        if self.stepper.changed():
-            self.sync_param_groups()
+        self.follow_groups()
         self.sync_writes()
         self.master_weights.adopt_external_writes()
         grads, scalers = self.gradients(), self.loss_scales.scalers
@@ -288,14 +268,19 @@ class MixedPrecisionOptimizer:
                 publisher.finish()
             masters.mark_published()
 
-    def sync_param_groups(self) -> None:
-        """Follow the optimizer's groups: parameters added or removed, and settings that decide the implementation.
+    def follow_groups(self) -> None:
+        """Follow the optimizer's groups, if they have changed: parameters added or removed, or settings that decide the
+        implementation.
 
         Raises:
             InputError: parameters were added between backward and step: their gradients would not be reduced.
         """
+        if self.stepper.changed():
+            self._sync_groups()
+
+    def _sync_groups(self) -> None:
         masters = self.master_weights
-        if masters.groups_changed() and self._has_backward:
+        if self.has_gradients and masters.groups_changed():
             raise InputError(
                 "parameters were added to the optimizer, or exchanged, between backward and step; do that before the "
                 "first backward of an update, or after its step"

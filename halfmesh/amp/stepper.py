@@ -45,7 +45,6 @@ class Stepper:
         self.divides_in = torch.float32
         self._stepping = False
         self._settings: list[Any] = []
-        self._group_of: dict[int, int] = {}  # the index of each parameter's group
         self.guard = self.optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
 
     def changed(self) -> bool:
@@ -62,8 +61,6 @@ class Stepper:
         self._settings = fused.group_settings(self.optimizer)
         dtypes = {target.dtype for target in self._masters.stepped.values()}
         self.divides_in = torch.float64 if torch.float64 in dtypes else torch.float32
-        groups = enumerate(self.optimizer.param_groups)
-        self._group_of = {id(param): place for place, group in groups for param in group["params"]}
 
     def avoid_fused(self) -> None:
         """Leave the choice to torch from now on: gradients are sparse, which fused kernels cannot take."""
@@ -161,10 +158,9 @@ class Stepper:
             fused.seed_momentum(self.optimizer, targets)
         whole = [group["params"] for group in groups] if bucketed else []
         if bucketed:
+            ids = set(map(id, targets))
             for group in groups:
-                group["params"] = []
-            for target in targets:
-                groups[self._group_of[id(target)]]["params"].append(target)
+                group["params"] = [param for param in group["params"] if id(param) in ids]
         refused = [group for group in groups if group.get("fused") and group.get("capturable") is False]
         if not (refused and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             refused = []  # in a capture torch refuses them, though their kernels can

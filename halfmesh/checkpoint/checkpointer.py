@@ -119,7 +119,7 @@ class Checkpointer:
         parts.lr.settle()
 
         def collect() -> Any:
-            state.update.sync_param_groups()  # groups added since the last step
+            state.update.follow_groups()  # groups added since the last step
             shards, plain = state.optimizer_state()
             shards |= {MODEL + name: shard for name, shard in state.weights().items()} | state.averages()
             return without_empty(shards), plain, state.groups(), state.extras()
@@ -196,7 +196,7 @@ class Checkpointer:
         parts, state, common = self._parts, self.sharded_state, stored.common
 
         def describe_own() -> tuple[dict[str, Any], list[list[str]]]:
-            state.update.sync_param_groups()
+            state.update.follow_groups()
             shapes = {name: shard.placement.shape for name, shard in without_empty(state.weight_targets()).items()}
             return shapes | dict.fromkeys(state.extras()), [group["params"] for group in state.groups()]
 

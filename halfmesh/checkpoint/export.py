@@ -247,7 +247,7 @@ class WholeModel:
 
     def __init__(self, state: ShardedState, context: ParallelContext) -> None:
         def collect() -> tuple[Shards, dict[str, dict[str, object]]]:
-            state.update.sync_param_groups()  # groups added since the last step
+            state.update.follow_groups()  # groups added since the last step
             shards, plain = state.optimizer_state()
             first, of_model = state.division.first_names(state.model), state.weights()
             for name, buffer in state.model.named_buffers(remove_duplicate=False):  # also those that are not saved

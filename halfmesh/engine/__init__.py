@@ -7,7 +7,7 @@ parallelize        shards the model in place; activation, compilation: the modul
 engine             forward, backward, step. Below it:
 parts              the parts of an engine
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
-executor           forward, criterion and backward in one process
+executor           forward and criterion in one process
 pipeline_executor  the same under a pipeline, with pipeline_handles, last_stage and row_trial
 lr_scheduler       advances the scheduler; schedulers with a warm-up
 ema                the moving average of the weights, and the model with it

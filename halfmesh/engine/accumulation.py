@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
+from ..amp.step_result import StepResult
 from ..errors import InputError
 from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
-from .guards import SameTrained
+from .guards import GradientGuard, SameTrained
+
+if TYPE_CHECKING:
+    from .pipeline_executor import PipelineExecutor
 
 LossReduction = Literal["mean", "sum", "weighted"]
-
-
-class Backward(Protocol):
-    """Computes gradients.
-
-    Attributes:
-        is_single: one backward runs through the graph, not one for each microbatch.
-    """
-
-    is_single: bool
-
-    def check(self, loss: Any) -> Any:
-        """`loss` in the form for `backward`. Raises InputError if backward cannot run from it."""
-
-    def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool) -> None:
-        """Add the gradients of `loss`. With `reduces` the open `reducer` may send complete gradients."""
 
 
 class Accumulation:
@@ -40,9 +28,10 @@ class Accumulation:
     is known only at the end. On the last microbatch the gradients are reduced over the data ranks while backward runs.
 
     Args:
+        guard: of the gradients between backward and step.
         context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.
         reducer: completes the gradients; None: they are complete after backward.
-        same: compares the trained parameters over ranks.
+        trained: passes the trained parameters to `reducer`.
 
     Attributes:
         index: finished microbatches of this cycle.
@@ -57,11 +46,12 @@ class Accumulation:
         self,
         update: MixedPrecisionOptimizer,
         precision: Precision,
+        guard: GradientGuard,
         length: int = 1,
         reduction: LossReduction = "mean",
         context: ParallelContext | None = None,
         reducer: Reduction | None = None,
-        same: SameTrained | None = None,
+        trained: SameTrained | None = None,
     ) -> None:
         self.length = length
         self.reduction = reduction
@@ -70,12 +60,10 @@ class Accumulation:
         self.averaged = False
         self._update = update
         self._precision = precision
+        self._guard = guard
         self._context = context
-        self._same = same
-        self._is_reduced = False
+        self._trained = trained
         self._weight: torch.Tensor | None = None
-        self._trained = _trainable(update)
-        self._may_shrink = False  # a parameter frozen within a cycle takes part until its end
         self.clear()  # gradients older than the engine
 
     @property
@@ -86,7 +74,7 @@ class Accumulation:
     @property
     def holds_gradients(self) -> bool:
         """True if there are gradients that no update has used yet."""
-        return self.in_progress or self.has_backward
+        return self._update.has_gradients
 
     @property
     def position(self) -> str:
@@ -96,34 +84,51 @@ class Accumulation:
     # -- one microbatch ----------------------------------------------------------------------------------------
 
     def backward(
-        self, executor: Backward, loss: Any, *, is_last_batch: bool, retain_graph: bool = False, loss_id: int = 0
+        self,
+        loss: Any,
+        *,
+        is_last_batch: bool,
+        retain_graph: bool = False,
+        loss_id: int = 0,
+        pipeline: PipelineExecutor | None = None,
     ) -> None:
-        """Add the gradients of `loss`. Those of the last microbatch are reduced while `executor` runs backward, unless
-        there are several losses: these are unscaled after backward, and another loss may follow.
+        """Add the gradients of `loss`. Those of the last microbatch are reduced while backward runs, unless there are
+        several losses: these are unscaled after backward, and another loss may follow.
+
+        Args:
+            pipeline: computes forward and backward of all microbatches now; None: run backward from the loss.
 
         Raises:
             InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
         self.refuse_averaged("engine.backward()")
-        update, losses = self._update, self._update.loss_scales
-        losses.check_id(loss_id)
-        loss = executor.check(loss)
-        update.begin_backward()
+        update, reducer = self._update, self.reducer
+        update.loss_scales.check_id(loss_id)
+        if pipeline is None:
+            loss, weight = self.check_loss(loss)
+            self.add_weight(weight)
+        else:
+            loss = pipeline.check(loss)
+        update.follow_groups()
+        self._guard.before_backward()
         self.is_last_batch = is_last_batch
         self.is_last_microbatch = is_last_batch or self.index + 1 >= self.length
-        reduces = self.is_last_microbatch and losses.multi is None
-        if self.reducer is not None:
-            self._cover_trained(self.reducer)
-            self.reducer.open(reduces and executor.is_single)
-        self._is_reduced = False
+        reduces = self.is_last_microbatch and update.loss_scales.multi is None
+        if reducer is not None:
+            if self._trained is not None:
+                self._trained.follow(reducer)
+            reducer.open(reduces and pipeline is None)
         try:
             with self._precision.backward():
-                executor.backward(loss, loss_id, retain_graph, self.reducer, reduces)
+                if pipeline is None:
+                    update.backward(loss, self.seed_divisor, retain_graph, loss_id)
+                else:
+                    pipeline.backward(loss, loss_id, retain_graph, reducer, reduces)
             self._precision.clear_weight_cache()
             self.has_backward = True
-            if reduces:
-                self.reduce()
-            update.gradient_watch.note()
+            if reduces and reducer is not None:
+                reducer.finish()
+            self._guard.after_backward()
         except BaseException as error:
             if self.in_progress:
                 error.add_note(
@@ -167,11 +172,17 @@ class Accumulation:
 
     # -- the update --------------------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Reduce the gradients over the ranks, if they are not reduced yet."""
-        if self.reducer is not None and (self.reducer.stale or not self._is_reduced):
-            self.reducer.finish()
-        self._is_reduced = True
+    def step(self) -> StepResult:
+        """Take the update from the gradients of this cycle, which ends. After an error, too."""
+        try:
+            divisor = self.grad_divisor()
+            self._guard.check(divisor)
+            result = self._update.step(divisor)
+        except BaseException:
+            self.clear()
+            raise
+        self.end_update()
+        return result
 
     def grad_divisor(self) -> float | torch.Tensor:
         """Complete the gradients, and return their remaining divisor. Weighted: one all-reduce."""
@@ -184,9 +195,9 @@ class Accumulation:
             if self._context is not None:
                 self._context.all_reduce(total, "dp")
             divisor = torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
-        if self.reducer is not None and (self.reducer.stale or not self._is_reduced):
-            self._update.gradient_watch.check(divisor)
-            self.reduce()
+        if self.reducer is not None and not self.reducer.is_complete:
+            self._guard.check(divisor)
+            self.reducer.finish()
         return divisor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -201,6 +212,7 @@ class Accumulation:
 
     def end_update(self) -> None:
         """Begin a new cycle, after the update has used its gradients."""
+        self._guard.forget()
         self._precision.clear_weight_cache()  # the weights may have changed
         if self.reducer is not None:
             self.reducer.forget()
@@ -227,29 +239,6 @@ class Accumulation:
                 f"{call} was called within `with average.applied():`, where the model holds the averaged weights in "
                 "place of those that are trained; call it after that block"
             )
-
-    # -- parts -------------------------------------------------------------------------------------------------
-
-    def _cover_trained(self, reducer: Reduction) -> None:
-        """Pass the trained parameters to `reducer`: some may have been added to the optimizer, frozen or unfrozen."""
-        masters = self._update.master_weights
-        trained = _trainable(self._update)
-        if trained == self._trained and not self._may_shrink:
-            return
-        if trained != self._trained:
-            if self._same is not None:
-                taking = {shard for shard, takes in trained if takes}
-                flags = bytes(id(shard) in taking for shard in masters.shards)
-                self._same.compare([shard.name for shard in masters.shards], flags)
-            self._trained = trained
-        reducer.cover(masters.trained)
-        self._may_shrink = self.holds_gradients
-
-
-def _trainable(update: MixedPrecisionOptimizer) -> list[tuple[int, bool]]:
-    """The id of each trained shard, and True if its parameter requires gradients now."""
-    masters = update.master_weights
-    return [(id(s), r.param.requires_grad) for s, r in zip(masters.trained, masters.receivers, strict=True)]
 
 
 def _check_scalar(loss: Any) -> None:

@@ -28,7 +28,7 @@ from ..parallel.deferred.recording import recording_of
 from ..utils.param_shard import ParamShard
 from . import inputs
 from .accumulation import Accumulation
-from .executor import DirectBackward
+from .guards import GradientGuard
 
 
 def convert_to_amp(
@@ -104,7 +104,7 @@ def convert_to_amp(
     update = convert(model, optimizer, shards, recipe, cast=backend.cast_model)
     precision = backend.precision(recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
-    return AMPModel(model, precision, update), AMPOptimizer(update, precision), wrapped
+    return AMPModel(model, precision, update), AMPOptimizer(model, update, precision), wrapped
 
 
 class AMPModel(nn.Module):
@@ -200,14 +200,13 @@ class AMPOptimizer(optim.Optimizer):
         optimizer: the user's. A direct step of it is refused.
     """
 
-    def __init__(self, update: MixedPrecisionOptimizer, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, update: MixedPrecisionOptimizer, precision: Precision) -> None:
         # Without Optimizer.__init__, which would make a second set of groups and state.
         self.optimizer = update.optimizer
         self._update = update
         self._precision = precision
         self._closed = False
-        self._accumulation = Accumulation(update, precision)
-        self._executor = DirectBackward(update, self._accumulation)
+        self._accumulation = Accumulation(update, precision, GradientGuard(update, model))
 
     @property
     def loss_scale(self) -> float:
@@ -235,9 +234,7 @@ class AMPOptimizer(optim.Optimizer):
         """
         if self._closed:
             raise InputError("this optimizer is closed; step the one that was given, or call convert_to_amp again")
-        self._accumulation.backward(
-            self._executor, loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id
-        )
+        self._accumulation.backward(loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id)
 
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Unscale, check, step or skip, and move the loss scale. Frees the gradients that it uses.
@@ -252,13 +249,7 @@ class AMPOptimizer(optim.Optimizer):
                 "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
                 "in place of loss.backward(), which does not scale the loss"
             )
-        try:
-            result = self._update.step()
-        except BaseException:
-            self._accumulation.clear()
-            raise
-        self._accumulation.end_update()
-        return result
+        return self._accumulation.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; they are always set to None."""

@@ -18,6 +18,7 @@ from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError, refuse_closure, show
 from ..utils.engine_hook import EngineHook
 from .ema import AveragedModel
+from .executor import DirectExecutor
 from .parts import EngineParts
 from .summary import EffectivePlan
 
@@ -108,8 +109,9 @@ class Engine:
         is_last_batch = loader is not None and loader.at_end
         try:
             with parts.division.scope():
+                pipeline = None if isinstance(parts.executor, DirectExecutor) else parts.executor
                 parts.accumulation.backward(
-                    parts.executor, loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id
+                    loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id, pipeline=pipeline
                 )
         except RuntimeError as error:
             parts.division.explain(error)
@@ -157,13 +159,10 @@ class Engine:
             return None
         try:
             parts.lr.settle()
-            result = parts.update.step(accumulation.grad_divisor())
-            accumulation.end_update()
-        except BaseException as error:
-            accumulation.clear()
-            if isinstance(error, NonFiniteError):
-                for on_error in self._on_error:
-                    on_error(error)
+            result = accumulation.step()
+        except NonFiniteError as error:
+            for on_error in self._on_error:
+                on_error(error)
             raise
         finally:
             if is_last_batch and parts.dataloader is not None:  # else the last batch is fetched already, and waits

@@ -1,71 +1,28 @@
-"""Forward, criterion and backward of the loop: immediate in this process, or deferred until the pipeline runs."""
+"""Forward and criterion of the loop: immediate in this process, or deferred until the pipeline runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision, cast_model
-from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
 from ..parallel.replica_checks import SameCalls
 from ..utils.tensors import tensors_of
-from .accumulation import Accumulation, Backward
+from .accumulation import Accumulation
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
-    from ..parallel.pipeline.stage import StageModule
     from .parallelize import ParallelModel
+    from .pipeline_executor import PipelineExecutor
 
 
-class Executor(Backward, Protocol):
-    """Computes forward, criterion and backward for an engine.
-
-    Attributes:
-        stages: the pipeline stages on this rank.
-    """
-
-    @property
-    def stages(self) -> Collection[StageModule]: ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
-
-    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The criterion's value."""
-
-    def close(self) -> None:
-        """Finish; no more calls follow."""
-
-
-class DirectBackward:
-    """Runs backward immediately, from a loss with a graph."""
-
-    is_single = True
-
-    def __init__(self, update: MixedPrecisionOptimizer, accumulation: Accumulation) -> None:
-        self._update = update
-        self._accumulation = accumulation
-
-    def check(self, loss: Any) -> torch.Tensor:
-        """The scalar loss; the weight of a weighted loss is counted."""
-        total, weight = self._accumulation.check_loss(loss)
-        self._accumulation.add_weight(weight)
-        return total
-
-    def backward(
-        self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
-    ) -> None:
-        """Run backward; the hooks of `reducer` send complete gradients."""
-        self._update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
-
-
-class DirectExecutor(DirectBackward):
+class DirectExecutor:
     """Computes immediately: no pipeline splits the model.
 
     Args:
@@ -79,22 +36,21 @@ class DirectExecutor(DirectBackward):
         self,
         model: nn.Module,
         precision: Precision,
-        update: MixedPrecisionOptimizer,
-        accumulation: Accumulation,
         scope: Callable[[], AbstractContextManager[Any]],
         same: Sequence[SameCalls],
     ) -> None:
-        super().__init__(update, accumulation)
         self._model = model
         self._precision = precision
         self._scope = scope
         self._same = same
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
         with self._scope():
             return self._precision.forward(self._model, *args, **kwargs)
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The criterion's value."""
         if self._same and self._model.training and torch.is_grad_enabled():
             targets = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad]
             for ranks in self._same if targets else ():  # not the outputs, which are equal but for rounding
@@ -113,11 +69,11 @@ def make_executor(
     accumulation: Accumulation,
     context: ParallelContext,
     options: PipelineConfig,
-) -> Executor:
+) -> DirectExecutor | PipelineExecutor:
     """The executor for a model that was cast and parallelized."""
     params = division.axes.get("pipeline")
     if params is None:
-        return DirectExecutor(model, precision, update, accumulation, division.around_call(model), division.same)
+        return DirectExecutor(model, precision, division.around_call(model), division.same)
     from ..parallel.pipeline.executor import Pipeline
     from ..parallel.pipeline.stage import ForwardContext
     from ..parallel.pipeline.stage_params import StageParameters

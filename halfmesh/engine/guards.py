@@ -10,43 +10,199 @@ import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
+from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import Recipe
-from ..amp.step_result import StepResult
+from ..amp.step_result import StepResult, is_captured
 from ..errors import InputError, shorten
+from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import gather_objects, is_simulated
 from ..parallel.replica_checks import ADVICE, are_same, differ, is_checked, norms, refuse_unlike
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name
+from ..utils.torch_private import grad_hooks, versions
 from .parallelize import ParallelModel
 
 if TYPE_CHECKING:
     from .parts import EngineParts
 
 
-class SameTrained:
-    """Compares `requires_grad` over the ranks of a pipeline stage, which hold the same parameters or shards of them.
+_log = get_logger(__name__)
 
-    All ranks of `context` make this together.
+_SCALED = "where they are still multiplied by the loss scale"
+_UNDIVIDED = (
+    "where they still have to be divided: a cycle of fewer batches than gradient_accumulation, or weighted losses, get "
+    "their own divisor in the step"
+)
+_SHARDED = "where each rank has its shards of them only, so that a norm over them is not the model's"
+
+_STRAY = (
+    "gradients of %s were there before the first engine.backward of an update: a loss.backward() of your own, or "
+    "another engine's backward, left them. %s. Call engine.backward(loss) for every loss that trains these parameters, "
+    "and engine.zero_grad() before it to drop what other losses left"
+)
+_CHANGED = (
+    "gradients were changed between engine.backward and engine.step (of %s), %s; to clip them use clip_grad_norm in "
+    "the config, or engine.clip_grad_norm_(max_norm), and in place of loss.backward() call engine.backward(loss)"
+)
+_VANISHED = (
+    "the gradients that engine.backward left for this update are gone: zero_grad() of the model or the optimizer was "
+    "called before the step. Call engine.zero_grad() (or that of the optimizer which convert_to_amp returned): within "
+    "an accumulation cycle it does nothing, and outside it drops the batch"
+)
+_HOOKED = (
+    "hooks on %s run in backward, where gradients are multiplied by the loss scale: a clamp, clip or noise in a "
+    "hook has another effect than in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; "
+    "clip with clip_grad_norm in the config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
+)
+_LOOKS = 3
+"""The first updates, in which writes through `grad.data` are seen, too, which torch does not count."""
+
+
+class GradientGuard:
+    """Gradients that somebody else than `engine.backward` made, changed or dropped: refused, or told once, where the
+    update would use them wrongly. (Where nothing scales, divides or shards them they may be changed.)
+
+    Args:
+        sharded: this rank has shards of the gradients.
+        has_divisor: the step may divide gradients by something else than the loss scale.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(
+        self, update: MixedPrecisionOptimizer, model: nn.Module, sharded: bool = False, has_divisor: bool = False
+    ) -> None:
+        self._masters = update.master_weights
+        self._update = update
+        scales = update.loss_scales
+        self._is_scaled = scales.scales and scales.multi is None
+        self._why = _SHARDED if sharded else _SCALED if self._is_scaled else _UNDIVIDED if has_divisor else None
+        self._searched = model if scales.scales else None  # for hooks, once
+        self._looks = _LOOKS
+        self._told: set[str] = set()
+        self._noted: list[tuple[torch.Tensor | None, tuple[int, int]]] = []  # what the last backward left, with stamps
+
+    def before_backward(self) -> None:
+        """Look for hooks on scaled gradients, for gradients of another backward, and for changes since the last one.
+
+        Raises:
+            InputError: there are gradients of another backward, which the update would divide by the loss scale; or
+                those of this cycle are gone.
+        """
+        if (model := self._searched) is not None:
+            self._searched = None
+            modules = ((name or "the model", module) for name, module in model.named_modules())
+            names = [name for name, x in (*model.named_parameters(), *modules) if any(map(_is_users, grad_hooks(x)))]
+            if names:
+                self._tell(_HOOKED, shorten(names))
+        if self._update.has_gradients:
+            self.check()
+        elif strays := [shard.name for shard in self._masters.receivers if shard.param.grad is not None]:
+            if self._is_scaled:
+                raise InputError(_STRAY % (shorten(strays), "The update would divide them by the loss scale"))
+            self._tell(_STRAY, shorten(strays), "They count in this update as they are")
+
+    def after_backward(self) -> None:
+        """Note the gradients, after the reduction if this was the last backward."""
+        grads = [shard.param.grad for shard in self._masters.receivers]
+        self._noted = list(zip(grads, self._stamps(grads), strict=True))
+
+    def forget(self) -> None:
+        """Forget the gradients: they were used or cleared."""
+        self._noted = []
+
+    def check(self, divisor: float | torch.Tensor | None = None) -> None:
+        """Tell of gradients that were changed since `after_backward`, and take shards of them again.
+
+        Args:
+            divisor: the step that follows divides them by it, besides the loss scale; None: a backward follows.
+
+        Raises:
+            InputError: all of them are gone.
+        """
+        noted = self._noted
+        if not noted:
+            return
+        shards, now = self._masters.trained, [shard.param.grad for shard in self._masters.receivers]
+        if all(grad is None for grad in now) and any(grad is not None for grad, _ in noted):
+            raise InputError(_VANISHED)
+        names, self._noted = [], []
+        for shard, (old, old_stamp), new, stamp in zip(shards, noted, now, self._stamps(now), strict=True):
+            if new is old and stamp == old_stamp:
+                continue
+            if new is not None:
+                names.append(shard.name)
+            is_reduced = shard.param.grad is not None or old is None  # else the written gradient is still to be summed
+            if shard.source is not None and is_reduced and (new is not old or stamp[0] != old_stamp[0]):
+                shard.rebind_grad()
+        self._looks -= self._looks > 0 and divisor is not None
+        is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
+        if names and self._why is not None and (self._why is not _UNDIVIDED or is_divided):
+            self._tell(_CHANGED, shorten(names), self._why)
+
+    def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
+        """The versions of `grads` and, in the first updates, sums of their bits (for which the host waits)."""
+        looks = self._looks > 0 and self._why is not None and not is_captured(self._update.device)
+        return list(zip(versions(grads), [_sum_bits(grad) if looks else 0 for grad in grads], strict=True))
+
+    def _tell(self, text: str, *details: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning(
+                text, *details, ranks=None if self._why is _SHARDED else (0,)
+            )  # as ranks hold other parameters
+
+
+def _sum_bits(grad: Any) -> int:
+    """The sum of a gradient's elements, each taken for an integer: of inf and nan, too, and without rounding."""
+    own = grad.to_local() if hasattr(grad, "to_local") else grad
+    if type(own) is not torch.Tensor or own.layout is not torch.strided or not own.is_floating_point():
+        return 0  # also a placeholder, and a tensor without memory
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[own.itemsize]
+    return int(own.detach().view(bits).sum(dtype=torch.int64))
+
+
+def _is_users(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return not str(getattr(hook, "__module__", "")).startswith(("halfmesh.", "torch.distributed."))
+
+
+class SameTrained:
+    """Follows which parameters are trained, and refuses changes of `requires_grad` that are not the same on the ranks
+    of a pipeline stage, which hold the same parameters or shards of them. All ranks of `context` make this together.
+    """
+
+    def __init__(self, update: MixedPrecisionOptimizer, context: ParallelContext) -> None:
+        self._update = update
         self._context = context
+        self._trained: list[tuple[int, bool]] | None = self._find()
         self._is_alone = len(context.stage_ranks) == 1 or is_simulated()
         if len(context.stage_ranks) < context.size and not self._is_alone:
             _ = context.stage_group  # now: later each stage compares when something has changed there
 
-    def compare(self, names: Sequence[str], trained: bytes) -> None:
-        """Compare, after the trained parameters of this rank have changed. All ranks of the stage together.
+    def _find(self) -> list[tuple[int, bool]]:
+        """The id of each trained shard, and True if its parameter requires gradients now."""
+        masters = self._update.master_weights
+        return [(id(s), r.param.requires_grad) for s, r in zip(masters.trained, masters.receivers, strict=True)]
 
-        Args:
-            names, trained: as for `refuse_unlike`.
+    def follow(self, reducer: Reduction) -> None:
+        """Before a backward: pass the trained parameters to `reducer`, if some were added, frozen or unfrozen.
 
         Raises:
             InputError: they changed differently on another rank; or not at all there, which is found when the time
                 limit of collectives has passed.
         """
+        trained, masters = self._find(), self._update.master_weights
+        if trained == self._trained:
+            return
+        taking = {shard for shard, takes in trained if takes}
+        self._compare([s.name for s in masters.shards], bytes(id(s) in taking for s in masters.shards))
+        reducer.cover(masters.trained)
+        # A parameter that is frozen within a cycle takes part until its end: the next backward covers again.
+        self._trained = None if self._update.has_gradients else trained
+
+    def _compare(self, names: Sequence[str], trained: bytes) -> None:
         if self._is_alone:
             return
         context = self._context
@@ -60,8 +216,6 @@ class SameTrained:
             ) from error
         refuse_unlike(names, everyone, [names_of.name(rank) for rank in context.stage_ranks])
 
-
-_log = get_logger(__name__)
 
 _PARTS = (
     "%s.state_dict() has this rank's part of the %s only, which is sharded over the ranks; to save all of it call "

@@ -13,7 +13,6 @@ from torch import nn, optim
 
 from .. import compat
 from ..amp.convert import convert
-from ..amp.gradient_watch import SHARDED, UNDIVIDED
 from ..amp.keep_fp32 import find_kept_problems
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.plugin import AMP_PLUGINS, Backend
@@ -41,7 +40,7 @@ from .accumulation import Accumulation
 from .ema import WeightAverage
 from .engine import Engine
 from .executor import make_executor
-from .guards import CountedBatches, ForwardWrites, ModelGuard, SameInputs, SameTrained
+from .guards import CountedBatches, ForwardWrites, GradientGuard, ModelGuard, SameInputs, SameTrained
 from .launch import Launch
 from .lr_scheduler import LRAdvance
 from .parallel_plans import Plans, data_strategy, make_plans
@@ -194,15 +193,13 @@ def _convert(
     undo.callback(update.close, undo=not division.divides)
     update.publisher = division.data.publisher
     precision = backend.precision(recipe, context.device)
-    if division.axes:
-        update.gradient_watch.why = SHARDED
-    elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
-        update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = _make_reduction(given.model, update, context, config, division)
     if reducer is not None:
         undo.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
-    accumulation = Accumulation(update, precision, *cycle, context, reducer, SameTrained(context))
+    has_divisor = config.gradient_accumulation > 1 or config.loss_reduction == "weighted"
+    guard = GradientGuard(update, given.model, sharded=bool(division.axes), has_divisor=has_divisor)
+    accumulation = Accumulation(update, precision, guard, *cycle, context, reducer, SameTrained(update, context))
     executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
     division.checkpoint_and_compile(given.model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)

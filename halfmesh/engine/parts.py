@@ -17,13 +17,14 @@ from ..errors import InputError
 from ..parallel.mesh import ParallelContext
 from .accumulation import Accumulation
 from .ema import WeightAverage
-from .executor import Executor
+from .executor import DirectExecutor
 from .guards import ModelGuard
 from .lr_scheduler import LRAdvance
 
 if TYPE_CHECKING:
     from ..config import Config
     from .parallelize import ParallelModel
+    from .pipeline_executor import PipelineExecutor
 
 RESULT_HISTORY = 60
 """Step results that an engine keeps."""
@@ -38,7 +39,7 @@ class EngineParts:
     update: MixedPrecisionOptimizer
     precision: Precision
     context: ParallelContext
-    executor: Executor
+    executor: DirectExecutor | PipelineExecutor
     division: ParallelModel
     accumulation: Accumulation
     lr: LRAdvance

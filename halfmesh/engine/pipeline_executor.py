@@ -52,13 +52,11 @@ class _Forward:
 
 
 class PipelineExecutor:
-    """The `Executor` of a rank that holds some stages of the model.
+    """The executor of a rank that holds some stages of the model.
 
     Args:
         same: compare calls over the ranks of a stage that compute one batch.
     """
-
-    is_single = False
 
     def __init__(
         self,

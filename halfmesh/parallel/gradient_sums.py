@@ -47,9 +47,9 @@ class CompleteGradients:
         self._reductions = list(reductions)
 
     @property
-    def stale(self) -> bool:
-        """True if gradients arrived since `finish`."""
-        return any(reduction.stale for reduction in self._reductions)
+    def is_complete(self) -> bool:
+        """See `Reducer`."""
+        return all(reduction.is_complete for reduction in self._reductions)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         self._each(lambda reduction: reduction.cover(shards))

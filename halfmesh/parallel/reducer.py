@@ -136,6 +136,11 @@ class Reducer:
         self._finished, self.stale = True, False
         self._warn_of_own_buffers()
 
+    @property
+    def is_complete(self) -> bool:
+        """True if the gradients are those of all ranks: none has arrived since `finish`."""
+        return self._finished and not self.stale
+
     def forget(self) -> None:
         """Start again: the gradients were used or cleared."""
         self._finished = self.stale = self._collecting = False

@@ -45,7 +45,7 @@ def test_several_groups_and_one_added_later(master):
         update.zero_grad()
         optimizer.zero_grad()
         scale = scale_of(update)
-        update.begin_backward()
+        update.follow_groups()
         update.before_backward()
         give(params, gradients(step), scale)
         update.after_backward()
