@@ -2,10 +2,8 @@
 
 from .trainer.metrics import MetricHook
 from .trainer.monitors import CheckpointHook, EarlyStopHook, LRSchedulerHook
-from .trainer.progress import ProgressHook
-from .trainer.run import RunHook
+from .trainer.records import MLflowHook, ProgressHook, RunHook, TensorBoardHook, WandbHook
 from .trainer.throughput import MemoryHook, ThroughputHook
-from .trainer.writers import MLflowHook, TensorBoardHook, WandbHook
 
 __all__ = [
     "CheckpointHook",

@@ -19,9 +19,20 @@ from ..amp.plugin import PRECISIONS
 from ..config.text import as_json
 from ..errors import InputError, Preempted, cut, show_name
 from ..utils.log import Listener
-from . import run_files
 from .mesh_picture import block_of, compress, describe_shards
-from .run_files import CONFIG, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
+from .run import (
+    CONFIG,
+    METRICS,
+    PLAN,
+    PRECISION,
+    SKIPPED,
+    WARNINGS,
+    drop_records,
+    format_record,
+    move_earlier,
+    read_earlier,
+    replace_file,
+)
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
@@ -120,7 +131,7 @@ class RunFolder:
             return
         self._read(len(self._results))
         since = {SKIPPED: self._skipped, WARNINGS: self._warnings}
-        self._file.write(run_files.format_record(record | {name: found for name, found in since.items() if found}))
+        self._file.write(format_record(record | {name: found for name, found in since.items() if found}))
         self._file.flush()
         self._skipped, self._warnings = [], []
 
@@ -163,15 +174,15 @@ class RunFolder:
         step, plan = self._engine.global_step, self._engine.plan
         self.directory.mkdir(parents=True, exist_ok=True)
         if step == 0:
-            run_files.move_earlier(self.directory)
-        self._sessions = [*run_files.read_earlier(self.directory / CONFIG, "sessions"), self._session()]
-        plans = run_files.read_earlier(self.directory / PLAN, "plans")
+            move_earlier(self.directory)
+        self._sessions = [*read_earlier(self.directory / CONFIG, "sessions"), self._session()]
+        plans = read_earlier(self.directory / PLAN, "plans")
         new = as_json({"rows": dict(plan.rows), "values": {**plan.values, "ranks": ranks}})
         if not plans or {key: plans[-1].get(key) for key in new} != new:
             plans.append({"from_step": step, **new})
         self._put(CONFIG, sessions=self._sessions)
         self._put(PLAN, plans=plans)
-        skipped, self._warnings = run_files.drop_records(self.directory / METRICS, step)
+        skipped, self._warnings = drop_records(self.directory / METRICS, step)
         self._skipped = sorted(skipped)
         self._file = (self.directory / METRICS).open("a")
         self.flush()
@@ -212,7 +223,7 @@ class RunFolder:
                 self._skipped.append(number)
 
     def _put(self, name: str, **content: Any) -> None:
-        run_files.replace_file(self.directory / name, json.dumps({"format": 1, **as_json(content)}, indent=1) + "\n")
+        replace_file(self.directory / name, json.dumps({"format": 1, **as_json(content)}, indent=1) + "\n")
 
 
 def _describe_rank(engine: Engine) -> dict[str, Any]:

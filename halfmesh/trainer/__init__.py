@@ -9,5 +9,5 @@ The hooks (`halfmesh.hooks` has their public names):
 monitors.py     Those that follow a result of evaluation: best weights, early stopping, LR schedulers.
 metrics.py      torchmetrics, over the right ranks.
 throughput.py   Samples, tokens and FLOPs per second; memory; peak FLOP/s of devices.
-progress.py, run.py, writers.py   Records on the terminal, in the run folder, to trackers.
+records.py      Records on the terminal, in the run folder, to trackers.
 """

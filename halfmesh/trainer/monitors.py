@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InputError, did_you_mean, refuse_below
-from ..report.run_files import replace_file
+from ..report.run import replace_file
 from .hook import Hook
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from halfmesh.config.schema import (
 )
 from halfmesh.options import Options
 from halfmesh.parallel.context.axis import ContextOptions
-from halfmesh.report.run_files import FILES
+from halfmesh.report.run import FILES
 from tests.support.models import make_engine
 from tests.support.pages import defaults, find_rows, read_page, stand_ins
 
