@@ -52,7 +52,7 @@ def test_arguments(build, message):
         ),
         ({"hooks": [EarlyStopHook]}, r"EarlyStopHook'> is no hook: expected an object"),
         ({"train": DataLoader(TensorDataset(torch.ones(2)))}, "a DataLoader that is not sharded"),
-        ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item\(s\) has no target"),
+        ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item has no target"),
         ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1: there was no batch to train on"),
         ({"eval_dataloader": TensorDataset(torch.ones(2))}, "TensorDataset is no loader; wrap it"),
         ({"engine_options": {"evaluated": 0}, "eval_steps": 1}, "eval_steps needs something to evaluate on"),
