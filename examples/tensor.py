@@ -61,4 +61,8 @@ for step, (images, labels) in enumerate(engine.dataloader, start=1):
     engine.step()
     if step % 10 == 0 and engine.context.rank == 0:
         print(f"update {step}: loss {loss.item():.5f}")
-engine.close(restore=True)  # gives the whole model back, on every rank
+weights = engine.full_state_dict()  # of the whole model, on rank 0
+engine.close()
+if engine.context.rank == 0:
+    model = nn.Sequential(nn.Linear(64, 32), *(Block(32) for _ in range(4)), nn.Linear(32, 10))
+    model.load_state_dict(weights)

@@ -56,7 +56,7 @@ ALLOWED = {
     "parallel/activations/offload.py": {"_base"},
     "parallel/sharding/slice_bucket.py": {"_foreach_add_"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},
-    "parallel/sharding/fsdp_wrap.py": {"_composable_state", "_fsdp_param", "_fully_shard", "_module_state_mapping"},
+    "parallel/sharding/fsdp_wrap.py": {"_fsdp_param", "_fully_shard"},
     "parallel/sharding/withheld.py": {"_make_wrapper_subclass"},
 }
 

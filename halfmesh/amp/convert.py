@@ -15,7 +15,6 @@ from ..utils.param_shard import ParamShard, Ranks
 from ..utils.torch_private import assigns
 from .master_weights import MasterWeights, cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
-from .originals import current_value
 from .precision import cast_model, tensors_to_cast
 from .recipe import Recipe, UpdateOptions
 
@@ -80,11 +79,6 @@ def _take_back(
     if update.recipe.linear is not None:
         update.recipe.linear.remove(model)
     masters, changed = update.master_weights.masters, {}
-    for shard in update.master_weights.shards:
-        if shard.source is not None and shard.param in masters:  # the sharding's own close gathers them
-            value = current_value(shard.param, masters[shard.param])
-            shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
-            _reset_grad(shard.param)
     for name, tensor in _named_tensors(model):
         dtype, full = dtypes.get(name, tensor.dtype), update.master_weights.full_value(tensor)
         if full is None and tensor.dtype == dtype:

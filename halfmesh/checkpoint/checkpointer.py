@@ -29,7 +29,6 @@ from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..engine.parts import EngineParts
-    from .export import WholeModel
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
 
@@ -346,6 +345,14 @@ class Checkpointer:
         with parts.guard.own_call():
             save_weights(self.sharded_state, parts.context, Path(path), format, max_file_gb)
 
+    def full_state_dict(self, optimizer: bool, rank0_only: bool) -> dict[str, Any]:
+        """`Engine.full_state_dict`."""
+        from .export import full_state_dict
+
+        parts = self._parts
+        with parts.guard.own_call():
+            return full_state_dict(self.sharded_state, parts.context, optimizer, rank0_only)
+
     def load_weights(self, path: Path) -> None:
         """`Engine.load_weights`."""
         from .export import load_weights
@@ -367,13 +374,6 @@ class Checkpointer:
                 "engine.save and end the loop yourself"
             )
         self.preemption.ask()
-
-    def collect_whole(self) -> WholeModel:
-        """Gather the model that `Engine.close` restores. All ranks together."""
-        from .export import WholeModel
-
-        with self._parts.guard.own_call():
-            return WholeModel(self.sharded_state, self._parts.context)
 
     def close(self) -> None:
         """Unlock the folders for other jobs."""

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
 
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.mesh import ParallelContext
-from ..parallel.shard_spec import Shape, whole
+from ..parallel.shard_spec import Shape
 from . import storage
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .compound import put_together
-from .state import MODEL, ShardedState, Shards, TensorShard, WholeTensor, describe, find_tensors, join_groups
+from .state import MODEL, ShardedState, Shards, WholeTensor, describe, find_tensors, join_groups
 from .validate import model_problems
 
 Format = Literal["safetensors", "torch"]
@@ -52,9 +51,7 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
         )
     storage.as_bytes(extras)
     tensors = find_tensors(shapes, spread=False)
-    aliases: dict[str, list[str]] = {}  # of tied weights
-    for alias, first in state.division.first_names(state.model).items():
-        aliases.setdefault(first, []).append(alias)
+    aliases = _aliases(state)
     names = {name: aliases.get(name, [name]) for name in tensors}
     nbytes = {name: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
     copies = {name: len(names[name]) if format == "safetensors" else 1 for name in tensors}
@@ -71,6 +68,14 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
         n: place.name for place, held in zip(places, files, strict=True) for name in held for n in names[name]
     }
     run_on_rank_zero(context, what, partial(_complete, path, places, weight_map, sum(nbytes.values())))
+
+
+def _aliases(state: ShardedState) -> dict[str, list[str]]:
+    """For the first name of each tensor of the full model, all of its names there (of tied weights)."""
+    aliases: dict[str, list[str]] = {}
+    for alias, first in state.division.first_names(state.model).items():
+        aliases.setdefault(first, []).append(alias)
+    return aliases
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -224,9 +229,6 @@ def gather_tensor(
                 dist.send(flat, 0)
         if gathered is not None:
             gathered[slices(box.at, box.sizes)] = part.cpu()
-    if gathered is not None and everywhere and name in shards:  # replicas may differ, such as BatchNorm's buffers
-        for region in shards[name].placement.regions:
-            gathered[slices(region.at, region.sizes)] = region.view(shards[name].tensor).cpu()
     return gathered
 
 
@@ -235,57 +237,50 @@ def slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
-class WholeModel:
-    """Gathers the full model and optimizer state to the host memory of every rank, one tensor at a time.
+# -- in memory ---------------------------------------------------------------------------------------------------------
 
-    It is created before anything is closed, from the ranks' shards in full precision; `restore` follows when the model
-    has its modules and parameters again. All ranks together.
 
-    Raises:
-        InputError: the optimizer has state whose position in the full tensor is unknown.
-    """
+def full_state_dict(state: ShardedState, context: ParallelContext, optimizer: bool, rank0_only: bool) -> dict[str, Any]:
+    """`Engine.full_state_dict`. All ranks together, one tensor at a time."""
+    shards: Shards = {}
+    groups: list[dict[str, Any]] = []
 
-    def __init__(self, state: ShardedState, context: ParallelContext) -> None:
-        def collect() -> tuple[Shards, dict[str, dict[str, object]]]:
+    def collect() -> tuple[Any, ...]:
+        shards.update({MODEL + name: shard for name, shard in state.weights().items()})
+        plain: dict[str, dict[str, Any]] = {}
+        if optimizer:
             state.update.follow_groups()  # groups added since the last step
-            shards, plain = state.optimizer_state()
-            first, of_model = state.division.first_names(state.model), state.weights()
-            for name, buffer in state.model.named_buffers(remove_duplicate=False):  # also those that are not saved
-                of_model.setdefault(first.get(name, name), TensorShard(buffer.detach(), whole(buffer.shape)))
-            return shards | {MODEL + name: shard for name, shard in of_model.items()}, plain
+            groups.extend(state.groups())
+            of_optimizer, plain = state.optimizer_state()
+            shards.update(of_optimizer)
+        return describe(shards), state.extras(), plain, [group["params"] for group in groups]
 
-        self._context = context
-        self._shards, plain = run_on_all_ranks(context, "engine.close(restore=True)", collect)
-        mine = describe(self._shards), plain, [group["params"] for group in state.groups()]
-        shapes, self._plain, names = zip(*context.everyone(mine), strict=True)
-        self._tensors = find_tensors(shapes, spread=False)
-        self._groups = join_groups(names)
-
-    @torch.no_grad()
-    def restore(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Fill parameters, buffers and the optimizer's state, which keep their dtypes and strides."""
-        params = dict(model.named_parameters())
-        of_model = {MODEL + name: tensor for name, tensor in chain(model.named_buffers(), params.items())}
-        optimizer.state.clear()  # that of this rank's shards
-        for name, tensor in self._tensors.items():
-            value = gather_tensor(name, tensor, self._shards, self._context, everywhere=True)
-            assert value is not None
-            self._shards.pop(name, None)
-            if name in of_model:
-                of_model[name].data, of_model[name].grad = _like(of_model[name], value, of_model[name].dtype), None
-            else:
-                _, key, of = name.split(".", 2)
-                optimizer.state[params[of]][key] = _like(params[of], value, value.dtype)
-        for name, values in ((n, v) for theirs in self._plain for n, v in theirs.items()):
-            optimizer.state[params[name]].update(values)
-            put_together(optimizer.state[params[name]])
-        for group, names in zip(optimizer.param_groups, self._groups, strict=True):
-            held = set(map(id, group["params"]))
-            group["params"] += [params[name] for name in names if id(params[name]) not in held]
-
-
-def _like(tensor: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`value` on the CPU, with the strides of `tensor` if that has its shape."""
-    if tensor.shape != value.shape:
-        return value.to(dtype)
-    return torch.empty_like(tensor, dtype=dtype, device="cpu").copy_(value)
+    by_rank = gather_results(context, "engine.full_state_dict", collect)
+    shapes, extras, plains, names = zip(*by_rank, strict=True)
+    weights: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for full_name, tensor in find_tensors(shapes, spread=False).items():
+        value = gather_tensor(full_name, tensor, shards, context, everywhere=not rank0_only)
+        if value is None:
+            continue
+        if full_name.startswith(MODEL):
+            weights[full_name.removeprefix(MODEL)] = value
+        else:
+            _, key, name = full_name.split(".", 2)
+            values.setdefault(name, {})[key] = value
+    if rank0_only and context.rank > 0:
+        return {}
+    aliases = _aliases(state)
+    model = {alias: value for name, value in weights.items() for alias in aliases.get(name, [name])}
+    for theirs in reversed(extras):
+        model |= theirs
+    if not optimizer:
+        return model
+    for theirs in reversed(plains):
+        for name, plain in theirs.items():
+            values.setdefault(name, {}).update(copy.deepcopy(plain))
+    for of_param in values.values():
+        put_together(of_param)
+    settings = [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    joined = [group | {"params": params} for group, params in zip(settings, join_groups(names), strict=True)]
+    return {"model": model, "optimizer": {"state": values, "param_groups": joined}}

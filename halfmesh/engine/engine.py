@@ -425,6 +425,29 @@ class Engine:
         self.context.agree_on_call("engine.save_weights")
         self._checkpointer.save_weights(path, format, max_file_gb)
 
+    def full_state_dict(self, *, optimizer: bool = False, rank0_only: bool = True) -> dict[str, Any]:
+        """The full model's state dict, unsharded and in full precision, on the CPU. All ranks together.
+
+            weights = engine.full_state_dict()  # {} on other ranks than 0
+            if engine.context.rank == 0:
+                plain_model.load_state_dict(weights)
+
+        It has parameters and persistent buffers under the names of the model that initialize was given, copied; fp32
+        masters where there are any. One tensor is gathered at a time.
+
+        Args:
+            optimizer: return `{"model": ..., "optimizer": ...}`. The optimizer's state is keyed by parameter names, as
+                of torch's `get_optimizer_state_dict` with `full_state_dict=True`, and is loaded with its
+                `set_optimizer_state_dict`.
+            rank0_only: other ranks than 0 get {}, and need no memory. With False each rank gets all of it.
+
+        Raises:
+            InputError: the optimizer has state whose position in the full model is unknown.
+        """
+        self._parts.refuse_if_closed()
+        self.context.agree_on_call(f"engine.full_state_dict({optimizer=}, {rank0_only=})")
+        return self._checkpointer.full_state_dict(optimizer, rank0_only)
+
     def load_weights(self, path: str | Path) -> None:
         """Load the model's weights, and masters, from a file with the same names. All ranks together.
 
@@ -453,55 +476,43 @@ class Engine:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def close(self, restore: bool = False) -> None:
+    def close(self) -> None:
         """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
         A model that is not sharded is restored to its original dtype, with the trained weights, and the optimizer holds
-        its parameters again. A sharded model stays sharded, cannot be used any more, and nothing is sent (in one
-        process it is restored, too): save before. `restore` has no effect where nothing is sharded.
-
-        Args:
-            restore: unshard the model and its optimizer, on the CPU of every rank, whose memory has to hold both; one
-                tensor is gathered at a time. All ranks together.
+        its parameters again. A sharded model stays sharded, and cannot be used any more: before that call `save`,
+        `save_weights` or `full_state_dict`.
 
         Raises:
             CheckpointError: after closing, if a save in the background failed.
-            InputError: with `restore`: the optimizer has state that cannot be gathered.
         """
         parts = self._parts
         parts.accumulation.refuse_averaged("engine.close()")
-        restore = (restore or self.context.size == 1) and parts.division.divides and not parts.closed
-        if restore:
-            self.context.agree_on_call("engine.close")
         try:
             self._close_hooks(None)
             self._checkpointer.wait()
-            if not (parts.closed or restore):  # `restore` does it, too
+            if not parts.closed:
                 parts.update.sync_writes()
         finally:
-            self._give_back(restore)
+            self._give_back()
             self.context.close()
 
-    def _give_back(self, restore: bool = False, failed: bool = False) -> None:
+    def _give_back(self, failed: bool = False) -> None:
         """See `close`. After an error (`failed`) other ranks may be gone."""
         parts = self._parts
         if parts.closed:
             return
-        stays_in_parts = parts.division.divides and not restore
-        whole = self._checkpointer.collect_whole() if restore else None
         parts.accumulation.clear()
         parts.average.values.clear()
         parts.closed = True
-        parts.guard.remove(warnings=not stays_in_parts)
-        parts.update.close(undo=not stays_in_parts)
+        parts.guard.remove()
+        parts.update.close(undo=not parts.division.divides)
         if parts.accumulation.reducer is not None:
             parts.accumulation.reducer.close()
         if not failed:
             parts.executor.close()
         self._checkpointer.close()
-        parts.division.close(restore)
-        if whole is not None:
-            whole.restore(parts.model, self.optimizer)
+        parts.division.close()
 
     def __enter__(self) -> Engine:
         return self

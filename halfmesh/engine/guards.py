@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
-from torch.utils.hooks import RemovableHandle
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import Recipe
@@ -219,8 +218,8 @@ class SameTrained:
 
 _PARTS = (
     "%s.state_dict() has this rank's part of the %s only, which is sharded over the ranks; to save all of it call "
-    "engine.save(path) on every rank, or engine.save_weights(path) for the model's weights alone, before the engine is "
-    "closed; engine.close(restore=True) gives all of it back on every rank"
+    "engine.save(path) on every rank, or engine.save_weights(path) for the model's weights alone; "
+    "engine.full_state_dict() returns it; all of them before the engine is closed"
 )
 
 
@@ -238,14 +237,13 @@ class ModelGuard:
         self.own_calls = 0
         """Above 0 while the engine itself calls the model or the optimizer."""
         self._removers: list[Callable[[], Any]] = []
-        self._warnings: list[RemovableHandle] = []  # of state dicts that hold only this rank's shards
         if division.plans.partition is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
             warn = _DirectCall(self, recipe, device)  # stages refuse it themselves
             self._removers.append(model.register_forward_pre_hook(warn).remove)
         if division.divides_model:
-            self._warnings.append(model.register_state_dict_pre_hook(_PartialState(self, "model")))
+            model.register_state_dict_pre_hook(_PartialState(self, "model"))  # these stay: after `close`, too
         if division.divides:
-            self._warnings.append(optimizer.register_state_dict_pre_hook(_PartialState(self, "optimizer")))
+            optimizer.register_state_dict_pre_hook(_PartialState(self, "optimizer"))
 
     def own_call(self) -> ModelGuard:
         """A scope in which the engine calls model and optimizer."""
@@ -257,13 +255,11 @@ class ModelGuard:
     def __exit__(self, *_: object) -> None:
         self.own_calls -= 1
 
-    def remove(self, warnings: bool) -> None:
-        """Remove the hooks; those that warn of sharded state dicts only with `warnings`."""
+    def remove(self) -> None:
+        """Remove the hooks, but for those that warn of sharded state dicts."""
         for remove in self._removers:
             remove()
-        for hook in self._warnings if warnings else ():
-            hook.remove()
-        self._removers, self._warnings = [], []
+        self._removers = []
 
 
 class _Warning:

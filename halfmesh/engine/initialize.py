@@ -189,7 +189,7 @@ def _convert(
     update = convert(
         given.model, given.optimizer, shards, recipe, context, options, division.data.update_device, backend.cast_model
     )
-    undo.callback(division.close, restore=False)
+    undo.callback(division.close)
     undo.callback(update.close, undo=not division.divides)
     update.publisher = division.data.publisher
     precision = backend.precision(recipe, context.device)

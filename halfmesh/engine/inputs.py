@@ -39,8 +39,8 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: to
     owners = [*model.modules(), *(getattr(hook, "__self__", None) for hook in call_hooks(model))]
     if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):
         yield (
-            "model: this rank holds a part of it for another engine (tensor=..., pipeline=..., expert=...); close that "
-            "one with engine.close(restore=True), which makes the model whole, or build the model again"
+            "model: this rank holds a part of it for another engine (tensor=..., pipeline=..., expert=...), also after "
+            "close; build the model again, and load into it what full_state_dict() of that engine returned"
         )
         return
     params = dict(model.named_parameters())

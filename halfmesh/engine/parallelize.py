@@ -267,18 +267,13 @@ class ParallelModel:
             axis.explain(error)
         self.data.explain(error)
 
-    def close(self, restore: bool) -> None:
-        """End computation. With `restore` the model gets its modules and parameters again, without the values that
-        other ranks hold; otherwise it stays sharded."""
+    def close(self) -> None:
+        """End compilation and recomputation. The model stays sharded."""
         for module in self.compiled:
             uncompile(module)
         for forward in self.checkpointed:
             forward.remove()
         self.settle()
-        if restore:
-            self.data.undo()
-            for axis in reversed(self.axes.values()):
-                axis.undo()
 
 
 def _params_of(criterion: Any, model: nn.Module) -> set[nn.Parameter]:

@@ -93,8 +93,8 @@ class AppliedAxis:
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            "a sharded model cannot be pickled; save engine.state_dict(), or call "
-            "engine.close(restore=True) first, which gives the whole model back"
+            "a sharded model cannot be pickled; save engine.state_dict(), or engine.full_state_dict(), which has the "
+            "whole model"
         )
 
     # -- for `apply` -------------------------------------------------------------------------------------------
@@ -109,26 +109,26 @@ class AppliedAxis:
                 state[name] = cut(value)
         param.data, param.grad = cut(param.data), None
 
-    def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> Iterator[Any]:
-        """Hooks that also accept state dicts with full tensors: each rank loads its shard."""
-        yield optimizer.register_load_state_dict_post_hook(refuse_other_state)
+    def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        """Add hooks that also accept state dicts with full tensors: each rank loads its shard."""
+        optimizer.register_load_state_dict_post_hook(refuse_other_state)
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             takes = {n: partial(self._take_part, self.splits[p]) for n, p in own.items() if p in self.splits}
             if takes:
-                yield module.register_load_state_dict_pre_hook(partial(shard_loaded_state, takes))
+                module.register_load_state_dict_pre_hook(partial(shard_loaded_state, takes))
 
     def _take_part(self, split: Split, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         is_whole = value.shape == split.whole_shape(param.shape, self.size)
         return split.cut(value, self.rank, self.size) if is_whole else value
 
-    def compare_calls(self, model: nn.Module) -> Iterator[Any]:
-        """Hooks that compare inputs and outputs of the model over the axis."""
+    def compare_calls(self, model: nn.Module) -> None:
+        """Add hooks that compare inputs and outputs of the model over the axis."""
         if (same := self.same) is not None:
-            yield model.register_forward_pre_hook(
+            model.register_forward_pre_hook(
                 lambda m, args, kwargs: same.compare_inputs(m.training, args, kwargs), with_kwargs=True
             )
-            yield model.register_forward_hook(lambda m, args, output: same.compare_outputs(m.training, output))
+            model.register_forward_hook(lambda m, args, output: same.compare_outputs(m.training, output))
 
     # -- for the engine ----------------------------------------------------------------------------------------
 
@@ -181,9 +181,6 @@ class AppliedAxis:
             options: the axis's keys.
         """
         return {}
-
-    def undo(self) -> None:
-        """Restore the model's modules; parameters stay sharded, the engine gathers them."""
 
 
 def shard_loaded_state(

@@ -159,9 +159,6 @@ class DataStrategy:
     def explain(self, error: RuntimeError) -> None:
         """Raise InputError if `error`, of forward or backward, is due to something that is not supported here."""
 
-    def undo(self) -> None:
-        """Give model and optimizer the original parameters again, without the values that other ranks hold."""
-
 
 def repoint(
     optimizer: optim.Optimizer,

@@ -78,7 +78,7 @@ def test_what_is_written_on_two_ranks(cells, tmp_path):
 
 def test_save_load_and_close_wait(tmp_path, gate):
     engine = made()
-    for number, end in enumerate((engine.save, engine.load, lambda folder: engine.close(restore=True))):
+    for number, end in enumerate((engine.save, engine.load, lambda folder: engine.close())):
         gate.open.clear()
         train(engine, 1)
         state = weights(engine)

@@ -398,14 +398,14 @@ def test_state_of_quantised_tensors_comes_back(tmp_path):
 
 
 def quantised_stages(rank, world_size, folder):
-    """By a checkpoint of two stages in one process, and by giving the model back."""
+    """By a checkpoint of two stages in one process, and in the full state dict."""
     entries = quantised()
     engine = make_engine("pp2", "none", optimizer=lambda params: Keeps(params, entries))
     train(engine, 1)
     engine.save(folder)
-    engine.close(restore=True)
-    state, model = engine.optimizer.state, engine.model
-    return [state[p]["exp_avg"].codes.flatten()[:3].tolist() for p in (model.first.weight, model.head.weight)]
+    state = engine.full_state_dict(optimizer=True, rank0_only=False)["optimizer"]["state"]
+    engine.close()
+    return [state[name]["exp_avg"].codes.flatten()[:3].tolist() for name in ("first.weight", "head.weight")]
 
 
 @pytest.mark.distributed

@@ -129,8 +129,8 @@ def test_a_closed_engine_and_a_second_one_over_the_same_objects():
             halfmesh.initialize(model, optimizer, config=FP16_NAIVE)
         train(engine)
         weights = full_weights(engine)
-        engine.close(restore=True)
-        engine.close(restore=True)
+        engine.close()
+        engine.close()
         torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=0)
     x, y = make_data(8)
     for call in (lambda: engine(x), lambda: engine.backward(engine.criterion(model(x), y)), engine.step):

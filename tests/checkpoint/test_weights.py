@@ -24,6 +24,7 @@ from tests.support.checkpoint_runs import (
 )
 from tests.support.models import MLP
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 safetensors = pytest.importorskip("safetensors.torch")
 BOTH = {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}}
@@ -45,8 +46,7 @@ def trained(rank, world_size, model, mode, folder):
     engine.save_weights(f"{folder}/weights.safetensors")
     engine.save_weights(f"{folder}/weights.pt", format="torch")
     engine.save_weights(f"{folder}/parts/model.safetensors", max_file_gb=4e-6)
-    engine.close(restore=True)
-    return weights(engine)
+    return close_whole(engine)
 
 
 def read_by_timm(folder, fresh):
@@ -105,8 +105,7 @@ def loaded(rank, world_size, cells, path):
         train(engine, 1)
         engine.load_weights(path)
         train(engine, 1)
-        engine.close(restore=True)
-        found[layout, mode, "stepped"] = weights(engine)
+        found[layout, mode, "stepped"] = close_whole(engine)
     return found
 
 

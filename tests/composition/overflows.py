@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import halfmesh
 from tests.support.ranks import here
+from tests.support.whole import close_whole
 
 from .cells import Cell
 from .training import digest, make_engine
@@ -66,8 +67,7 @@ def overflow(rank: int, world_size: int, cell: Cell) -> tuple[list[Overflow], st
                 result = engine.step()
                 changed = _state(engine) != before
                 seen.append(Overflow(kind if poisons else "", where, alone, result.skipped, result.loss_scale, changed))
-    engine.close(restore=True)
-    return seen, digest(engine.model.state_dict())
+    return seen, digest(close_whole(engine))
 
 
 def _any_rank(mine: bool) -> bool:

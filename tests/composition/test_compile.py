@@ -12,6 +12,7 @@ import torch
 from halfmesh.utils.torch_private import is_compiled
 from tests.support import compiling
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
+from tests.support.whole import close_whole
 
 from .cells import Cell, Pipe
 from .training import make_engine, run_cell
@@ -64,8 +65,7 @@ def train(
             engine.zero_grad()
             engine.backward(engine.criterion(engine(x), y))
             engine.step()
-        engine.close(restore=True)
-        return {name: value.clone() for name, value in engine.model.state_dict().items()}, compiled, compiled.breaks
+        return close_whole(engine), compiled, compiled.breaks
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -110,7 +110,7 @@ def average(rank: int, world_size: int, cell: CompiledCell) -> bool:
             engine.step()
         pairs = zip(engine.model.parameters(), clone.parameters(), strict=True)
         assert not any(torch.equal(own, other) for own, other in pairs if own.dim() > 1)
-        engine.close(restore=True)
+        engine.close()
         return not any(is_compiled(module) for module in engine.model.modules())
 
 

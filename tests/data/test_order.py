@@ -19,6 +19,7 @@ import halfmesh
 from tests.support.checkpoint_runs import LAYOUTS, Net
 from tests.support.models import make_data, make_engine, sgd
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 SAMPLES, BATCH, EPOCHS = 16, 4, 3
 
@@ -257,8 +258,7 @@ def losses(rank: int, world_size: int, layout: str) -> tuple[list[float], torch.
             seen.append(loss.item())
         with torch.no_grad():
             assert list(engine.eval_dataloader)
-    engine.close(restore=True)
-    return seen, engine.model.head.weight.detach().clone()
+    return seen, close_whole(engine)["head.weight"]
 
 
 @pytest.mark.distributed

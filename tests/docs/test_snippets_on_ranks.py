@@ -15,6 +15,7 @@ from halfmesh.distributed.local_ranks import free_port
 from tests.support import nano_gpt
 from tests.support.pages import find_rows, read_page, snippet, stand_ins
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -89,8 +90,7 @@ def run_loop(rank, world_size):
     engine = make_engine(make_tower(3))
     names = run(snippet("pipeline.md", "train.py"), {"engine": engine, "torch": torch, "total": 0.0, "hits": 0})
     part = sorted(engine.model.state_dict())
-    engine.close(restore=True)
-    return names["total"], int(names["hits"]), part, [p.detach() for p in engine.model.parameters()]
+    return names["total"], int(names["hits"]), part, list(close_whole(engine).values())
 
 
 def run_alone(rank, world_size):

@@ -137,7 +137,7 @@ def test_the_model_computes_with_it_for_a_while(mode, tmp_path):
     plain = make_model()
     plain.load_state_dict(saved(average, tmp_path / "average.pt"))
     torch.testing.assert_close(inside, plain(X).detach(), rtol=2e-3, atol=2e-3)
-    engine.close(restore=True)
+    engine.close()
     assert equal(engine.model.state_dict(), weights)
 
 

@@ -198,7 +198,7 @@ def test_close_undoes_it(watch):
     engine = make_engine(MODES["naive_fp16"] | COMPILE, model=model)
     train(engine)
     weights = full_weights(engine)
-    engine.close(restore=True)
+    engine.close()
     assert compiled_names(engine) == []
     assert_same(dict(model.state_dict()), weights)
     count = watch.forwards

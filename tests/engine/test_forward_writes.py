@@ -68,6 +68,7 @@ def make(how: str) -> Model:
 
 def train(model: nn.Module, config: dict[str, Any]) -> nn.Module | str:
     """The trained model, on the CPU, or the refusal."""
+    trained = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, config, device=rank_device())
     size, rank = engine.context.dp_size, engine.context.dp_rank
@@ -76,11 +77,12 @@ def train(model: nn.Module, config: dict[str, Any]) -> nn.Module | str:
             engine.zero_grad()
             engine.backward(engine.criterion(engine(ids.chunk(size)[rank]), labels.chunk(size)[rank]))
             engine.step()
+        trained.load_state_dict(engine.full_state_dict(rank0_only=False))
     except InputError as error:
         return f"step {engine.global_step + 1}: {error}"
     finally:
-        engine.close(restore=True)
-    return model.cpu()
+        engine.close()
+    return trained
 
 
 def by_hand(model: nn.Module) -> nn.Module:

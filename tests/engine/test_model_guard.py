@@ -37,7 +37,7 @@ def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
         assert caplog.text.count(DIRECT) == (mode != "none"), "fp32 is computed alike"
     assert CASTS.get(mode, "") in caplog.text
     assert caplog.text.count("Write engine(x) in place of model(x)") == (mode != "none")
-    engine.close(restore=True)
+    engine.close()
     engine.model(X)
     assert caplog.text.count(DIRECT) == (mode != "none")
 
@@ -142,7 +142,7 @@ def asks_for_states(rank, world_size, folder):
     heard, found = [], {}
     logging.getLogger("halfmesh.engine.guards").addFilter(lambda record: heard.append(record.getMessage()) or True)
     for layout, (parallel, _, _) in LAYOUTS.items():
-        make_engine({"parallel": parallel}).close(restore=True)
+        make_engine({"parallel": parallel}).close()
         engine = make_engine({"parallel": parallel})
         step_on(engine, X, Y)
         state = engine.state_dict()
@@ -157,9 +157,8 @@ def asks_for_states(rank, world_size, folder):
         told = [sum(words in text for text in heard) for words in (MODEL, OPTIMIZER)]
         if layout != "fsdp":  # which cannot be copied
             copy.deepcopy(engine.model).state_dict()
-        engine.close(restore=True)
-        engine.model.state_dict()
-        engine.optimizer.state_dict()
+        engine.full_state_dict(optimizer=True)
+        engine.close()
         found[layout] = own, told, len(heard) - sum(told)
         heard.clear()
     return found

@@ -67,10 +67,9 @@ def anneals(start: Any) -> Any:
 def run_loop(rank: int, world_size: int, loop: Any, config: Any) -> list[Any]:
     """Losses, weights, and the optimizer's state and groups by names of parameters."""
     *losses, engine = loop(partial(make, config))
-    model, optimizer, weights = engine.model, engine.optimizer, whole(engine)
-    names = {p: name for name, p in model.named_parameters()}
-    state = {names[p]: {k: v.clone() for k, v in values.items()} for p, values in optimizer.state.items()}
-    return [losses, weights, state, [[names[p] for p in group["params"]] for group in optimizer.param_groups]]
+    full = engine.full_state_dict(optimizer=True, rank0_only=False)
+    optimizer = full["optimizer"]
+    return [losses, full["model"], optimizer["state"], [group["params"] for group in optimizer["param_groups"]]]
 
 
 @pytest.mark.parametrize(("loop", "partition"), [(joins_later, "auto"), (anneals, ("last",))])

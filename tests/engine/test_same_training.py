@@ -67,7 +67,7 @@ def through_engine(name, precision, clip, accumulation):
         engine.step()
         losses.append(loss.item())
     assert engine.skipped_steps == 0
-    engine.close(restore=True)
+    engine.close()
     return losses, [p.detach() for p in model.parameters()]
 
 

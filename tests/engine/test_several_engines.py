@@ -14,6 +14,7 @@ import halfmesh
 from halfmesh.errors import InputError, NonFiniteError
 from tests.support.models import FP16_NAIVE, FP16_TORCH
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 REAL, NOISE = (torch.randn(8, size, generator=torch.Generator().manual_seed(size)) for size in (6, 4))
 bce = nn.functional.binary_cross_entropy_with_logits
@@ -68,9 +69,7 @@ def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[di
                 generator.backward(generator.criterion(discriminator(fake), ones))
                 generator.step()
                 discriminator.model.requires_grad_(True)
-            for engine in engines:
-                engine.close(restore=True)
-            found[mode, data] = [dict(model.state_dict()) for model in models]
+            found[mode, data] = [close_whole(engine) for engine in engines]
     return found
 
 

@@ -30,6 +30,7 @@ from tests.support.models import (
     sgd,
 )
 from tests.support.ranks import here, ranks_on, run_ranks
+from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
@@ -86,8 +87,7 @@ def joined_losses(rank: int, world_size: int) -> dict[str, Any]:
             for part in (uneven if reduction == "weighted" else even)[engine.context.dp_rank]:
                 piece = slice(begin + part[0], begin + part[1])
                 step(engine, x[piece], y[piece])
-        engine.close(restore=True)
-        found[reduction] = engine.model.state_dict()
+        found[reduction] = close_whole(engine)
     return found
 
 
@@ -188,9 +188,7 @@ def layouts(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
             size, place = engine.context.dp_size, engine.context.dp_rank
             step(engine, a.chunk(size)[place], b.chunk(size)[place])
     assert [engine.context.shape for engine in engines] == [(1, 2, 2), (1, 4, 1), (1, 1, 4)]
-    for engine in engines:
-        engine.close(restore=True)
-    return [engine.model.state_dict() for engine in engines]
+    return [close_whole(engine) for engine in engines]
 
 
 def test_engines_on_different_layouts():

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import halfmesh
 from tests.support.models import MODES
 from tests.support.ranks import here, rank_device
+from tests.support.whole import close_whole
 
 from .cells import LAYOUTS, Samples, call, make_optimizer
 from .zoo import LENGTH, SAMPLES, SUBJECTS, UPDATES, WORDS, Batch, Subject, text
@@ -40,14 +41,14 @@ def make_engine(name: str, layout: str, model: nn.Module, data: Any, criterion: 
     return halfmesh.initialize(model, optimizer, criterion, data, config, device=rank_device())
 
 
-def run(engine: halfmesh.Engine, own_loss: bool) -> None:
+def run(engine: halfmesh.Engine, own_loss: bool) -> Weights:
     """An epoch, and the end."""
     for batch in engine.dataloader:
         engine.zero_grad()
         output = engine(**batch) if own_loss else call(engine, batch)
         engine.backward(output.loss if own_loss else engine.criterion(output, batch["labels"]))
         engine.step()
-    engine.close(restore=True)
+    return close_whole(engine)
 
 
 def weights_of(model: nn.Module) -> Weights:
@@ -94,9 +95,8 @@ def lengths(rank: int, world_size: int, layout: str) -> tuple[set[int], float]:
     loader = DataLoader(Samples(subject.data()), SAMPLES // place.data, collate_fn=collate)
     own = place.pipeline == 1
     engine = make_engine(name, layout, model, loader, None if own else subject.criterion)
-    run(engine, own)
-    expected = by_hand(here(subject.make()), subject)
-    return collate.lengths, largest_difference(weights_of(model), expected)
+    weights = run(engine, own)
+    return collate.lengths, largest_difference(weights, by_hand(here(subject.make()), subject))
 
 
 @pytest.mark.parametrize("layout", slow_but_first("data", "fsdp", "tensor", "pipeline"))
@@ -123,11 +123,11 @@ def frozen(rank: int, world_size: int, name: str, layout: str) -> tuple[float, b
     subject = SUBJECTS[name]
     model = freeze(subject.make())
     start = weights_of(model)
-    run(make_engine(name, layout, model, Samples(subject.data()), subject.criterion), own_loss=False)
-    expected = by_hand(here(freeze(subject.make())), subject)
-    weights = weights_of(model)
-    moved = {name for name, _ in model.named_parameters() if not torch.equal(weights[name], start[name])}
-    return largest_difference(weights, expected), moved == {n for n, p in model.named_parameters() if p.requires_grad}
+    weights = run(make_engine(name, layout, model, Samples(subject.data()), subject.criterion), own_loss=False)
+    plain = freeze(subject.make())
+    trained = {name for name, param in plain.named_parameters() if param.requires_grad}
+    moved = {name for name, _ in plain.named_parameters() if not torch.equal(weights[name], start[name])}
+    return largest_difference(weights, by_hand(here(plain), subject)), moved == trained
 
 
 @pytest.mark.parametrize("name", ["BERT, classification", pytest.param("timm ViT", marks=slow)])
@@ -158,8 +158,7 @@ def recomputed(rank: int, world_size: int, layout: str, reentrant: bool) -> floa
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         own = LAYOUTS[layout].pipeline == 1
         criterion = None if own else SUBJECTS["GPT-2"].criterion
-        run(make_engine("GPT-2", layout, model, Samples(text()), criterion), own)
-        found.append(weights_of(model))
+        found.append(run(make_engine("GPT-2", layout, model, Samples(text()), criterion), own))
     return largest_difference(*found)
 
 

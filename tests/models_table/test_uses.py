@@ -16,6 +16,7 @@ import halfmesh
 from tests.support.models import MODES, TOLERANCES, said
 from tests.support.ranks import rank_device
 from tests.support.versions import TORCH
+from tests.support.whole import close_whole
 
 from .cells import LAYOUTS, Samples
 
@@ -130,8 +131,7 @@ def train(rank: int, world_size: int, use: Use) -> tuple[dict[str, torch.Tensor]
         engine.backward(get(use.kind, output, "loss") if own else engine.criterion(output, batch["labels"]))
         engine.step()
     words = describe(output.value() if layout.pipeline > 1 else output)
-    engine.close(restore=True)
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}, words
+    return close_whole(engine), words
 
 
 def describe(output: Any) -> str:

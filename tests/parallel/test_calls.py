@@ -15,6 +15,7 @@ from halfmesh.errors import InputError
 from halfmesh.parallel import calls
 from tests.support.models import make_data, make_engine, said, step_on
 from tests.support.ranks import here, run_ranks
+from tests.support.whole import close_whole
 
 LAYOUTS = {
     "dp": {},
@@ -37,12 +38,10 @@ def unlike_calls(rank, world_size, folder):
             if rank
             else said(engine.precision_report().__enter__)
         ]
-        if layout != "dp":  # which sends nothing to close
-            words += [said(engine.close, restore=True) if rank else said(engine.load_weights, f"{folder}/w.pt")]
+        words += [said(engine.full_state_dict) if rank else said(engine.load_weights, f"{folder}/w.pt")]
         step_on(engine, *here(BATCH))
         engine.save(f"{folder}/{layout}")
-        engine.close(restore=True)
-        found[layout] = words, engine.model.state_dict()
+        found[layout] = words, close_whole(engine)
     alone = make_engine({"timeout": 3.0})
     begun, words = time.monotonic(), said(alone.save, folder) if rank == 0 else "nothing"
     waited = time.monotonic() - begun
@@ -57,8 +56,7 @@ def as_usual(rank, world_size):
         engine = make_engine({"parallel": parallel})
         for _ in range(2):
             step_on(engine, *here(BATCH))
-        engine.close(restore=True)
-        found[layout] = engine.model.state_dict()
+        found[layout] = close_whole(engine)
     return found
 
 
@@ -74,7 +72,9 @@ def test_ranks_that_do_not_call_the_same_are_told_and_nothing_is_sent(tmp_path):
             assert words[1].startswith(
                 "engine.precision_report was called on rank 0, and engine.save_weights on rank 1"
             )
-            assert all("engine.load_weights was called on rank 0, and engine.close on rank 1" in w for w in words[2:])
+            assert words[2].startswith(
+                "engine.load_weights was called on rank 0, and engine.full_state_dict(optimizer="
+            )
             assert all(torch.equal(weights[name], theirs[layout][name]) for name in weights)
     _, words, waited = results[0]
     assert words.startswith("engine.save was called on rank 0 only; call it on every rank, without an `if` around it: ")

@@ -272,7 +272,7 @@ def test_the_model_stays_what_it_is():
     assert model(x).any(), "a copy computes by itself"
     for handle in handles:
         handle.remove()
-    engine.close(restore=True)
+    engine.close()
     assert [list(vars(module)) for module in model.modules()] == attributes
 
 

@@ -16,6 +16,7 @@ from halfmesh.errors import InputError
 from halfmesh.parallel.replica_checks import refuse_unlike
 from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
 from tests.support.ranks import here, meet, run_ranks
+from tests.support.whole import close_whole
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate": {},
@@ -116,8 +117,7 @@ def alike(rank: int, world_size: int, config: dict[str, Any], share: int = 1) ->
             param.requires_grad_(not name.startswith(frozen))
         engine.zero_grad()
         step_on(engine, x[own], y[own])
-    engine.close(restore=True)
-    return {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
+    return close_whole(engine)
 
 
 @pytest.mark.distributed

@@ -11,6 +11,7 @@ from torch import nn
 import halfmesh
 from tests.support.example_runs import ROOT
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 CONFIG = {"clip_grad_norm": 0.1, "track_grad_norm": True, "gradient_accumulation": 2}
 
@@ -55,8 +56,7 @@ def train(parallel, seed=0):
         result = engine.step()
         norms += [] if result is None else [float(result.grad_norm)]
     rows = len(model[0].weight), len(model[2].weight)
-    engine.close(restore=True)
-    return model.state_dict(), norms, rows
+    return close_whole(engine), norms, rows
 
 
 def train_on_ranks(rank, world_size, parallel):

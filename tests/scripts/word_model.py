@@ -14,6 +14,7 @@ from torch import nn
 
 import halfmesh
 from tests.support.ranks import here, rank_device
+from tests.support.whole import close_whole
 
 TOKENS, WIDTH, LAYERS, BATCH, BPTT, EPOCHS, LR, CLIP = 20, 8, 2, 4, 6, 2, 0.5, 0.25
 LSTM_PLAN = {"encoder": "vocab", "decoder": "colwise_gather"}
@@ -118,5 +119,4 @@ def train(kind: str, config: dict[str, Any]) -> tuple[list[float], dict[str, tor
             if kind == "lstm":
                 state = [part.detach() for part in output[1:]]
             losses.append(loss.item())
-    engine.close(restore=True)
-    return losses, model.state_dict()
+    return losses, close_whole(engine)

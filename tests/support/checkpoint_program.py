@@ -61,9 +61,10 @@ def main(out: str, hook: Any = None, **options: Any) -> list[tuple[int, float]]:
             time.sleep(given["pause"])
             if hook is not None:
                 hook(engine)
-    engine.close(restore=True)
+    weights = engine.full_state_dict()
+    engine.close()
     if engine.context.rank == 0:
-        torch.save(model.state_dict(), out)
+        torch.save(weights, out)
     return seen
 
 

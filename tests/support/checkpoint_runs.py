@@ -128,13 +128,12 @@ def train(
 
 
 def whole_state(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
-    """Closes the engine. The whole model's state and the optimizer's, in full precision, as they are given back."""
-    model, optimizer = engine.model, engine.optimizer
-    engine.close(restore=True)
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    names = {param: name for name, param in model.named_parameters()}
-    for param, state in optimizer.state.items():
-        found |= {f"{names[param]} {key}": torch.as_tensor(value).clone() for key, value in state.items()}
+    """Closes the engine. The full model's state and the optimizer's, in full precision."""
+    full = engine.full_state_dict(optimizer=True, rank0_only=False)
+    engine.close()
+    found = dict(full["model"])
+    for name, state in full["optimizer"]["state"].items():
+        found |= {f"{name} {key}": torch.as_tensor(value) for key, value in state.items()}
     return found
 
 

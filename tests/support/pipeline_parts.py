@@ -13,6 +13,7 @@ import halfmesh
 from halfmesh import Call, Piece
 from halfmesh.parallel.pipeline.partition import find_pieces, resolve
 from halfmesh.utils.tensors import tensors_of
+from tests.support.whole import close_whole
 
 from .models import CLASSES, FEATURES, make_engine
 from .ranks import here
@@ -145,5 +146,4 @@ def step(engine: halfmesh.Engine, x: Any, y: Any) -> tuple[Any, Any, Any]:
 
 def whole(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
     """The model's state after the engine is closed."""
-    engine.close(restore=True)
-    return {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
+    return close_whole(engine)

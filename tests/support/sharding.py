@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 import halfmesh
 from tests.support.ranks import here, rank_device
@@ -101,17 +100,10 @@ def train(engine, rank, steps=4, accumulation=1):
 
 
 def whole(engine):
-    """The model and the optimizer's state as they are given back, on the host."""
-    model, optimizer = engine.model, engine.optimizer
-    engine.close(restore=True)
-    names = {param: name for name, param in model.named_parameters()}
-    state = {names[param]: tree_map_only(torch.Tensor, to_host, value) for param, value in optimizer.state.items()}
-    groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
-    return {name: to_host(tensor) for name, tensor in model.state_dict().items()}, state, groups
-
-
-def to_host(tensor):
-    return tensor.detach().clone().cpu()
+    """The full model's state, and the optimizer's state and groups by the parameters' names. Closes the engine."""
+    full = engine.full_state_dict(optimizer=True, rank0_only=False)
+    engine.close()
+    return full["model"], full["optimizer"]["state"], [group["params"] for group in full["optimizer"]["param_groups"]]
 
 
 def differences(ours, theirs):

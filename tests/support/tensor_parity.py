@@ -14,6 +14,7 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError
 from tests.support.ranks import here, rank_device
+from tests.support.whole import close_whole
 
 Plan = str | Mapping[str, str]
 
@@ -37,7 +38,7 @@ def parity(
 ) -> float:
     """How far a divided model is from the whole one, in its output and in its weights after an update: the largest
     difference, relative to the largest number."""
-    whole, kinds = here(copy.deepcopy(model)), [type(module) for module in model.modules()]
+    whole = here(copy.deepcopy(model))
     optimizer = make_optimizer(whole.parameters())
     expected = call(whole)
     scalar(expected).backward()
@@ -46,9 +47,9 @@ def parity(
     output = call(engine)
     engine.backward(scalar(output))
     engine.step()
-    engine.close(restore=True)
-    assert [type(module) for module in model.modules()] == kinds
-    weights = [torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (here(model), whole)]
+    trained = here(close_whole(engine))
+    named = dict(whole.named_parameters())
+    weights = [torch.cat([each[name].detach().flatten() for name in named]) for each in (trained, named)]
     return max(apart(output, expected), apart(*weights))
 
 

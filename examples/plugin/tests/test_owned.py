@@ -39,8 +39,9 @@ def train(config: dict[str, Any], folder: Path | None = None) -> tuple[dict[str,
         engine.step()
     held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
     assert held == 6 * 8 + 8 + 8 * 2 + 2 if size == 1 else held in (6 * 8 + 8 * 2, 8 + 2)
-    engine.close(restore=True)
-    return model.state_dict(), optimizer.state_dict()["state"]
+    full = engine.full_state_dict(optimizer=True, rank0_only=False)
+    engine.close()
+    return full["model"], full["optimizer"]["state"]
 
 
 def one_of_two(rank: int, port: int, folder: str) -> None:

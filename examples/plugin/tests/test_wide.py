@@ -50,8 +50,9 @@ def train(config: dict[str, Any], folder: Path | None = None, dropout: float = 0
         assert "of 2 linear layer(s)" in str(engine.plan) or "least" in str(config)
     if folder is not None:
         engine.save_weights(folder / "whole.safetensors")
-    engine.close(restore=True)
-    return model.state_dict()
+    weights = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return weights
 
 
 def one_of_many(rank: int, size: int, port: int, folder: str) -> None:

@@ -172,7 +172,7 @@ class ExpertParallel(SplitBatch):
             layer.num_experts //= self.size
             layer.forward = partial(self._dispatch, layer.forward, layer.num_experts)
             layer.is_divided_by_engine = True
-        self._hooks = list(self.take_whole_states(inputs.model, inputs.optimizer))
+        self.take_whole_states(inputs.model, inputs.optimizer)
 
     def _dispatch(self, experts: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The forward of a layer. (A method of this object, which copies of the model share.)"""
@@ -181,10 +181,3 @@ class ExpertParallel(SplitBatch):
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         count = self._layers[0].num_experts
         return {"layout": f"1/{self.size} of the rows; {count} experts in each of {len(self._layers)} layers"}
-
-    def undo(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for layer in self._layers:
-            del layer.forward, layer.is_divided_by_engine
-            layer.num_experts *= self.size

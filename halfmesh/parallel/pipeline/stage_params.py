@@ -40,21 +40,17 @@ class StageParameters(AppliedAxis):
         self.partition = partition
         self.meta_model = make_meta_model(model)
         self.first_names = first_names(model)
-        self._model, self._optimizer, self._context = model, optimizer, context
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._context = context
         holders = partition.holders(model)
         shared = [(name, p, holders[id(p)]) for name, p in model.named_parameters() if len(holders[id(p)]) > 1]
         self._shared_names = sorted(name for name, _, _ in shared)
         self._shared_by = sorted({ranks for _, _, ranks in shared})
         self.ties: dict[nn.Parameter, tuple[int, ...]] = {p: ranks for _, p, ranks in shared if self.rank in ranks}
         self._foreign = {name: t for name, t in all_tensors(model) if self.rank not in holders[id(t)]}
-        self._shapes = {id(t): torch.empty_like(t, device="meta") for t in self._foreign.values()}
-        self._drop()
-        self._hooks = [
-            model.register_forward_pre_hook(self._refuse_call),
-            model.register_load_state_dict_pre_hook(self._take_own),
-            model.register_load_state_dict_post_hook(self._expect_own),
-        ]
+        self._drop(model, optimizer)
+        model.register_forward_pre_hook(self._refuse_call)
+        model.register_load_state_dict_pre_hook(self._take_own)
+        model.register_load_state_dict_post_hook(self._expect_own)
 
     def replicas(self, param: nn.Parameter) -> int:
         return len(self.ties.get(param, [0]))
@@ -81,33 +77,20 @@ class StageParameters(AppliedAxis):
         rows = f"{options.schedule}, {microbatches} microbatches, bubble {bubble:.0%}; {'; '.join(stages)}"
         return {"layout": "every rank holds its stages", "stages": rows}
 
-    def undo(self) -> None:
-        """Restore all parameters in the modules and the optimizer's groups. Those that other ranks hold are on the CPU,
-        uninitialised."""
-        for hook in self._hooks:
-            hook.remove()
-        for name, tensor in self._foreign.items():
-            replace_data(tensor, torch.empty_like(self._shapes[id(tensor)], device="cpu"))
-            self._set(name, tensor)
-        for group, came in zip(self._optimizer.param_groups, self._groups, strict=False):
-            known = set(map(id, came))
-            group["params"] = [*came, *(param for param in group["params"] if id(param) not in known)]
-
     @torch.no_grad()
-    def _drop(self) -> None:
+    def _drop(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        """Free what only other ranks hold."""
         for name, tensor in self._foreign.items():
-            self._set(name, None)
+            path, _, own = name.rpartition(".")
+            setattr(model.get_submodule(path), own, None)
             replace_data(tensor, torch.empty(0, dtype=tensor.dtype))
             tensor.grad = None
-        for group in self._optimizer.param_groups:
+        foreign = set(map(id, self._foreign.values()))
+        for group in optimizer.param_groups:
             for param in group["params"]:
-                if id(param) in self._shapes:
-                    self._optimizer.state.pop(param, None)
-            group["params"] = [param for param in group["params"] if id(param) not in self._shapes]
-
-    def _set(self, name: str, tensor: torch.Tensor | None) -> None:
-        path, _, own = name.rpartition(".")
-        setattr(self._model.get_submodule(path), own, tensor)
+                if id(param) in foreign:
+                    optimizer.state.pop(param, None)
+            group["params"] = [param for param in group["params"] if id(param) not in foreign]
 
     # -- hooks on the model ------------------------------------------------------------------------------------
 

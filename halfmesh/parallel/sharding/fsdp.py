@@ -23,7 +23,7 @@ from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
 from .fsdp_reducer import FSDPReducer
-from .fsdp_wrap import CastGather, can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
+from .fsdp_wrap import CastGather, can_be_sharded, find_units, make_mesh, prefetch, unowned_params, wrap
 from .fsdp_writes import WriteWatch
 
 MIXED = "got mixed torch.Tensor and DTensor"
@@ -70,7 +70,6 @@ class FSDP(DataStrategy):
         self.replicated = [shard.name for shard in inputs.shards if shard.param in whole]
         taken = [shard.param for shard in inputs.shards if shard.param not in whole]
         self._dtypes = {param: param.dtype for param in taken}
-        self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
         param_dtype = inputs.param_dtype or _dtype(data.param_dtype)
         if param_dtype is not None:
             for param in taken:  # the shards are the masters, whatever dtype the model had
@@ -78,15 +77,16 @@ class FSDP(DataStrategy):
         self.places = {place: param for place, param in _places(model) if param not in whole}
         names = {shard.param: shard.name for shard in inputs.shards}
         self._writes = WriteWatch({place: names[param] for place, param in self.places.items()}, inputs.context.device)
-        self._buffer_dtypes = self._cast_buffers(_dtype(data.buffer_dtype))
+        self._cast_buffers(_dtype(data.buffer_dtype))
         self.units = self._wrap(units, whole, param_dtype)
         self.originals = self._shard_optimizer()
         self.shards = [self.originals.get(shard.param, shard) for shard in inputs.shards]
         modules = {module for module, _ in self.places}
-        self._hooks: list[Any] = [module.register_load_state_dict_pre_hook(self._load) for module in modules]
-        self._hooks.append(inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state))
+        for module in modules:
+            module.register_load_state_dict_pre_hook(self._load)
+        inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state)
         if not data.reshard_after_forward:  # writes into weights after an evaluation have to reach the shards
-            self._hooks.append(model.register_forward_hook(self._after_forward))
+            model.register_forward_hook(self._after_forward)
         inputs.finish()
         self._move(device)
         self.sharded = [(s, s.source.param) for s in self.originals.values() if s.source is not None]
@@ -177,12 +177,11 @@ class FSDP(DataStrategy):
 
     # -- sharding ----------------------------------------------------------------------------------------------
 
-    def _cast_buffers(self, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
-        """Cast floating-point buffers to `dtype`. Returns their former dtypes."""
-        cast = {b: b.dtype for b in self.inputs.model.buffers() if dtype is not None and b.is_floating_point()}
-        for buffer in cast:
-            buffer.data = buffer.data.to(dtype)
-        return cast
+    def _cast_buffers(self, dtype: torch.dtype | None) -> None:
+        """Cast floating-point buffers to `dtype`."""
+        for buffer in self.inputs.model.buffers() if dtype is not None else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
 
     def _wrap(self, units: Sequence[nn.Module], whole: set[nn.Parameter], param_dtype: torch.dtype | None) -> list[Any]:
         """Returns FSDPModules (which, as torch annotates them, are no nn.Modules)."""
@@ -213,7 +212,7 @@ class FSDP(DataStrategy):
             if mine:
                 gather = CastGather(list(mine), list(mine.values()))
                 gather.attach()
-                self._hooks.append(self.inputs.model.register_forward_pre_hook(gather.attach, prepend=True))
+                self.inputs.model.register_forward_pre_hook(gather.attach, prepend=True)
         return count
 
     def _free_originals(self, unit: nn.Module) -> None:
@@ -356,22 +355,6 @@ class FSDP(DataStrategy):
         """Free gathered weights."""
         for unit in self.units:
             unit.reshard()
-
-    def undo(self) -> None:
-        for hook in (*self._hooks, *self._writes.hooks):
-            hook.remove()
-        self.reshard()
-        for module, (kind, attributes) in self._before.items():
-            unwrap(module, kind, attributes)
-        for (module, name), param in self.places.items():
-            setattr(module, name, param)
-        for shard, weight in self.sharded:
-            param = shard.model_param
-            param.data, param.grad = torch.empty(weight.shape, dtype=self._dtypes[param]), None
-            param.requires_grad_(weight.requires_grad)
-        repoint(self.inputs.optimizer, {shard.param: shard.model_param for shard, _ in self.sharded})
-        for buffer, dtype in self._buffer_dtypes.items():
-            buffer.data = buffer.data.to(dtype)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -11,7 +11,6 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -20,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from ...utils.param_shard import GatherCast, ParamShard
 from ...utils.torch_private import has_grad_hooks, outside_of_dry_run
 from ..mesh import ParallelContext
-
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 def find_units(model: nn.Module, blocks: Sequence[str], not_called: Collection[str] | None) -> list[nn.Module]:
@@ -161,34 +158,6 @@ def watch_grads(
                 param.register_post_accumulate_grad_hook(partial(call, id(shard)))
                 param.requires_grad_(trained)
         unit.reshard()
-
-
-def unwrap(module: nn.Module, kind: type[nn.Module], attributes: Collection[str]) -> None:
-    """Undo `wrap` except for the parameters: torch has no function for it.
-
-    Args:
-        kind: the module's class before.
-        attributes: the names of its attributes before.
-    """
-    if isinstance(module, FSDPModule):
-        module.__class__ = kind  # type: ignore[assignment]
-        _composable_state._module_state_mapping.pop(module, None)  # or a second fully_shard is refused
-    tables = [table for name, table in vars(module).items() if name.endswith("_hooks")]
-    for hooks in [table for table in tables if isinstance(table, dict)]:  # transformers adds a list
-        for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
-            del hooks[key]
-            for flags in _FLAGS:
-                getattr(module, flags).pop(key, None)
-    for name in set(vars(module)) - set(attributes):
-        if "fsdp" in name or name.startswith("__composable"):
-            delattr(module, name)
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    owner = getattr(hook, "__self__", hook)
-    return any(
-        str(getattr(o, "__module__", "")).startswith("torch.distributed.fsdp") for o in (hook, owner, type(owner))
-    )
 
 
 class CastGather:

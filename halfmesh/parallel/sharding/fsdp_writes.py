@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from ...utils.torch_private import write_stamps
 from ..replica_checks import norms
@@ -22,12 +21,10 @@ class WriteWatch:
 
     Attributes:
         is_on: True while it compares.
-        hooks: on the units.
     """
 
     def __init__(self, names: Mapping[tuple[nn.Module, str], str], device: torch.device) -> None:
         self.is_on = True
-        self.hooks: list[RemovableHandle] = []
         self._names, self._device = names, device
         self._taken: set[nn.Module] = set()
         self._open: dict[nn.Module, tuple[dict[str, torch.Tensor], list[Any], torch.Tensor]] = {}
@@ -54,7 +51,8 @@ class WriteWatch:
                 self._edited.update(text for text, a, b in zip(held, stamps, now, strict=True) if a != b)
                 self._changed.append((list(held), norms(held.values(), self._device) != values))
 
-        self.hooks += [unit.register_forward_pre_hook(before, prepend=True), unit.register_forward_hook(after)]
+        unit.register_forward_pre_hook(before, prepend=True)
+        unit.register_forward_hook(after)
 
     def take(self) -> Collection[str]:
         """The names of the parameters that were written since the last call. Reads the device."""

@@ -66,7 +66,7 @@ class Zero1(DataStrategy):
         self._memory: list[torch.UntypedStorage] = []  # of `mine`, at the last `follow`
         own = {part.model_param: part for part in parts.values()}
         repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, key, v: _cut(key, v, p, own[p]))
-        self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        optimizer.register_load_state_dict_post_hook(refuse_other_state)
         # In the order in which they are complete when an update steps the model's parameters in order.
         position = {id(shard): number for number, shard in enumerate(mine)}
         self._order = sorted(self.buckets, key=lambda bucket: max(position[id(shard)] for shard in bucket.shards))
@@ -166,11 +166,6 @@ class Zero1(DataStrategy):
         work, bucket, flat = self._inflight.popleft()
         work.wait()
         foreach_copy_([shard.param for shard in bucket.shards], bucket.views(flat))
-
-    def undo(self) -> None:
-        """Restore the optimizer's parameters, without the state of their shards."""
-        self._hook.remove()
-        repoint(self.inputs.optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
 
 
 def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:

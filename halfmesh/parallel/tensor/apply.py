@@ -18,8 +18,6 @@ from .plans import Assignment, caller, generalise
 from .sequence_styles import SequenceBegin
 from .trial import PlanTrial
 
-_ABSENT = object()
-
 
 class TensorParallelism(Axis):
     """`parallel.tensor`."""
@@ -57,8 +55,6 @@ class TensorParallel(TensorAxis):
         model, optimizer = inputs.model, inputs.optimizer
         self._assignments: list[Assignment] = inputs.plan
         self._host_random = inputs.host_random
-        self._hooks: list[Any] = []
-        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # for `undo` to restore
         self.trial = PlanTrial(model, self._assignments, self)
         splits = {a.module.get_parameter(name): s for a in self._assignments for name, s in a.splits().items()}
         self.partial = {param for a in self._assignments for param in a.style.partial(a.module, a.in_region)}
@@ -66,33 +62,25 @@ class TensorParallel(TensorAxis):
         for param, split in splits.items():
             self.split(optimizer, param, split)
         for assignment in self._assignments:
-            self._install(assignment)
-        self._hooks += [*self._end_regions(model), *self.take_whole_states(model, optimizer)]
+            assignment.install(self)
+        self._end_regions(model)
+        self.take_whole_states(model, optimizer)
         self.trial.watch(model)
         if not inputs.is_split:  # each call of the full model draws its random numbers, and is compared
             common = inputs.random
-            self._hooks += [
-                model.register_forward_pre_hook(self.end_tp_region),
-                model.register_forward_pre_hook(common.enter),
-                model.register_forward_hook(common.leave, always_call=True),
-                *self.compare_calls(model),
-            ]
+            model.register_forward_pre_hook(self.end_tp_region)
+            model.register_forward_pre_hook(common.enter)
+            model.register_forward_hook(common.leave, always_call=True)
+            self.compare_calls(model)
 
-    def _install(self, assignment: Assignment) -> None:
-        module = assignment.module
-        kind, before = type(module), dict(vars(module))
-        self._hooks += assignment.install(self)
-        changed = {n: before.get(n, _ABSENT) for n, v in vars(module).items() if v is not before.get(n, _ABSENT)}
-        self._before.append((module, kind, changed))
-
-    def _end_regions(self, model: nn.Module) -> Iterator[Any]:
-        """Hooks after which ranks draw the same random numbers again: after each module whose children shard features,
-        also if its forward fails; and after the model, because a backward may have left a fork open (checkpointing with
-        preserve_rng_state=False)."""
+    def _end_regions(self, model: nn.Module) -> None:
+        """Add hooks after which ranks draw the same random numbers again: after each module whose children shard
+        features, also if its forward fails; and after the model, because a backward may have left a fork open
+        (checkpointing with preserve_rng_state=False)."""
         modules = dict(model.named_modules())
         parents = {caller(modules, a.name) for a in self._assignments if a.style.opens_fork}
         for parent in sorted(parents | {""}):
-            yield modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
+            modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
         shards_sequence = any(isinstance(a.style, SequenceBegin) for a in self._assignments)
@@ -119,16 +107,3 @@ class TensorParallel(TensorAxis):
         layers = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
         sequence = " and the sequence" if any(a.style.is_region for a in self._assignments) else ""
         return {"layout": f"{share:.0%} of parameters{sequence} sharded over tp: {layers}"}
-
-    def undo(self) -> None:
-        self.end_tp_region()
-        for hook in self._hooks:
-            hook.remove()
-        self.trial.close()
-        for module, kind, attributes in reversed(self._before):
-            module.__class__ = kind
-            for name, value in attributes.items():
-                if value is _ABSENT:
-                    delattr(module, name)
-                else:
-                    setattr(module, name, value)

@@ -46,7 +46,7 @@ class Style:
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         """Make `module` work with its parameters, which are shards now.
 
-        It may get another class and other attributes; `TensorParallel.undo` restores the former ones.
+        It may get another class and other attributes.
 
         Returns:
             The handles of the hooks that were registered.

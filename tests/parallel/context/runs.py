@@ -14,6 +14,8 @@ from tests.support.ranks import here, rank_device, run_ranks
 sys.path.insert(0, str(ROOT / "examples"))
 from gpt import GPT
 
+from tests.support.whole import close_whole
+
 ROWS, LENGTH, WORDS = 2, 16, 32
 
 
@@ -84,8 +86,7 @@ def train(rank, world_size, make, step, seeds=(0, 1), **config):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    engine.close(restore=True)
-    return losses, {name: value.clone() for name, value in engine.model.state_dict().items()}
+    return losses, close_whole(engine)
 
 
 def compare(make, step, ranks=2, **config):

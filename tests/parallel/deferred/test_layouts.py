@@ -10,6 +10,7 @@ from torch import nn
 import halfmesh
 from tests.support.llama import Llama
 from tests.support.ranks import rank_device, run_ranks
+from tests.support.whole import close_whole
 
 LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
@@ -52,8 +53,7 @@ def make(rank, world_size, cases):
         torch.manual_seed(7)
         config = {"parallel": layout}
         engine = halfmesh.initialize(MODELS[model], sgd, nn.CrossEntropyLoss(), config=config, device=rank_device())
-        engine.close(restore=True)
-        found[name] = {key: value.clone() for key, value in engine.model.state_dict().items()}
+        found[name] = close_whole(engine)
     return found
 
 

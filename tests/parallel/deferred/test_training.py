@@ -15,6 +15,7 @@ from halfmesh import InputError
 from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.sharding import MODES, batch
+from tests.support.whole import close_whole
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -70,8 +71,7 @@ def compare(rank, world_size, parallel, modes):
         for model in (ordinary, deferred()):
             engine = start(model, parallel=parallel, **MODES[mode])
             found = losses(engine, engine.context.dp_rank)
-            engine.close(restore=True)
-            runs.append((found, {name: value.clone() for name, value in engine.model.state_dict().items()}))
+            runs.append((found, close_whole(engine)))
         (expected, weights), (found, others) = runs
         assert found == expected, mode
         assert all(torch.equal(value, others[name]) for name, value in weights.items()), mode

@@ -18,6 +18,7 @@ from halfmesh.parallel.axis import PlanInputs
 from halfmesh.parallel.expert.axis import ExpertOptions, ExpertParallelism
 from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 ROWS, LENGTH, WORDS = 4, 6, 32
 SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -82,8 +83,7 @@ def train(rank, world_size, make, parallel, **config):
         engine.backward(loss)
         seen.append((loss.item(), engine.step().grad_norm))
     experts = next(len(p) for name, p in engine.model.named_parameters() if name.endswith("down_proj"))
-    engine.close(restore=True)
-    return seen, {name: value.clone() for name, value in engine.model.state_dict().items()}, experts
+    return seen, close_whole(engine), experts
 
 
 @pytest.mark.distributed
@@ -240,8 +240,7 @@ def penalised(rank, world_size):
     loss = engine(input_ids=tokens(0), labels=tokens(0)).loss
     engine.backward(loss + 0.01 * sum((param - param.detach() + 1).sum() for param in held))  # the same everywhere
     engine.step()
-    engine.close(restore=True)
-    return {name: value.clone() for name, value in engine.model.state_dict().items()}
+    return close_whole(engine)
 
 
 @pytest.mark.distributed

@@ -13,6 +13,7 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(4, (4, 8), generator=torch.Generator().manual_seed(2))
@@ -89,8 +90,7 @@ def with_weights(rank: int, world_size: int) -> dict[str, dict[str, torch.Tensor
         model, criterion = make(kind)
         engine = engine_of(model, criterion)
         train(engine)
-        engine.close(restore=True)
-        found[kind] = dict(model.cpu().state_dict())
+        found[kind] = close_whole(engine)
     return found
 
 
@@ -119,8 +119,7 @@ def in_a_pipeline(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         engine.zero_grad()
         engine.backward(engine.criterion(engine(x), y))
         engine.step()
-    engine.close(restore=True)
-    return dict(model.cpu().state_dict())
+    return close_whole(engine)
 
 
 @pytest.mark.distributed

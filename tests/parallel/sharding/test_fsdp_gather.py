@@ -14,6 +14,7 @@ import halfmesh
 from halfmesh.amp.float8 import Float8Product
 from halfmesh.errors import InputError
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.distributed
@@ -88,8 +89,7 @@ def train_both(rank, world_size, parallel, more, same_batches=False):
         engine = make_engine(parallel, **more)
         context, plan = engine.context, str(engine.plan)
         losses = train(engine) if same_batches else train(engine, context.dp_rank, context.dp_size)
-        engine.close(restore=True)
-        return losses, engine.model.state_dict(), "weights gathered in float8" in plan
+        return losses, close_whole(engine), "weights gathered in float8" in plan
 
     ours = run()
     with wide():
@@ -183,8 +183,7 @@ def save(rank, world_size, path):
     engine = make_engine({"data": FSDP})
     train(engine)
     engine.save(path)
-    engine.close(restore=True)
-    return engine.model.state_dict()
+    return close_whole(engine)
 
 
 def load(rank, world_size, path, config):
@@ -192,8 +191,7 @@ def load(rank, world_size, path, config):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device())
     engine.load(path)
-    engine.close(restore=True)
-    return model.state_dict()
+    return close_whole(engine)
 
 
 def test_checkpoints_load_into_other_modes(tmp_path):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import halfmesh
 from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(4, (4, 8), generator=torch.Generator().manual_seed(2))
@@ -63,8 +64,7 @@ def test_one_process_trains_saves_and_resumes_as_by_hand(offload: bool, tmp_path
     engine = engine_of(model, parallel)
     engine.load(tmp_path / "saved")
     train(engine, 2, 4)
-    engine.close(restore=True)
-    torch.testing.assert_close([param.detach().cpu() for param in model.parameters()], by_hand())
+    torch.testing.assert_close(list(close_whole(engine).values()), by_hand())
 
 
 def in_a_tensor_group(rank: int, world_size: int) -> Any:
@@ -73,8 +73,7 @@ def in_a_tensor_group(rank: int, world_size: int) -> Any:
     engine = engine_of(model, {"tensor": {"size": 2, "plan": {"3": "colwise_gather"}}, "data": "fsdp"})
     sharded = isinstance(engine.model[0][0].weight, DTensor)
     train(engine, 0, 4)
-    engine.close(restore=True)
-    return sharded, [param.detach().cpu() for param in model.parameters()]
+    return sharded, list(close_whole(engine).values())
 
 
 @pytest.mark.distributed

@@ -14,6 +14,7 @@ from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.sharding import MODES, all_equal, differences, make_engine, whole
+from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 WIDTH = 8
@@ -185,7 +186,7 @@ def refused(rank, world_size):
         weight.data = make(weight.data)  # FSDP2 does not hear of it
         began = {
             "": partial(loop, engine, rank, steps=1),
-            "engine.close(restore=True): ": partial(engine.close, restore=True),
+            "engine.full_state_dict: ": engine.full_state_dict,
         }
         for words, use in began.items():
             with pytest.raises(InputError) as caught:
@@ -224,17 +225,18 @@ def test_weights_that_were_freed_are_explained():
 
 def freezes_and_writes(rank, world_size, strategy):
     model = Net()
-    given = list(model.parameters())
     engine = make_engine(strategy, optimizer=sgd, model=model)
     loop(engine, rank, steps=1)
     engine.model.end.requires_grad_(False)
     loop(engine, rank, steps=1)
-    engine.close(restore=True)
+    engine.close()
     assert not model.end.weight.requires_grad
     assert model.begin.weight.requires_grad
     if strategy == "fsdp":
+        model = Net()
+        given = next(model.parameters())
         engine = make_engine(strategy, optimizer=sgd, model=model)
-        given[0].requires_grad_(False)  # the object that the model came with
+        given.requires_grad_(False)  # the object that the model came with
         with pytest.raises(InputError, match=r"change it on engine.model's"):
             loop(engine, rank, steps=1)
     options = {"reshard_after_forward": False} if strategy == "fsdp" else {}
@@ -243,8 +245,9 @@ def freezes_and_writes(rank, world_size, strategy):
     with torch.no_grad():
         for param in kept.model.parameters():
             param.fill_(0.25)
-    kept.close(restore=True)
-    assert all(bool((p == 0.25).all()) for p in kept.model.parameters())
+    names = [name for name, _ in kept.model.named_parameters()]
+    weights = close_whole(kept)
+    assert all(bool((weights[name] == 0.25).all()) for name in names)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -260,8 +263,7 @@ def frozen_stage(rank, world_size, strategy):
     engine = halfmesh.initialize(model, sgd, nn.MSELoss(), config=config, device=rank_device())
     engine.backward(engine.criterion(engine(batch(rank % 2, 0)), here(torch.zeros(4, WIDTH))))
     engine.step()
-    engine.close(restore=True)
-    assert not torch.equal(model[3].weight, before)
+    assert not torch.equal(close_whole(engine)["3.weight"], before)
 
 
 @pytest.mark.sends

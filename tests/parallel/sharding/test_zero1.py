@@ -26,6 +26,7 @@ from tests.support.sharding import (
     take_step,
     whole,
 )
+from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
@@ -93,11 +94,11 @@ def edits(rank, world_size):
         for param in model.parameters():
             param.data = torch.full_like(param, 0.5)
     model.conv.weight.data = model.conv.weight.data.clone(memory_format=torch.contiguous_format)
-    for use in (partial(take_step, engine, rank, 4), partial(engine.close, restore=True)):
+    for use in (partial(take_step, engine, rank, 4), engine.full_state_dict):
         assert "memory format of 'conv.weight' was changed after" in said(use)
     model.conv.to(memory_format=torch.channels_last)
-    engine.close(restore=True)
-    assert all(bool((param == 0.5).all()) for param in model.parameters()), "its own memory is followed to the end"
+    weights = close_whole(engine)
+    assert all(bool((weights[n] == 0.5).all()) for n, _ in model.named_parameters()), "its memory is followed"
 
 
 def test_what_others_change():

@@ -11,6 +11,7 @@ from torch import nn
 from tests.support.models import CLASSES, FEATURES, MODES, TOLERANCES, difference, make_data, make_engine, reference
 from tests.support.ranks import here, run_ranks
 from tests.support.tensor_parity import refusal
+from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
@@ -54,8 +55,7 @@ def partial(rank: int, world_size: int) -> dict[str, Any]:
         for accumulation in (1, 2):
             engine = make_engine(config(COMPLETE, **MODES[mode], gradient_accumulation=accumulation), model=Net())
             train(engine)
-            engine.close(restore=True)
-            found[mode, accumulation] = engine.model.state_dict()
+            found[mode, accumulation] = close_whole(engine)
     return found
 
 

@@ -19,11 +19,16 @@ from tests.support.models import MODES
 from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS, CausalSelfAttention
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.tensor_parity import apart, make_optimizer, random, refusal, rng_state, scalar
+from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
 WIDTH, HIDDEN, HEADS = 8, 16, 4
 PAIR = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+def largest_gap(weights: dict[str, torch.Tensor], whole: nn.Module) -> float:
+    return max(apart(here(weights[name]), param) for name, param in whole.named_parameters())
 
 
 class Hidden(nn.Module):
@@ -382,8 +387,7 @@ def right_plans(rank: int, world_size: int) -> dict[str, tuple[float, list[str]]
         with told() as warnings:
             engine = engine_of(model, plan)
             train(engine)
-        engine.close(restore=True)
-        off = max(apart(a, b) for a, b in zip(here(model).parameters(), whole.parameters(), strict=True))
+        off = largest_gap(close_whole(engine), whole)
         found[kind.__name__] = off, warnings
     return found
 
@@ -460,10 +464,10 @@ def small_gpt(rank: int, world_size: int) -> tuple[float, float, str]:
     engine = halfmesh.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config=config, device=rank_device())
     assert engine.model.get_parameter("transformer.h.0.attn.c_attn.weight").shape == (24, 16)
     trained(model, engine)
-    engine.close(restore=True)
+    weights = close_whole(engine)
     trained(whole)
     moved = max(apart(a, b) for a, b in zip(before, whole.parameters(), strict=True))
-    found = max(apart(a, b) for a, b in zip(here(model).parameters(), whole.parameters(), strict=True))
+    found = largest_gap(weights, whole)
     unchanged = halfmesh.initialize(
         GPT(CausalSelfAttention), lambda p: torch.optim.SGD(p, lr=1e-2), config=config, device=rank_device()
     )

@@ -66,11 +66,6 @@ class Owned(DataStrategy):
         for part, owner in self.owners.items():
             dist.broadcast(_whole(part).data, group_src=owner, group=self.inputs.context.dp_group)
 
-    def undo(self) -> None:
-        wholes = {part.param: _whole(part) for part in self.owners}
-        for group in self.inputs.optimizer.param_groups:
-            group["params"][:] = [wholes[param] for param in group["params"]]
-
 
 class OwnedReducer(Reducer):
     """Averages the gradients of whole parameters, and hands them to the parts."""

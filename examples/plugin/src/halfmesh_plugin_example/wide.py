@@ -65,24 +65,17 @@ class WideLayers(AppliedAxis):
     def __init__(self, inputs: AxisInputs, dim: str) -> None:
         super().__init__(inputs.context, dim, "wide group")
         group, self._layers = inputs.context.group(dim), len(inputs.plan)
-        self._hooks: list[Any] = []
         for name in inputs.plan:
             layer = inputs.model.get_submodule(name)
             for param in layer.parameters():
                 self.split(inputs.optimizer, param, Split(dim=0))
-            self._hooks += [
-                layer.register_forward_pre_hook(lambda _, args: (_SumGradient.apply(args[0], group),)),
-                layer.register_forward_hook(lambda _, args, output: _Gather.apply(output, group)),
-            ]
-        self._hooks += self.take_whole_states(inputs.model, inputs.optimizer)
-        self._hooks += self.compare_calls(inputs.model)
+            layer.register_forward_pre_hook(lambda _, args: (_SumGradient.apply(args[0], group),))
+            layer.register_forward_hook(lambda _, args, output: _Gather.apply(output, group))
+        self.take_whole_states(inputs.model, inputs.optimizer)
+        self.compare_calls(inputs.model)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         return {"layout": f"1/{self.size} of {self._layers} linear layer(s)"}
-
-    def undo(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 class _SumGradient(torch.autograd.Function):
