@@ -344,3 +344,62 @@ def test_ranks_that_drift_apart():
     first, second = run_ranks(drift, 2)
     assert first == second
     assert rounded(first) == rounded(shown)
+
+
+# -- checkpoints.md: the full state dict -----------------------------------------------------------------------------
+
+
+def make_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, use_cache=False, tie_word_embeddings=True))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def save_pretrained(rank, world_size, parallel, folder):
+    """The page's two snippets, after an update."""
+    model = make_llama()
+    config = {"parallel": parallel, "bf16": {"mode": "naive"}}
+    engine = halfmesh.initialize(model, adamw(model), language_loss, config=config, device=rank_device())
+    ids = here(torch.arange(32).view(4, 8) % 16)
+    rows = ids.chunk(engine.context.dp_size)[engine.context.dp_rank]
+    engine.backward(engine.criterion(engine(input_ids=rows), rows))
+    engine.step()
+    plain = make_llama()
+    given = {"engine": engine, "plain": plain, "plain_optimizer": adamw(plain)}
+    run(snippet("checkpoints.md", "save_pretrained.py").replace('"model"', repr(folder)), given)
+    run(snippet("checkpoints.md", "go_on_alone.py"), given)
+    engine.close()
+    steps = {float(state["step"]) for state in given["plain_optimizer"].state.values()}
+    return dict(plain.state_dict()), steps
+
+
+def language_loss(output, ids):
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor": 2},
+        {"data": "fsdp"},
+        pytest.param({"pipeline": {"size": 2, "microbatches": 2}}, marks=pytest.mark.sends),
+    ],
+    ids=lambda parallel: next(iter(parallel)),
+)
+def test_a_sharded_model_becomes_a_folder_of_hugging_face(parallel, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = str(tmp_path / "model")
+    (weights, steps), (other, none) = run_ranks(save_pretrained, 2, parallel, folder)
+    assert (steps, none) == ({1.0}, set())
+    start = make_llama().state_dict()
+    assert not torch.equal(weights["lm_head.weight"], start["lm_head.weight"])
+    torch.testing.assert_close(other, dict(start))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(dict(loaded.state_dict()), weights, rtol=0, atol=0)
