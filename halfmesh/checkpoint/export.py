@@ -257,10 +257,11 @@ def full_state_dict(state: ShardedState, context: ParallelContext, optimizer: bo
 
     by_rank = gather_results(context, "engine.full_state_dict", collect)
     shapes, extras, plains, names = zip(*by_rank, strict=True)
+    everywhere = not rank0_only and context.size > 1
     weights: dict[str, Any] = {}
     values: dict[str, dict[str, Any]] = {}
     for full_name, tensor in find_tensors(shapes, spread=False).items():
-        value = gather_tensor(full_name, tensor, shards, context, everywhere=not rank0_only)
+        value = gather_tensor(full_name, tensor, shards, context, everywhere)
         if value is None:
             continue
         if full_name.startswith(MODEL):

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import halfmesh
 from tests.support.ranks import here, rank_device
@@ -131,8 +132,8 @@ def compare(rank, world_size, strategy, cases):
         for data in (strategy, "replicate"):
             engine = make_engine(data, optimizer, track_grad_norm=True, **MODES[mode], **options)
             results = train(engine, rank, accumulation=options.get("gradient_accumulation", 1))
-            model = engine.model
-            runs.append((whole(engine), results, all_equal(model)))
+            equal = all_equal(engine.model)
+            runs.append((whole(engine), results, equal))
         (ours, ours_results, equal), (theirs, theirs_results, _) = runs
         assert equal, "the ranks' weights differ"
         assert [result[1:] for result in ours_results] == [result[1:] for result in theirs_results]
@@ -142,7 +143,8 @@ def compare(rank, world_size, strategy, cases):
 
 
 def all_equal(model):
-    flat = here(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+    params = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    flat = here(torch.cat([p.detach().double().flatten() for p in params]))
     everyone = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(everyone, flat)
     return all(torch.equal(flat, other) for other in everyone)

@@ -122,8 +122,8 @@ def run(rank, world_size, strategy):
             options = {"strategy": data, **(program.get("data", {}) if data == "fsdp" else {})}
             engine = make_engine(options, optimizer=sgd, model=model, **MODES[program.get("mode", "fp32")])
             loop(engine, rank, **use)
-            runs.append(whole(engine))
             assert all_equal(model), name
+            runs.append(whole(engine))
         ours, theirs = ([weights, without_zeros(state), groups] for weights, state, groups in runs)
         found[name] = max(differences(ours, theirs).values())
     return found
