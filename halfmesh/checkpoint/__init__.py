@@ -11,7 +11,6 @@ background.py     the thread that writes while training continues
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
 export.py         weights alone, for other programs
 rank_state.py     random numbers, and state that the loop attaches
-collective.py     raises the same error on all ranks
 
 It imports parallel, amp, config and the packages below them; not the engine.
 """

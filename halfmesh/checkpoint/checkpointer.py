@@ -17,11 +17,11 @@ import torch.distributed as dist
 from ..config.text import as_json
 from ..errors import HalfmeshError, InputError, bullet_list, refuse_below
 from ..parallel.mesh import ParallelContext
+from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
 from ..utils.log import get_logger
 from . import folder, rank_state, storage, validate
 from .background import BackgroundWriter, wait_for_writers
-from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .rank_state import AttachedState
 from .settings import GivenSettings
 from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, place_of, without_empty

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.mesh import ParallelContext
+from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..parallel.shard_spec import Shape
 from . import storage
-from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .compound import put_together
 from .state import MODEL, ShardedState, Shards, WholeTensor, describe, find_tensors, join_groups
 from .validate import model_problems

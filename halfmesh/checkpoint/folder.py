@@ -19,9 +19,9 @@ from typing import IO, Any
 
 from ..errors import CheckpointError, bullet_list
 from ..parallel.mesh import ParallelContext
+from ..parallel.rank_checks import run_on_rank_zero
 from ..utils.log import get_logger
 from . import storage
-from .collective import run_on_rank_zero
 
 _log = get_logger(__name__)
 

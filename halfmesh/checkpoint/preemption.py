@@ -22,10 +22,10 @@ from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, Interrupted, Preempted
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_simulated
+from ..parallel.rank_checks import run_on_rank_zero
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
 from . import folder
-from .collective import run_on_rank_zero
 
 if TYPE_CHECKING:
     from ..config import Config

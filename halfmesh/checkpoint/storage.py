@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, InputError, bullet_list
 from ..parallel.mesh import ParallelContext
-from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
+from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from .state import Boxes, WholeTensor
 
 if TYPE_CHECKING:

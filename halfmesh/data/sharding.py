@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from ..errors import InputError
 from ..parallel.mesh import ParallelContext
-from ..parallel.replica_checks import add_tensor
+from ..parallel.rank_checks import add_tensor
 from ..parallel.rng import SharedRNG
 from ..utils.tensors import map_tensors, tensors_of
 

@@ -5,17 +5,20 @@ It finds mistakes, and is slow: all tensors are copied to the host and digested.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..amp.step_result import StepResult
 from ..checkpoint.state import IMPLEMENTATION, ShardedState
-from ..errors import SyncError
+from ..distributed.env import RankNames
+from ..errors import SyncError, show
 from ..parallel.initial_state import is_plain, plain_settings
+from ..parallel.objects import broadcast_object, gather_objects
+from ..parallel.rank_checks import as_bytes, describe_form, digest
 from ..parallel.reducer import STATISTICS
-from ..parallel.replica_checks import ReplicatedValue, find_difference
 from ..utils.engine_hook import EngineHook
 
 if TYPE_CHECKING:
@@ -28,19 +31,33 @@ _DRIFTED = (
 )
 
 
+@dataclass(frozen=True)
+class ReplicatedValue:
+    """A value that should be equal on several ranks.
+
+    Attributes:
+        name: for messages; the same on all ranks that have it.
+        value: a tensor, or a value that is equal if its repr is.
+        among: ranks that have a `name` for the same `among` should have the same value. None: all ranks that have it.
+    """
+
+    name: str
+    value: Any
+    among: Hashable = None
+
+
 class SyncCheck(EngineHook):
     """Compares, and raises the same SyncError on all ranks."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._sharded = ShardedState(parts.model, parts.update, parts.division)
-        self._context = context = parts.context
-        self._names = [context.rank_names.name(rank) for rank in range(context.size)]
+        self._context = parts.context
         self._step = 0  # the last step after which all was equal
 
     def after_step(self, result: StepResult) -> None:
         step = self._parts.global_step
-        found = find_difference(self._state(result), self._names, self._context.device)
+        found = _find_difference(self._state(result), self._context.rank_names, self._context.device)
         if found is not None:
             name, lines = found
             before = f"after step {self._step} they did not" if self._step else "this is the first comparison"
@@ -130,3 +147,69 @@ class SyncCheck(EngineHook):
                     if isinstance(value, torch.Tensor) or is_plain(value):
                         among = None if key == "step" else placement
                         yield ReplicatedValue(f"the optimizer's {key} of {name}", value, among)
+
+
+def _find_difference(
+    mine: Iterable[Iterable[ReplicatedValue]], ranks: RankNames, device: torch.device
+) -> tuple[str, str] | None:
+    """The first value that differs but should not: its name, and lines with the value of each rank. None: all are
+    equal. All ranks call this together, and get the same result.
+
+    It sends some bytes for each value; if one differs, also one copy of it.
+
+    Args:
+        mine: this rank's values, causes before consequences.
+    """
+    held = {(value.name, value.among): (order, value.value) for order, values in enumerate(mine) for value in values}
+    everyone = gather_objects({key: (order, digest(value)) for key, (order, value) in held.items()})
+    found: dict[Any, set[tuple[int, bytes]]] = {}
+    for theirs in everyone:
+        for key, its in theirs.items():
+            found.setdefault(key, set()).add(its)
+    unlike = [key for key, digests in found.items() if len(digests) > 1]
+    if not unlike:
+        return None
+    first = min(unlike, key=lambda key: min(found[key])[0])
+    groups = _group_by_digest([theirs.get(first) for theirs in everyone])
+    _, value = held.get(first, (0, None))
+    # A copy: pickle would include all of the memory that a view refers to.
+    sent = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    reference = broadcast_object(sent, groups[0][0], device)
+    differences = gather_objects(_describe(reference, value) if first in held else None)
+    equal = "equal, " if len(groups[0]) > 1 else ""
+    said = [f"{equal}taken as the reference", *(differences[group[0]] for group in groups[1:])]
+    lines = (f"{ranks.names(group)}: {how}" for group, how in zip(groups, said, strict=True))
+    return first[0], "\n".join(f"  - {line}" for line in lines)
+
+
+def _group_by_digest(digests: Sequence[Any]) -> list[list[int]]:
+    """The ranks with each digest, most ranks first, then the lowest; ranks without one are left out."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, found in enumerate(digests):
+        if found is not None:
+            ranks.setdefault(found, []).append(rank)
+    return sorted(ranks.values(), key=lambda some: (-len(some), some[0]))
+
+
+def _describe(reference: Any, value: Any) -> str:
+    """The difference in words: "differs by 1e-06 at most, in 1 of 64 elements, first at [0, 3]: 1.0 instead of 2.0"."""
+    if not isinstance(reference, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return f"{_shown(value)} instead of {_shown(reference)}"
+    if describe_form(value) != describe_form(reference):
+        return f"is {describe_form(value)}, not {describe_form(reference)}"
+    a, b = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in (reference, value))
+    apart = (as_bytes(a) != as_bytes(b)).view(len(a), -1).any(1).nonzero().reshape(-1)
+    if not len(apart):
+        return "is the same"
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    largest = (b[apart].to(wide) - a[apart].to(wide)).abs().max().item()
+    first = int(apart[0])
+    place = [int(index) for index in torch.unravel_index(apart[0], value.shape)]
+    return (
+        f"differs by {largest:.6g} at most, in {len(apart)} of {len(a)} elements, first at {place}: "
+        f"{b[first].item()!r} instead of {a[first].item()!r}"
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else show(value, 120)

@@ -103,6 +103,10 @@ def find_places(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return places
 
 
+NAMED = 4
+"""So many ranks at most are named with their coordinates in one message."""
+
+
 @dataclass(frozen=True)
 class RankNames:
     """How messages name a rank: by its number and its place in the mesh.
@@ -127,5 +131,19 @@ class RankNames:
         return f"rank {rank} ({', '.join(f'{axis} {places[axis]}' for axis, size in self.sizes.items() if size > 1)})"
 
     def names(self, ranks: Iterable[int]) -> str:
-        """Several ranks, in order."""
-        return ", ".join(map(self.name, sorted(ranks)))
+        """Several ranks, in order; many of them as `ranks 0-3, 7`."""
+        some = sorted(ranks)
+        return ", ".join(map(self.name, some)) if self.has_places and len(some) <= NAMED else list_ranks(some)
+
+
+def list_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0-3, 7`."""
+    some = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in some:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = (str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else '-'}{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(some) != 1)} {', '.join(words)}"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, did_you_mean
-from ..utils.tensors import map_tensors, tensors_of
+from ..utils.tensors import count_rows, map_tensors
 from ..utils.torch_private import has_no_memory, outside_of_dry_run
 
 _FORM = "write --batch 8,2048:int64 (rows of one data rank first, then the dtype; float32 if left out)"
@@ -46,8 +46,8 @@ class ModelSpec:
 
     @property
     def rows(self) -> int:
-        """See `count_rows`."""
-        return count_rows(self.inputs)
+        """The batch size; 0 if there is no batch."""
+        return count_rows(self.inputs, none=0)
 
     def with_rows(self, rows: int) -> ModelSpec:
         """The same model with a batch of `rows` rows."""
@@ -79,11 +79,6 @@ def call_of(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), inputs
     return (inputs if isinstance(inputs, (tuple, list)) else (inputs,)), {}
-
-
-def count_rows(tree: Any) -> int:
-    """The batch size: the first dim of the first tensor that has dims."""
-    return next((tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()), 0)
 
 
 def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:

@@ -10,8 +10,8 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.step_result import StepResult
 from ..errors import InputError
-from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
+from ..parallel.reducer import Reduction
 from .guards import GradientGuard, SameTrained
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision, cast_model
 from ..parallel.mesh import ParallelContext
-from ..parallel.replica_checks import SameCalls
+from ..parallel.rank_checks import SameCalls
 from ..utils.tensors import tensors_of
 from .accumulation import Accumulation
 

@@ -13,13 +13,13 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult, is_captured
 from ..errors import InputError, shorten
-from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import gather_objects, is_simulated
-from ..parallel.replica_checks import ADVICE, are_same, differ, is_checked, norms, refuse_unlike
+from ..parallel.objects import is_simulated
+from ..parallel.rank_checks import ADVICE, differ, is_checked, norms, same_on_ranks, same_trained
+from ..parallel.reducer import Reduction
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
-from ..utils.tensors import dtype_name
+from ..utils.tensors import dtype_name, tensors_of
 from ..utils.torch_private import grad_hooks, versions
 from .parallelize import ParallelModel
 
@@ -207,13 +207,12 @@ class SameTrained:
         context = self._context
         names_of = context.rank_names
         try:
-            everyone = gather_objects(trained, context.stage_group)
+            same_trained(names, trained, context.stage_group, names_of)
         except RuntimeError as error:
             raise InputError(
                 f"requires_grad was changed on {names_of.name(context.rank)}, but not on all ranks that hold the same "
                 f"parameters: some did not come to compare it ({error}); {ADVICE}"
             ) from error
-        refuse_unlike(names, everyone, [names_of.name(rank) for rank in context.stage_ranks])
 
 
 _PARTS = (
@@ -364,7 +363,8 @@ class SameInputs(EngineHook):
         if self._is_over:
             return
         context = self._parts.context
-        if are_same(self._inputs, context.dp_group):
+        inputs = tensors_of(self._inputs)
+        if not is_simulated() and same_on_ranks(inputs, context.dp_group) and inputs:
             _log.warning(
                 "all %d data ranks were given the same inputs in the first update: they seem to train on the same "
                 "batches. Shard the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed "

@@ -28,9 +28,10 @@ from ..distributed.failures import recorded_for_torchrun
 from ..errors import IncompatibleConfigError, InputError, problem_list
 from ..parallel.deferred.creation import build, convert_to_meta, refuse_early_state
 from ..parallel.deferred.materialize import Materializer, make_materializer
-from ..parallel.gradient_sums import CompleteGradients, Reduction
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_simulated
+from ..parallel.rank_checks import same_on_ranks
+from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
 from ..utils.torch_private import has_no_memory
@@ -156,8 +157,10 @@ def _prepare(
 ) -> tuple[ParallelContext, list[Any], Materializer | None]:
     """Run the checks of all ranks together, before anything is changed."""
     config, context = setup.config, ParallelContext(setup.dims, device, group, setup.config.timeout)
-    if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
-        raise InputError("the ranks were given different configs; start all of them with the same one")
+    same_on_ranks(
+        {key: getattr(config, key) for key in type(config).model_fields},
+        what="the ranks were given different configs ({ranks} another one than rank 0); start all with the same one",
+    )
     loaders = [
         None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))

@@ -20,11 +20,10 @@ from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.deferred.materialize import Materializer
-from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
-from ..parallel.reducer import ReduceOptions
+from ..parallel.rank_checks import SameCalls
+from ..parallel.reducer import ReduceOptions, Reduction
 from ..parallel.registries import AXES
-from ..parallel.replica_checks import SameCalls
 from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed
 from ..parallel.shard_spec import Placement, whole
 from ..utils.param_shard import ParamShard

@@ -14,13 +14,13 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
-from ..parallel.gradient_sums import Reduction
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import gather_objects, is_simulated
 from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
-from ..parallel.replica_checks import SameCalls, is_checked
+from ..parallel.rank_checks import SameCalls, is_checked
+from ..parallel.reducer import Reduction
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, edit_stamp, has_no_memory, unobserved
 from .accumulation import Accumulation

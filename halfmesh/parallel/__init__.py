@@ -1,14 +1,14 @@
 """Sharding of a model over the ranks. Independent of number formats and of the loop.
 
 mesh               the mesh and its groups of ranks
-objects, calls, initial_state      messages between ranks outside training
+objects, initial_state      messages between ranks outside training
 axis, data_strategy      the two contracts: an axis that shards the model; how data ranks replicate or shard it
 rng                random numbers that ranks share, and those that differ
 shard_spec         the boxes of the full tensor that a rank holds
-gradient_sums      reductions of gradients: over data ranks (reducer, buckets) and other axes
+reducer, buckets   reductions of gradients: over data ranks and other axes
 collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
-replica_checks     comparisons of values that should be equal on several ranks
+rank_checks        checks that ranks have the same values, make the same calls, and succeed together
 optimizer_checks   a test that an optimizer may step shards
 
 tensor/            layers sharded over a tensor group

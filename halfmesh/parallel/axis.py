@@ -20,13 +20,13 @@ from ..utils.param_shard import ParamShard
 from ..utils.torch_private import assigns
 from .mesh import ParallelContext
 from .optimizer_checks import refuse_other_state
-from .replica_checks import SameCalls
+from .rank_checks import SameCalls
 from .rng import IsolatedRNG, ModelRNG
 from .shard_spec import Split
 
 if TYPE_CHECKING:
     from ..options import Options
-    from .gradient_sums import Reduction
+    from .reducer import Reduction
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .reducer import ReduceOptions, Reducer
 from .shard_spec import Placement
 
 if TYPE_CHECKING:
-    from .gradient_sums import Reduction
+    from .reducer import Reduction
 
 
 @dataclass(frozen=True)

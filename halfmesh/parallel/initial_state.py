@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn, optim
 
+from ..distributed.env import RankNames
 from ..errors import InputError, shorten
-from .replica_checks import refuse_unlike
+from .rank_checks import same_on_ranks, same_trained
 
 
 def broadcast_initial_state(
     model: nn.Module,
     optimizer: optim.Optimizer,
     broadcast: Callable[[torch.Tensor], Any],
-    everyone: Callable[[Any], list[Any]],
+    ranks: RankNames,
 ) -> None:
-    """See `ParallelContext.start_equal`, whose `broadcast` and `everyone` these are."""
+    """See `ParallelContext.start_equal`, whose `broadcast` this is."""
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
     if sparse:
         raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
     state = list(_state_tensors(optimizer))
-    _refuse_differences(model, optimizer, state, everyone)
+    _refuse_differences(model, optimizer, state, ranks)
     # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
     for tensor in (*model.parameters(), *model.buffers(), *state):
         if not tensor.is_meta:  # a deferred tensor gets its value later
@@ -32,10 +32,7 @@ def broadcast_initial_state(
 
 
 def _refuse_differences(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    state: list[torch.Tensor],
-    everyone: Callable[[Any], list[Any]],
+    model: nn.Module, optimizer: optim.Optimizer, state: list[torch.Tensor], ranks: RankNames
 ) -> None:
     mine = {
         "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
@@ -43,17 +40,15 @@ def _refuse_differences(
         "the optimizer": [type(optimizer).__name__, *map(plain_settings, optimizer.param_groups)],
         "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
     }
-    digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
+    for what, value in mine.items():
+        same_on_ranks(
+            value,
+            what=f"{what} must be the same on all ranks, but names, shapes, dtypes or settings on {{ranks}} differ "
+            "from rank 0's; build the same model and optimizer, and load the same checkpoint, on every rank before "
+            "initialize",
+        )
     names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
-    found = everyone((digests, bytes(trained)))
-    for what in mine:
-        odd = [rank for rank, (theirs, _) in enumerate(found) if theirs[what] != found[0][0][what]]
-        if odd:
-            raise InputError(
-                f"{what} on rank(s) {odd} differ(s) from rank 0's in names, shapes, dtypes or settings; build the "
-                "same model and optimizer, and load the same checkpoint, on every rank before initialize"
-            )
-    refuse_unlike(names, [flags for _, flags in found], [f"rank {rank}" for rank in range(len(found))])
+    same_trained(names, bytes(trained), None, ranks)
 
 
 def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..distributed.env import RankNames
 from ..errors import InputError, did_you_mean
 from ..utils.tensors import is_dense
-from .calls import Calls
 from .dims import ParallelDims
 from .initial_state import broadcast_initial_state
 from .objects import broadcast_object, gather_objects, is_simulated, join_rows
+from .rank_checks import NamedCalls, same_on_ranks
 
 if TYPE_CHECKING:
     from ..distributed.process_group import OwnedGroup
@@ -60,7 +60,7 @@ class ParallelContext:
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         self._axis_groups: dict[str, Any] = {}
-        self._calls: Calls | None = None
+        self._calls: NamedCalls | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ class ParallelContext:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
         if self.size > 1 and not is_simulated():
-            broadcast_initial_state(model, optimizer, self.broadcast, self.everyone)
+            broadcast_initial_state(model, optimizer, self.broadcast, self.rank_names)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
@@ -284,7 +284,7 @@ class ParallelContext:
         if self.size > 1 and not is_simulated():
             name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
             ended = dict if owner is None else owner.failures.ended
-            self._calls = Calls(name, self.rank, self.size, self._timeout.total_seconds(), ended)
+            self._calls = NamedCalls(name, self.rank, self.size, self._timeout.total_seconds(), ended)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""
@@ -293,11 +293,11 @@ class ParallelContext:
 
     def agree(self, value: str) -> bool:
         """Return True if all ranks call this with the same `value`."""
-        return all(other == value for other in self.everyone(value))
+        return same_on_ranks(value)
 
     def everyone(self, value: Any) -> list[Any]:
         """The `value` of each rank, by rank, on all ranks."""
-        return gather_objects(value) if self.size > 1 else [value]
+        return gather_objects(value)
 
     def leave(self) -> None:
         """Stop using this context but keep its groups, which may still report an error."""

@@ -17,7 +17,9 @@ def is_simulated(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The `value` of each rank of `group` (None: all ranks)."""
+    """The `value` of each rank of `group` (None: all ranks), on each of them. A single process needs no group."""
+    if not dist.is_initialized():
+        return [value]
     size = dist.get_world_size(group)
     if is_simulated(group):
         return [value] * size

@@ -1,9 +1,9 @@
-"""Replicated data parallelism: gradients are averaged over dp in buckets, while backward still runs."""
+"""Reductions of gradients over ranks: in buckets, while backward still runs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -232,6 +232,75 @@ class Reducer:
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         return work
+
+
+class SharedGradients(Reducer):
+    """Sums the gradients of `params` over the ranks of `group`. Each replicates these parameters and has a partial
+    gradient. One all-reduce in fp32 per update.
+
+    Args:
+        shards: of the parameters that are trained.
+        mean: divide the sum by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        params: Collection[nn.Parameter],
+        group: dist.ProcessGroup,
+        shards: Sequence[ParamShard],
+        mean: bool = False,
+    ) -> None:
+        self._params = params
+        super().__init__(shards, {}, group, ReduceOptions(mean=mean))
+
+    def open(self, last: bool) -> None:
+        super().open(last=False)  # nothing is sent before the data ranks have their sums
+
+    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
+        """Do nothing: nothing is sent before `finish`."""
+
+    def _takes_part(self, shard: ParamShard) -> bool:
+        return shard.model_param in self._params and super()._takes_part(shard)
+
+
+class CompleteGradients:
+    """Several reductions, one after the other."""
+
+    def __init__(self, reductions: Sequence[Reduction]) -> None:
+        self._reductions = list(reductions)
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Reducer`."""
+        return all(reduction.is_complete for reduction in self._reductions)
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        self._each(lambda reduction: reduction.cover(shards))
+
+    def open(self, last: bool) -> None:
+        self._each(lambda reduction: reduction.open(last))
+
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+        self._each(lambda reduction: reduction.expect_last(params))
+
+    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
+        self._each(lambda reduction: reduction.begin_last_backward(params))
+
+    def finish(self) -> None:
+        self._each(lambda reduction: reduction.finish())
+
+    def forget(self) -> None:
+        self._each(lambda reduction: reduction.forget())
+
+    def close(self) -> None:
+        self._each(lambda reduction: reduction.close())
+
+    def _each(self, call: Callable[[Reduction], None]) -> None:
+        for reduction in self._reductions:
+            call(reduction)
+
+
+Reduction = Reducer | CompleteGradients
 
 
 def _last_part(name: str) -> str:

@@ -63,9 +63,10 @@ class Registry(Generic[T]):
             raise RegistryError(f"a {self.kind} needs a name: write register('name'), not register({name!r})")
         if obj is None:
             return lambda decorated: self.register(name, decorated, override=override)
-        if name.lower() in self._entries and not override:
+        taken = self._entries.get(name.lower())
+        if taken is not None and not override:
             raise RegistryError(
-                f"the {self.kind} {name!r} is already registered ({self.peek(name)}); choose another name, or pass "
+                f"the {self.kind} {name!r} is already registered ({taken}); choose another name, or pass "
                 "override=True to replace it"
             )
         self._entries[name.lower()] = obj
@@ -97,12 +98,6 @@ class Registry(Generic[T]):
             self._entries[key] = self._import(key, self._entries[key])
         found: T = self._entries[key]
         return found
-
-    def peek(self, name: str) -> T | str | None:
-        """The object registered as `name`, or the reference of one not imported yet, or None. Imports nothing."""
-        self._read_entry_points()
-        found: Any = self._entries.get(name.lower())
-        return found.target if isinstance(found, _Reference) else found
 
     def each(self) -> Iterator[tuple[str, T]]:
         """All names with their objects. A package's object that cannot be used is dropped with a warning: it was not

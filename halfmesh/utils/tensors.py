@@ -59,12 +59,9 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def count_rows(batch: Any) -> int:
-    """The size of the first tensor's first dim; 1 if there is none."""
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
-        return first.shape[0] if first.dim() else 1
-    return next((tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
+def count_rows(batch: Any, none: int = 1) -> int:
+    """The batch size: the first dim of the first tensor that has dims; `none` if there is no such tensor."""
+    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), none)
 
 
 def parameter_names(what: Callable[..., Any]) -> list[str]:

@@ -19,10 +19,9 @@ from ..config.composition import Setup
 from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
-from ..dry_run.model_spec import count_rows
 from ..errors import InputError, own_frames
 from ..parallel.deferred.creation import named_tensors
-from ..utils.tensors import dtype_name
+from ..utils.tensors import count_rows, dtype_name
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .causes import direct_use

@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import Config
-from ..dry_run.model_spec import call_of, count_rows
+from ..dry_run.model_spec import call_of
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
 from ..parallel.batch_shard.shard import ROWS
 from ..parallel.deferred.creation import named_tensors
 from ..parallel.shard_spec import whole
-from ..utils.tensors import map_tensors
+from ..utils.tensors import count_rows, map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights

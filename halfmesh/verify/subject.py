@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
-from ..dry_run.model_spec import Built, call_builder, count_rows, find_function
+from ..dry_run.model_spec import Built, call_builder, find_function
 from ..errors import InputError
 from ..parallel.deferred.creation import named_tensors
 from ..parallel.deferred.materialize import materialize
 from ..parallel.deferred.recording import recording_of
-from ..utils.tensors import map_tensors, tensors_of
+from ..utils.tensors import count_rows, map_tensors, tensors_of
 
 Batch = tuple[Any, Any]
 """Inputs and targets."""

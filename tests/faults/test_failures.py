@@ -124,7 +124,7 @@ CASES = {  # and what the others say
     "save": (
         Case(SLEEP, then=SAVES),
         "engine.save was called on rank 0 only; call it on every rank, without an `if` around it: which rank writes is "
-        "chosen inside (rank 1 has not within 3 s (config key timeout))",
+        "chosen inside (rank 1 did not within 3 s (config key timeout))",
     ),
 }
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from halfmesh.distributed.process_group import OwnedGroup
 from halfmesh.errors import InputError
-from halfmesh.parallel import calls
+from halfmesh.parallel import rank_checks
 from tests.support.models import make_data, make_engine, said, step_on
 from tests.support.ranks import here, run_ranks
 from tests.support.whole import close_whole
@@ -78,7 +78,7 @@ def test_ranks_that_do_not_call_the_same_are_told_and_nothing_is_sent(tmp_path):
             assert all(torch.equal(weights[name], theirs[layout][name]) for name in weights)
     _, words, waited = results[0]
     assert words.startswith("engine.save was called on rank 0 only; call it on every rank, without an `if` around it: ")
-    assert words.endswith("(rank 1 has not within 3 s (config key timeout))")
+    assert words.endswith("(rank 1 did not within 3 s (config key timeout))")
     assert waited >= 3
 
 
@@ -91,8 +91,10 @@ class _Ended(OwnedGroup):
 
 def waits(rank, world_size):
     """Rank 0 waits in vain: for one that is slow, that has ended, or has failed. Returns what it is told."""
-    calls.PATIENCE_S, heard, found = 1.5, [], []
-    logging.getLogger("halfmesh.parallel.calls").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    rank_checks.PATIENCE_S, heard, found = 1.5, [], []
+    logging.getLogger("halfmesh.parallel.rank_checks").addFilter(
+        lambda record: heard.append(record.getMessage()) or True
+    )
     for ended in ({}, {1: "lost", 2: "ended"}, {1: "ended", 2: "failed"}):
         engine = make_engine({"timeout": 4.0 if not ended else 30.0})
         engine.context.begin_calls(_Ended(ended))
@@ -112,6 +114,6 @@ def test_who_is_waited_for():
     (heard, found), _, (_, twice) = run_ranks(waits, 3, fresh=True)
     assert "engine.save waits for rank 1 to call it, too" in heard[0]
     assert found[0].startswith("InputError engine.save was called on ranks 0, 2 only;")
-    assert "(rank 1 has ended, or waited elsewhere, without it)" in found[1]
+    assert "(rank 1 ended, or waited elsewhere, without it)" in found[1]
     assert found[2] == "ConnectionResetError engine.save: connection reset by peer: rank 2 failed meanwhile"
     assert twice == found

@@ -33,8 +33,6 @@ PLACES = {
     "nccl": "NCCL, a GPU for each rank",
 }
 """Where ranks run, and what they talk over."""
-LAUNCHES = os.environ.get("COUNT_LAUNCHES")
-"""A file to which each launch of a team adds a line: its world size, and the test for which it was started."""
 _rank: int | None = None
 """Of this process, if it is a rank."""
 
@@ -117,12 +115,6 @@ class _Team(LocalRanks):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size, "cuda" if ranks_on().startswith("nccl") else "cpu", PRELOAD)
-
-    def _start(self) -> None:
-        if LAUNCHES:
-            with open(LAUNCHES, "a") as log:
-                print(self.world_size, os.environ.get("PYTEST_CURRENT_TEST"), file=log)
-        super()._start()
 
 
 _teams: dict[int, _Team] = {}

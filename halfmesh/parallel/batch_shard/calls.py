@@ -17,9 +17,9 @@ from ...utils.param_shard import ParamShard
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import BACKWARD, without_override
 from ..axis import AppliedAxis, AxisInputs
-from ..gradient_sums import SharedGradients
 from ..objects import is_simulated
-from ..replica_checks import SameCalls
+from ..rank_checks import SameCalls
+from ..reducer import SharedGradients
 from .losses import classify, compare, count_targets
 from .shard import ROWS, BatchShard
 from .trial import HALF_TOLERANCE, TOLERANCE, Seen, find_gap, rounds_products, shorten_call

@@ -12,12 +12,10 @@ from torch import nn
 from ...errors import InputError
 from ...utils.tensors import replace_data
 from ..mesh import ParallelContext
+from ..rank_checks import same_on_ranks
 from .creation import Recorded, convert_to_meta, forget, named_tensors, recorded
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
-
-_Built = tuple[list[str], list[str]]
-"""A description of a rank's model: names of tensors without memory, and digests of how they are made."""
 
 
 class Materializer:
@@ -100,10 +98,19 @@ def make_materializer(model: nn.Module, context: ParallelContext) -> Materialize
     marks = {name: mark for name, tensor in tensors.items() if (mark := recorded(tensor)) is not None}
     recordings = list({id(mark.recording): mark.recording for mark in marks.values()}.values())
     digests = [] if context.size == 1 else [recording.digest() for recording in recordings]
-    everyone: list[_Built] = context.everyone((list(marks), digests))
-    if not any(names for names, _ in everyone):
+    same_on_ranks(
+        list(marks),
+        what="{ranks} built other tensors without memory than rank 0; build the model under halfmesh.deferred_init() "
+        "on all ranks, or on none",
+    )
+    if not marks:
         return None
-    _refuse_differences(everyone)
+    same_on_ranks(
+        digests,
+        what="{ranks} would make other values than rank 0: what the build asks of random numbers, or takes from "
+        "outside (python's or numpy's random numbers, a file), differs; call torch.manual_seed with the same seed on "
+        "all ranks before (and seed the others), or build the model as usual",
+    )
     for recording in recordings:
         recording.end()
         recording.seeds = context.from_first(recording.seeds)  # ranks differ in them if the user has not seeded torch
@@ -121,23 +128,6 @@ def materialize(model: nn.Module, optimizer: Any = None) -> None:
         if (mark := recorded(tensor)) is not None:
             mark.recording.end()
             _give(name, tensor, mark.value())
-
-
-def _refuse_differences(everyone: Sequence[_Built]) -> None:
-    names, digests = everyone[0]
-    other = [rank for rank, theirs in enumerate(everyone) if theirs[0] != names]
-    if other:
-        raise InputError(
-            f"rank(s) {other} built other tensors without memory than rank 0; build the model under "
-            "halfmesh.deferred_init() on all ranks, or on none"
-        )
-    other = [rank for rank, theirs in enumerate(everyone) if theirs[1] != digests]
-    if other:
-        raise InputError(
-            f"rank(s) {other} would make other values than rank 0: what the build asks of random numbers, or "
-            "takes from outside (python's or numpy's random numbers, a file), differs; call torch.manual_seed with the "
-            "same seed on all ranks before (and seed the others), or build the model as usual"
-        )
 
 
 def _give(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:

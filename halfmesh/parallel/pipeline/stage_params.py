@@ -13,8 +13,8 @@ from ...utils.param_shard import ParamShard
 from ...utils.tensors import replace_data
 from ...utils.torch_private import assigns
 from ..axis import AppliedAxis
-from ..gradient_sums import CompleteGradients, SharedGradients
 from ..mesh import ParallelContext
+from ..reducer import CompleteGradients, SharedGradients
 from ..registries import SCHEDULES
 from .partition import Partition, all_tensors, first_names
 from .shape_inference import make_meta_model

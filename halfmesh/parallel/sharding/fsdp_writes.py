@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.torch_private import write_stamps
-from ..replica_checks import norms
+from ..rank_checks import norms
 
 
 class WriteWatch:

@@ -10,7 +10,7 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
 from ...utils.torch_private import all_gather
-from ..gradient_sums import SharedGradients
+from ..reducer import SharedGradients
 from .layers import TensorAxis
 
 _LOOKS = 5  # at gradients that are zero

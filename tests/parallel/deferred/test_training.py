@@ -284,9 +284,9 @@ def whole(rank):
 
 
 DIFFERENT = {
-    "torch": "rank(s) [1] would make other values than rank 0: what the build asks of random numbers",
-    "numpy": "rank(s) [1] would make other values than rank 0",
-    "some": "rank(s) [1] built other tensors without memory than rank 0; build the model under",
+    "torch": "rank 1 would make other values than rank 0: what the build asks of random numbers",
+    "numpy": "rank 1 would make other values than rank 0",
+    "some": "rank 1 built other tensors without memory than rank 0; build the model under",
 }
 
 

@@ -16,7 +16,7 @@ from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import attention
 from halfmesh.parallel.context.axis import ContextParallel
 from halfmesh.parallel.expert import axis
-from halfmesh.parallel.gradient_sums import SharedGradients
+from halfmesh.parallel.reducer import SharedGradients
 
 from . import trains
 

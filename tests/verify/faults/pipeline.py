@@ -10,10 +10,10 @@ import torch
 
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.engine.last_stage import LastStage, WholeBatch
-from halfmesh.parallel.gradient_sums import SharedGradients
 from halfmesh.parallel.pipeline.executor import Pipeline
 from halfmesh.parallel.pipeline.stage import StageModule
 from halfmesh.parallel.pipeline.stage_params import StageParameters
+from halfmesh.parallel.reducer import SharedGradients
 from halfmesh.utils.tensors import map_tensors
 
 from . import trains
