@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from ..errors import InputError
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import add_tensor
+from ..parallel.rank_checks import add_tensor, same_on_ranks
 from ..parallel.rng import SharedRNG
 from ..utils.tensors import map_tensors, tensors_of
 
@@ -83,7 +83,7 @@ class ShardedLoader:
         shards_itself = _shards_itself(given, context.dp_rank, context.dp_size)
         self._rank, self._size = (0, 1) if shards_itself else (context.dp_rank, context.dp_size)
         self._order_of = f" of {context.dp_size} ranks" if shards_itself and context.dp_size > 1 else ""
-        self._agree = context.agree if training and self._several and not shards_itself else None
+        self._is_compared = training and self._several and not shards_itself
         batches: Any = given.batch_sampler
         self.splits_samples = type(batches) is BatchSampler and not self.is_stream
         self._index_sampler: Any = given.sampler if batches is None else batches
@@ -235,12 +235,13 @@ class ShardedLoader:
 
     def _refuse_other_data(self, data: Any, epoch: int, source: Any) -> None:
         """Raise InputError, on all ranks, if some have other `data`, a digest of hashlib."""
-        if self._agree is not None and not self._agree(f"epoch {epoch}: {data.hexdigest()}"):
-            raise InputError(
-                f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks only, "
-                "so some samples would be seen twice and others never. Seed it the same on all ranks "
-                "(initialize shards the data), and iterate engine.dataloader on all of them; if it shards itself, do "
-                "not pass it to initialize but iterate its loader in the loop"
+        if self._is_compared:
+            same_on_ranks(
+                f"epoch {epoch}: {data.hexdigest()}",
+                what=f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks "
+                "only ({ranks} other data than rank 0), so some samples would be seen twice and others never. Seed it "
+                "the same on all ranks (initialize shards the data), and iterate engine.dataloader on all of them; if "
+                "it shards itself, do not pass it to initialize but iterate its loader in the loop",
             )
 
 

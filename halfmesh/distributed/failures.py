@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -48,8 +48,8 @@ class FailureWatch:
     def __init__(self, store: dist.Store, rank: int, names: RankNames, host: int | None, timeout_s: float) -> None:
         # torchrun's store may have what an earlier start of the same ranks has told.
         run = (store.add("halfmesh/starts", 1) - 1) // names.world_size
-        # A second connection, because the first may be blocked in a wait. (Any: the stubs know no `append`.)
-        self._store: Any = dist.PrefixStore(f"halfmesh/{run}", store.clone())
+        # A second connection, because the first may be blocked in a wait. (The stubs know no `append`.)
+        self._store = cast(Any, dist.PrefixStore(f"halfmesh/{run}", store.clone()))
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
         for key in ("log", "failed", "lost"):
             self._store.append(key, "")
@@ -153,7 +153,7 @@ class FailureWatch:
         return "; ".join(found)
 
     def _watch(self) -> None:
-        steps, since = [], time.monotonic()
+        steps, since = list[int](), time.monotonic()
         while not self._ending.wait(POLL_S):
             if {"failed", "lost"} & set(self.ended().values()):
                 break

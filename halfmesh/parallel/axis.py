@@ -218,8 +218,8 @@ class Axis:
         options: its keys; `size` is one of them, and 1 by default.
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
         splits_params: a rank may hold a shard of a parameter, which needs an elementwise optimizer.
-        draws_alike: its ranks compute the same, with the same random numbers.
-        takes_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
+        same_rng: its ranks compute the same, with the same random numbers.
+        splits_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
         splits_batch: the key, besides `size`, for the number of microbatches into which the axis splits a data rank's
             batch; "" if it does not.
         cost: for `halfmesh plan`: the communication that ranks wait for, in a few words.

@@ -19,7 +19,7 @@ from ..utils.tensors import is_dense
 from .dims import ParallelDims
 from .initial_state import broadcast_initial_state
 from .objects import broadcast_object, gather_objects, is_simulated, join_rows
-from .rank_checks import NamedCalls, same_on_ranks
+from .rank_checks import NamedCalls
 
 if TYPE_CHECKING:
     from ..distributed.process_group import OwnedGroup
@@ -290,10 +290,6 @@ class ParallelContext:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""
         if self._calls is not None:
             self._calls.agree_on(call)
-
-    def agree(self, value: str) -> bool:
-        """Return True if all ranks call this with the same `value`."""
-        return same_on_ranks(value)
 
     def everyone(self, value: Any) -> list[Any]:
         """The `value` of each rank, by rank, on all ranks."""

@@ -108,11 +108,11 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def model_seed(seed: int, context: ParallelContext, apart: Iterable[str] = ()) -> int:
-    """The seed of the model's random numbers: another one for each data rank, stage and rank of the axes `apart`; the
-    same on the ranks of a tensor group."""
+def model_seed(seed: int, context: ParallelContext, own_rng_axes: Iterable[str] = ()) -> int:
+    """The seed of the model's random numbers: another one for each data rank, stage and rank of `own_rng_axes`;
+    the same on the ranks of a tensor group."""
     place = 0
-    for axis in apart:
+    for axis in own_rng_axes:
         place = place * context.sizes[axis] + context.place(axis)
     return seed + context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * place)
 

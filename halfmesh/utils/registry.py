@@ -21,6 +21,9 @@ class _Reference(NamedTuple):
     target: str
     package: str | None = None
 
+    def __str__(self) -> str:
+        return self.target
+
 
 class Registry(Generic[T]):
     """Names (lower case, compared without case) to objects of one kind.
