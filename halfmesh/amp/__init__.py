@@ -9,7 +9,6 @@ Read in this order:
                     full precision
     optimizer       an update, from a loss to new weights. Below it:
     master_weights  fp32 masters in the user's optimizer; originals: full precision of tensors that are not trained
-    optimizer_state  the optimizer's saved state of each parameter, and of optimizers inside it
     loss_scaler     how a scale moves, the seed of backward, and several losses
     grad_norm       norm and overflow, the same on all ranks
     stepper         calls `optimizer.step()`; fused: with which implementation

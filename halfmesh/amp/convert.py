@@ -11,9 +11,10 @@ from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InputError
+from ..utils.optimizer_state import cast, cast_state, repoint
 from ..utils.param_shard import ParamShard, Ranks
 from ..utils.torch_private import assigns
-from .master_weights import MasterWeights, cast_state, masters_for, repoint
+from .master_weights import MasterWeights, masters_for
 from .optimizer import MixedPrecisionOptimizer
 from .precision import cast_model, tensors_to_cast
 from .recipe import Recipe, UpdateOptions
@@ -88,7 +89,8 @@ def _take_back(
         tensor.data = (tensor.data if full is None else full).to(dtype)
         _reset_grad(tensor)
     cast_state(update.optimizer, changed)
-    repoint(update.optimizer, {master: param for param, master in masters.items()})
+    params = {master: param for param, master in masters.items()}
+    repoint(update.optimizer, params, lambda master, value: cast(value, master.dtype, params[master].dtype))
 
 
 def _reset_grad(tensor: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..errors import did_you_mean, shorten
-from ..utils.param_shard import GatherCast
 from ..utils.torch_private import has_no_memory
 
 Scaling = Literal["tensorwise", "rowwise"]
@@ -70,7 +69,7 @@ class Float8Product:
             is_filtered = any(fnmatchcase(name, pattern) for pattern in patterns)
             yield name, layer, not is_filtered and all(size % MULTIPLE == 0 for size in layer.weight.shape)
 
-    def cast_before_gather(self, model: nn.Module) -> dict[nn.Parameter, GatherCast]:
+    def cast_before_gather(self, model: nn.Module) -> dict[nn.Parameter, Float8Product]:
         """The weights that may be cast before ranks gather them, with their casts: weights that are used in float8
         products only. Empty with rowwise scales, of which forward needs one per row of a weight, backward one per
         column."""
@@ -86,7 +85,12 @@ class Float8Product:
         return {param: self for is_multiplied, param in held if is_multiplied and param not in others}
 
     def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `utils.param_shard.GatherCast`: the same numbers as the product's own cast of the full weight."""
+        """Cast a weight before ranks gather it: the numbers of `part`, a rank's shard of it, as uint8, and the scale.
+        They are those of the product's own cast of the full weight.
+
+        Args:
+            largest: absolute value in the full weight, 0-dim.
+        """
         from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
         dtype = _torchao(self.scaling, True)[1][1].cast_config_weight.target_dtype
@@ -94,7 +98,8 @@ class Float8Product:
         return to_fp8_saturated(part.float() * scale, dtype).view(torch.uint8), scale
 
     def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `halfmesh.utils.param_shard.GatherCast`."""
+        """The weight that the layer computes with, of `dtype`: a view of all ranks' numbers and of the scale, both of
+        which are written again for each gather."""
         from .float8_weight import Float8Weight
 
         options, config = _torchao(self.scaling, self._emulates(data.device))[1]

@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from ..errors import InputError, shorten
 from ..utils.log import get_logger
+from ..utils.optimizer_state import cast, repoint
 from ..utils.param_shard import ParamShard, foreign_params
 from ..utils.torch_private import WriteStamp, foreach_copy_, write_stamps
 from .originals import Originals, current_value, current_values
@@ -77,7 +78,7 @@ class MasterWeights:
         if self.enabled:
             half = [shard for shard in self.shards if shard.param.dtype in HALF]
             masters = masters_for(self.optimizer, half, self.masters, self.originals.take)
-            repoint(self.optimizer, masters)
+            repoint(self.optimizer, masters, lambda param, value: cast(value, param.dtype, torch.float32))
             self.add(masters)
         held = self._held_ids()
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
@@ -244,24 +245,6 @@ def masters_for(
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     params = [shard.param for shard in shards if id(shard.param) in held]
     return {param: known[param] if param in known else make_master(full_value(param)) for param in params}
-
-
-def repoint(optimizer: optim.Optimizer, replace: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Make the groups and the state of `optimizer` hold `replace[param]` in place of `param`."""
-    for group in optimizer.param_groups:
-        group["params"][:] = [replace.get(param, param) for param in group["params"]]
-    for old, new in replace.items():
-        if old is not new and old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
-            cast_state(optimizer, {new: old.dtype})
-
-
-def cast_state(optimizer: optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Cast the state of parameters that had another dtype before (`dtypes`), where the state has it too."""
-    for param, dtype in dtypes.items():
-        for name, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == param.shape:
-                optimizer.state[param][name] = value.to(param.dtype)
 
 
 def bucket_bytes(device: torch.device, numel: int) -> int:

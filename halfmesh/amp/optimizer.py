@@ -11,12 +11,12 @@ import torch
 from torch import nn, optim
 
 from ..errors import InputError, shorten
+from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks, clear_grads
 from ..utils.torch_private import WriteStamp, write_stamps
 from .grad_norm import GradStats, clip_divisor, grad_stats
 from .loss_scaler import LossScales
 from .master_weights import MasterWeights
-from .optimizer_state import saved_state
 from .recipe import HALF, Recipe, UpdateOptions, wider_format
 from .skip_counter import SkipCounter
 from .step_result import StepResult

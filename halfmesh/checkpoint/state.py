@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.optimizer_state import saved_state
 from ..errors import InputError, shorten
 from ..parallel.shard_spec import Placement, Shape, whole
+from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import is_compound
 from .compound import put_together, take_apart

@@ -34,6 +34,7 @@ from ..parallel.rank_checks import same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
+from ..utils.optimizer_state import move_state
 from ..utils.torch_private import has_no_memory
 from . import inputs
 from . import launch as launchers
@@ -187,7 +188,7 @@ def _convert(
     # Before the model goes to the device, which may not have room for all of it.
     division = ParallelModel(given.model, given.optimizer, plans, config, context, late)
     shards = division.make_shards(given.model, given.optimizer, given.criterion, recipe)
-    _move_state(given.optimizer)
+    move_state(given.optimizer)
     backend, options = _backend(config), _update_options(config)
     update = convert(
         given.model, given.optimizer, shards, recipe, context, options, division.data.update_device, backend.cast_model
@@ -357,11 +358,3 @@ def _update_options(config: Config) -> UpdateOptions:
         wide_gradients=config.gradient_dtype == "float32",
         name=config.name,
     )
-
-
-def _move_state(optimizer: optim.Optimizer) -> None:
-    """Move optimizer state to its parameters; the step counters of unfused optimizers stay on the CPU, as in torch."""
-    for param, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(param.device)

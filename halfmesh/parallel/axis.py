@@ -16,6 +16,7 @@ import torch
 from torch import nn, optim
 
 from ..errors import InputError
+from ..utils.optimizer_state import change_state
 from ..utils.param_shard import ParamShard
 from ..utils.torch_private import assigns
 from .mesh import ParallelContext
@@ -103,10 +104,8 @@ class AppliedAxis:
     def split(self, optimizer: optim.Optimizer, param: nn.Parameter, split: Split) -> None:
         """Keep only this rank's shard of a parameter, and of its optimizer state of the same shape."""
         self.splits[param] = split
-        cut, state = self.cut(split), optimizer.state.get(param, {})
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                state[name] = cut(value)
+        cut = self.cut(split)
+        change_state(optimizer, param, cut)
         param.data, param.grad = cut(param.data), None
 
     def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> None:

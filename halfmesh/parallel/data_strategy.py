@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn, optim
 
-from ..utils.param_shard import GatherCast, ParamShard, Publisher
+from ..utils.param_shard import ParamShard, Publisher
 from ..utils.torch_private import move_module
 from .mesh import ParallelContext
 from .reducer import ReduceOptions, Reducer
@@ -33,7 +33,7 @@ class StrategyInputs:
         options: the config's `parallel.data`.
         reduce: how gradients are reduced.
         param_dtype: the mode's dtype of all parameters; None: each keeps its dtype.
-        casts: of weights that may be cast before they are gathered.
+        casts: of weights that may be cast before they are gathered; see `amp.float8.Float8Product.pack` and `unpack`.
         blocks: names of the model's repeated blocks; a rank may not have all of them.
         not_called: under a pipeline, names of the modules that stages do not call directly.
         kept: parameters that the mode leaves in fp32 by their names.
@@ -50,7 +50,7 @@ class StrategyInputs:
     options: Any
     reduce: ReduceOptions
     param_dtype: torch.dtype | None
-    casts: Mapping[nn.Parameter, GatherCast]
+    casts: Mapping[nn.Parameter, Any]
     blocks: Sequence[str]
     not_called: Collection[str] | None
     kept: Collection[torch.Tensor]
@@ -158,22 +158,3 @@ class DataStrategy:
 
     def explain(self, error: RuntimeError) -> None:
         """Raise InputError if `error`, of forward or backward, is due to something that is not supported here."""
-
-
-def repoint(
-    optimizer: optim.Optimizer,
-    new: Mapping[nn.Parameter, nn.Parameter],
-    cut: Callable[[nn.Parameter, str, Any], Any] | None = None,
-) -> None:
-    """Replace parameters of `optimizer`, at the same index of the same groups.
-
-    Args:
-        new: for each parameter the one that replaces it.
-        cut: called with a parameter, and the name and value of its state; returns the new value. None: state stays.
-    """
-    for group in optimizer.param_groups:
-        group["params"][:] = [new.get(param, param) for param in group["params"]]
-    for param, other in new.items():
-        if cut is not None and param in optimizer.state:
-            state = optimizer.state.pop(param)
-            optimizer.state[other] = {name: cut(param, name, value) for name, value in state.items()}

@@ -103,22 +103,6 @@ def set_compute_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
     param._halfmesh_computes_in = dtype  # type: ignore[attr-defined]
 
 
-class GatherCast(Protocol):
-    """Casts a weight before ranks gather it, to numbers of one byte with a scale for the full weight. `amp` implements
-    it, `parallel` sends the numbers."""
-
-    def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of `part`, a rank's shard of the weight, as uint8, and the scale.
-
-        Args:
-            largest: absolute value in the full weight, 0-dim.
-        """
-
-    def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that the layer computes with, of `dtype`: a view of all ranks' numbers and of the scale, both of
-        which are written again for each gather."""
-
-
 class Publisher(Protocol):
     """Sends the weights that a rank has stepped to the ranks that use them: an all-gather (zero1, fsdp)."""
 

@@ -16,10 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import InputError, shorten
+from ...utils.optimizer_state import repoint
 from ...utils.param_shard import ParamShard, set_compute_dtype
 from ...utils.torch_private import has_grad_hooks, move_module
 from ..axis import shard_loaded_state
-from ..data_strategy import DataStrategy, StrategyInputs, repoint
+from ..data_strategy import DataStrategy, StrategyInputs
 from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
 from .fsdp_reducer import FSDPReducer
@@ -220,7 +221,7 @@ class FSDP(DataStrategy):
         inner = set(unit.modules())
         for (module, name), param in self.places.items():
             if module in inner and getattr(module, name) is not param:
-                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+                param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
 
     def _shard_optimizer(self) -> dict[nn.Parameter, ParamShard]:
         """Put this rank's shards into the optimizer. Returns them by the parameters that it held."""
@@ -233,10 +234,7 @@ class FSDP(DataStrategy):
                 source, share = ParamShard(shard.name, weight), shard.weight * self._ranks
                 found[shard.param] = ParamShard(shard.name, own, share, source=source, original=shard.param)
 
-        def cut(param: nn.Parameter, name: str, value: Any) -> Any:
-            # `step` is a counter, in torch's optimizers, and a scalar.
-            if not isinstance(value, torch.Tensor) or value.shape != weights[param].shape or name == "step":
-                return value
+        def cut(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
             start = self._first_row(len(value))
             own = value[start : start + len(found[param].param)].clone()
             return own.to(param.dtype) if value.dtype == self._dtypes[param] else own

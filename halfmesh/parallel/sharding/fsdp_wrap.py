@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from ...utils.param_shard import GatherCast, ParamShard
+from ...utils.param_shard import ParamShard
 from ...utils.torch_private import has_grad_hooks, outside_of_dry_run
 from ..mesh import ParallelContext
 
@@ -169,10 +169,10 @@ class CastGather:
 
     Args:
         weights: DTensors of which every rank holds the same number of rows.
-        casts: one for each.
+        casts: one for each, see `StrategyInputs`.
     """
 
-    def __init__(self, weights: Sequence[Any], casts: Sequence[GatherCast]) -> None:
+    def __init__(self, weights: Sequence[Any], casts: Sequence[Any]) -> None:
         self._weights = weights
         self._casts = casts
         self._scales: list[Any] = [None] * len(weights)

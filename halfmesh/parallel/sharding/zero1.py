@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, shorten
+from ...utils.optimizer_state import repoint
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import is_dense
 from ...utils.torch_private import foreach_copy_
 from ..buckets import group_shards, reduce_dtype_of
-from ..data_strategy import DataStrategy, StrategyInputs, repoint
+from ..data_strategy import DataStrategy, StrategyInputs
 from ..objects import gather_objects
 from ..optimizer_checks import refuse_other_state
 from ..reducer import Reducer
@@ -65,7 +66,7 @@ class Zero1(DataStrategy):
         self._strides = [shard.param.stride() for shard in mine]
         self._memory: list[torch.UntypedStorage] = []  # of `mine`, at the last `follow`
         own = {part.model_param: part for part in parts.values()}
-        repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, key, v: _cut(key, v, p, own[p]))
+        repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, value: _cut(value, p, own[p]))
         optimizer.register_load_state_dict_post_hook(refuse_other_state)
         # In the order in which they are complete when an update steps the model's parameters in order.
         position = {id(shard): number for number, shard in enumerate(mine)}
@@ -168,10 +169,8 @@ class Zero1(DataStrategy):
         foreach_copy_([shard.param for shard in bucket.shards], bucket.views(flat))
 
 
-def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
+def _cut(value: torch.Tensor, param: nn.Parameter, part: ParamShard) -> torch.Tensor:
     """This rank's shard of a value of `param`'s optimizer state."""
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape or name == "step":
-        return value
     alike = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return part.part_of(alike).clone()
 

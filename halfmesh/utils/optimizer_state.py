@@ -1,14 +1,64 @@
-"""The saved state of each parameter in an optimizer's state dict."""
+"""An optimizer's state of each parameter: given to another parameter, cut, cast, moved, and as it is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 
 from ..errors import InputError
+
+
+def change_state(
+    optimizer: optim.Optimizer, param: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the values in the state of `param` that have an element for each of its own."""
+    state = optimizer.state.get(param, {})
+    for name, value in state.items():
+        # `step` is a counter, in torch's optimizers, and a scalar, as a parameter may be.
+        if name != "step" and isinstance(value, torch.Tensor) and value.shape == param.shape:
+            state[name] = change(value)
+
+
+def repoint(
+    optimizer: optim.Optimizer,
+    new: Mapping[nn.Parameter, nn.Parameter],
+    change: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace parameters of `optimizer`, at the same index of the same groups, and give their state to the new ones.
+
+    Args:
+        new: for each parameter the one that replaces it.
+        change: called with a parameter and a value of its state, as in `change_state`; returns the new value.
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [new.get(param, param) for param in group["params"]]
+    for param, other in new.items():
+        if other is not param and param in optimizer.state:
+            change_state(optimizer, param, partial(change, param))
+            optimizer.state[other] = optimizer.state.pop(param)
+
+
+def cast_state(optimizer: optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Cast the state of parameters that had another dtype before (`dtypes`), where the state has it too."""
+    for param, before in dtypes.items():
+        change_state(optimizer, param, partial(cast, before=before, dtype=param.dtype))
+
+
+def cast(value: torch.Tensor, before: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """`value` in `dtype` if it is in `before`: state in another dtype than its parameter's keeps that."""
+    return value.to(dtype) if value.dtype == before else value
+
+
+def move_state(optimizer: optim.Optimizer) -> None:
+    """Move state to its parameters' devices; the step counters of unfused optimizers stay on the CPU, as in torch."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(param.device)
 
 
 def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
