@@ -13,7 +13,7 @@ import torch
 from .causes import Place, explain
 from .compare import Measure, Measures, ratio
 from .record import Key, Store
-from .report import Difference
+from .report import Phase
 
 FLOOR = 1e-6
 """A tensor below this share of the largest of its kind is compared with that share: it may be all rounding."""
@@ -41,17 +41,6 @@ class Limits:
         """The largest difference."""
         least = self.updates if key.what in ("update", "begin") else self.least
         return max(least, 10 * self.estimates.get(key, 0.0))
-
-
-@dataclass
-class Verdict:
-    """The result of `judge`: the first difference, how many tensors were compared, which not and why, and the largest
-    difference / allowed by kind."""
-
-    first: Difference | None
-    compared: int
-    skipped: Mapping[str, str]
-    largest: dict[str, float]
 
 
 class Finding(NamedTuple):
@@ -108,8 +97,8 @@ def judge(
     reduction: str,
     overflows: int | None = None,
     is_complete: bool = True,
-) -> Verdict:
-    """Compare in time order.
+) -> Phase:
+    """Compare in time order: the result, as yet without a name.
 
     Args:
         reduction: how the losses of ranks are joined.
@@ -145,7 +134,7 @@ def judge(
     skipped = {
         f"{key.what} of {key.name or 'the model'}": why for rank in measures for key, why in rank.skipped.items()
     }
-    return Verdict(first, len(apart), skipped, largest)
+    return Phase("", "", first is None, first, len(apart), skipped, largest)
 
 
 def _factors(store: Store, measures: Sequence[Measures], apart: Mapping[Key, Any]) -> dict[Key, dict[int, float]]:

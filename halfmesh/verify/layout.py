@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ..config import Config
+from ..config.composition import Setup
 from ..config.schema import CompileConfig, DataConfig, ParallelConfig
 
 QUIET: dict[str, Any] = {
@@ -18,9 +19,9 @@ QUIET: dict[str, Any] = {
 """Without what writes files; compiled code would only make the proof slow, and hooks run without it."""
 
 
-def shrink(config: Config, world_size: int) -> tuple[Config, int]:
-    """The same layout with at most 2 ranks on each axis, and how many ranks that are."""
-    ranks = config.parallel.dims(world_size).dp
+def shrink(setup: Setup) -> Setup:
+    """The same layout with at most 2 ranks on each axis."""
+    config, ranks = setup.config, setup.dims.dp
     parallel, data = config.parallel, config.parallel.data
     changed: dict[str, Any] = {}
     for key, size in parallel.sizes.items():
@@ -36,14 +37,15 @@ def shrink(config: Config, world_size: int) -> tuple[Config, int]:
         update={"size": None, "hybrid": None if data.hybrid is None else min(data.hybrid, 2)}
     )
     parallel = parallel.model_copy(update=changed)
-    return config.model_copy(update={"parallel": parallel}), dp * math.prod(parallel.sizes.values())
+    fewer_ranks = dp * math.prod(parallel.sizes.values())
+    return Setup.of(config.model_copy(update={"parallel": parallel}), fewer_ranks)
 
 
-def settle(config: Config, rows: int, world_size: int) -> Config:
-    """`config` without what a run of a few updates cannot have; `rows`: of one batch."""
+def settle(config: Config, rows: int) -> Config:
+    """`config` without what a run of a few updates cannot have; `rows`: of one batch on all data ranks."""
     cycle = config.gradient_accumulation
     if config.global_batch_size is not None:
-        cycle = max(1, config.global_batch_size // max(1, rows * config.parallel.dims(world_size).dp))
+        cycle = max(1, config.global_batch_size // max(1, rows))
     return config.model_copy(
         update={**QUIET, "global_batch_size": None, "lr_interval": "step", "gradient_accumulation": min(cycle, 2)}
     )

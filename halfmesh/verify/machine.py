@@ -27,7 +27,7 @@ from ..config.load import load_config
 from ..distributed.local_ranks import LocalRanks
 from ..parallel.registries import AXES, DATA_STRATEGIES, SCHEDULES
 from . import models
-from .phases import Work, prove
+from .phases import Options, Work, prove
 from .report import Phase, VerifyReport
 from .subject import Given
 
@@ -239,10 +239,9 @@ def verify_machine(device: str | None = None, quick: bool = False) -> MachineRep
         about["layouts"] = "not run: they need two GPUs; on ranks of the CPU: halfmesh verify --device cpu"
     results, cells = [], list(find_cells(device, ranks, float8, quick))
     with ExitStack() as stack:
-        options: dict[str, Any] = {"updates": 2, "device": device, "timeout": 600.0, "progress": lambda text: None}
-        options |= {"stack": stack, "waiting": defaultdict(list)}
+        work = partial(_Work, stack=stack, waiting=defaultdict(list))
         for cell in track(cells, "verifying", console=Console(stderr=True), disable=not sys.stderr.isatty()):
-            began, work = time.monotonic(), partial(_Work, Given(cell.build), **options)
-            report = prove(load_config(cell.config), cell.world_size, False, device, work)
+            began, options = time.monotonic(), Options(cell.world_size, shrink=False, device=device)
+            report = prove(cell.config, options, lambda _, cell=cell: Given(cell.build), work)  # type: ignore[misc]
             results.append((cell, report, time.monotonic() - began))
     return MachineReport(about, results)

@@ -7,13 +7,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ..compat import check
+from ..compat import check_setup
 from ..config import Config
 from ..config.composition import Setup
 from ..config.load import load_config
@@ -26,7 +26,7 @@ from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .causes import direct_use
 from .compare import Measures
-from .judge import Limits, Verdict, differences, direct_in, drawn_in, judge, loss_of
+from .judge import Limits, differences, direct_in, drawn_in, judge, loss_of
 from .record import Key, Store
 from .report import Difference, Phase, VerifyReport
 from .run import Case, estimate, record_engine, record_plain, run_rank
@@ -117,37 +117,46 @@ def verify(
         ConfigError: the config cannot be loaded.
         InputError: the model cannot be built, or not be trained in one process.
     """
-    given = Given(build, optimizer)
+    options = Options(world_size, updates, accumulated, overrides, shrink, device, timeout, progress)
+    return prove(config, options, lambda _: Given(build, optimizer), Work)
 
-    def work(settings: Config, ranks: int) -> Work:
-        made = Work(given, settings, ranks, updates, device, timeout, progress)
-        return replace(made, accumulated=accumulated)
 
-    return prove(load_config(config, overrides), world_size, shrink, device, work)
+@dataclass(frozen=True)
+class Options:
+    """How to verify: see the arguments of `verify`."""
+
+    world_size: int
+    updates: int = 2
+    accumulated: bool = False
+    overrides: Sequence[str] = ()
+    shrink: bool | None = None
+    device: str = "cpu"
+    timeout: float = 600.0
+    progress: Callable[[str], None] = lambda text: None
 
 
 def prove(
-    config: Config, world_size: int, shrink: bool | None, device: str, work: Callable[[Config, int], Work]
+    config: Any, options: Options, find_given: Callable[[Config], Any], work: Callable[[Any, Setup, Options], Work]
 ) -> VerifyReport:
     """The report of the phases of the work on a layout, which is shrunk before."""
-    asked = world_size
-    findings = check(config, world_size, device)
-    if not findings and (device == "cpu" if shrink is None else shrink):
-        config, world_size = layout.shrink(config, world_size)
-        findings = check(config, world_size, device)
-    shrunk = None if asked == world_size else asked
-    if findings:
-        return _refused(config, world_size, shrunk, [str(finding) for finding in findings])
+    setup = Setup.of(load_config(config, options.overrides), options.world_size)
+    findings = check_setup(setup, options.device)
+    if not findings and (options.device == "cpu" if options.shrink is None else options.shrink):
+        setup = layout.shrink(setup)
+        findings = check_setup(setup, options.device)
+    problems, phases = list(map(str, findings)), list[Phase]()
     with tempfile.TemporaryDirectory(prefix="halfmesh_verify_") as folder:
         try:
-            phases = tuple(work(config, world_size).phases(Path(folder)))
+            phases += () if problems else work(find_given(setup.config), setup, options).phases(Path(folder))
         except RefusedError as refused:
-            return _refused(config, world_size, shrunk, [str(refused)])
+            problems, phases = [str(refused)], []
         except RankError as error:
             raise _untrainable(error) from None  # the message has all of it that is the user's
     first = next((phase.first for phase in phases if phase.first is not None), None)
-    sizes = config.parallel.dims(world_size).in_words()
-    return VerifyReport(first is None, first, phases, sizes, world_size, shrunk)
+    ranks = setup.dims.world_size
+    shrunk = None if ranks == options.world_size else options.world_size
+    is_equal, mesh = not problems and first is None, setup.dims.in_words()
+    return VerifyReport(is_equal, first, tuple(phases), mesh, ranks, shrunk, tuple(problems))
 
 
 class RefusedError(Exception):
@@ -158,23 +167,13 @@ def _untrainable(error: RankError) -> InputError:
     return InputError(error.refusal or f"the model cannot be trained in one process: {own_frames(error.text)}")
 
 
-def _refused(config: Config, world_size: int, shrunk: int | None, problems: Sequence[str]) -> VerifyReport:
-    mesh = config.parallel.dims(world_size).in_words()
-    return VerifyReport(False, None, (), mesh, world_size, shrunk, tuple(problems))
-
-
 @dataclass(frozen=True)
 class Work:
     """A layout and a model."""
 
     given: Any
-    config: Config
-    world_size: int
-    updates: int
-    device: str
-    timeout: float
-    progress: Callable[[str], None]
-    accumulated: bool = field(default=False, kw_only=True)
+    setup: Setup
+    options: Options
 
     # What runs in the processes; whether the loss of an update can be made inf; whether ranks have a process group.
     _plain: ClassVar[Any] = staticmethod(record_plain)
@@ -186,10 +185,12 @@ class Work:
 
     def phases(self, folder: Path) -> Any:
         """Each phase as it ends; a phase that differs is the last."""
-        case = self._case(self.config, torch.float64)
-        self.progress("building the model")
+        dims, options = self.setup.dims, self.options
+        case = Case(self.given, self.setup.config, self._chunks(self.setup.config), options.updates, options.device)
+        case = replace(case, multiple=math.lcm(case.microbatches, dims.sizes.get("ep", 1)))
+        options.progress("building the model")
         [known] = self._run(1, survey, (case, folder / "start"))
-        case = replace(case, config=layout.settle(case.config, known.rows, self.world_size))
+        case = replace(case, config=layout.settle(case.config, known.rows * dims.dp))
         case = replace(case, chunks=self._chunks(case.config), mixes=known.mixes, start=folder / "start")
         why = self._why_by_itself(case)
         calls = case.chunks * case.microbatches if why else 1 if known.joins else case.chunks
@@ -202,75 +203,72 @@ class Work:
     def _why_by_itself(self, case: Case) -> str:
         """Why the reference has the ranks' batches one by one; "" if it has them in one."""
         mixes = f"{case.mixes[0]} normalises each batch by itself" if case.mixes else ""
-        return mixes or ("as asked" if self.accumulated else "")
+        return mixes or ("as asked" if self.options.accumulated else "")
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
         """In float64: beside a plain loop, whose batch is whole; and beside one that accumulates."""
         began, whole, parts = time.monotonic(), folder / "whole", folder / "parts"
-        self.progress("float64: one process")
+        self.options.progress("float64: one process")
         jobs = [(self._plain, (case, whole, calls))]
         if case.chunks > calls:
             jobs.append((self._plain, (replace(case, updates=1), parts, case.chunks)))
         self._references(jobs)
-        self.progress(f"float64: {self.world_size} ranks")
+        self.options.progress(f"float64: {self.setup.dims.world_size} ranks")
         other, limits = parts if len(jobs) > 1 else None, Limits(STRUCTURE, UPDATE, {})
-        verdict, notes = self._layout(case, whole, calls, other, limits)
-        if verdict.first is not None and verdict.first.difference < ROUNDED and not case.lifts:
-            self.progress("float64: once more, since the difference may be rounding")
+        phase = self._layout(case, whole, calls, other, limits)
+        if phase.first is not None and phase.first.difference < ROUNDED:
+            self.options.progress("float64: once more, since the difference may be rounding")
             lifted = replace(case, lifts=True)
             self._references([(function, (replace(args[0], lifts=True), *args[1:])) for function, args in jobs])
             [moved] = self._run(1, self._estimate, (lifted, whole, calls, 2.0**-53))
             limits = replace(limits, estimates=estimates(Store(whole), moved, UPDATE, case.config.loss_reduction))
-            verdict, notes = self._layout(lifted, whole, calls, other, limits)
-            notes.append("the model computes in float32 in places; for the proof these were lifted to float64")
-        return _phase("structure", "float64", verdict, began, notes)
+            phase = self._layout(lifted, whole, calls, other, limits)
+            note = "the model computes in float32 in places; for the proof these were lifted to float64"
+            phase = replace(phase, notes=(*phase.notes, note))
+        return replace(phase, name="structure", dtype="float64", seconds=time.monotonic() - began)
 
     def format(self, folder: Path, case: Case, calls: int) -> Phase:
         """In the config's format, beside the same mode in one process."""
-        began, path, recipe = time.monotonic(), folder / "format", Setup.of(case.config, 1).recipe
+        began, path, recipe = time.monotonic(), folder / "format", self.setup.recipe
         label = case.config.precision.label if case.config.precision else ""
-        eps = rounding(case.config)
+        eps = rounding(self.setup)
         if recipe.loss_scale is not None and recipe.loss_scale.dynamic and self._overflows:
             case = replace(case, overflows=1, updates=max(3, case.updates + 1))
         name = f"{label} {dtype_name(recipe.compute_dtype)}".strip()
-        self.progress(f"{name}: one process")
+        self.options.progress(f"{name}: one process")
         self._references([(self._engine, (case, path, calls))])
-        pipeline = case.config.parallel.pipeline
-        parts = case.chunks * (pipeline.microbatches or 1 if pipeline.size > 1 else 1)
-        [moved] = self._run(1, self._estimate, (case, path, calls, eps, parts))
-        self.progress(f"{name}: {self.world_size} ranks")
+        [moved] = self._run(1, self._estimate, (case, path, calls, eps, case.chunks * case.microbatches))
+        self.options.progress(f"{name}: {self.setup.dims.world_size} ranks")
         least = max(10 * eps, LEAST)
         limits = Limits(least, least, estimates(Store(path), moved, least, case.config.loss_reduction))
-        verdict, notes = self._layout(case, path, calls, None, limits)
-        return _phase("format", name, verdict, began, notes)
+        phase = self._layout(case, path, calls, None, limits)
+        return replace(phase, name="format", dtype=name, seconds=time.monotonic() - began)
 
-    def _layout(
-        self, case: Case, path: Path, calls: int, parts: Path | None, limits: Limits
-    ) -> tuple[Verdict, list[str]]:
+    def _layout(self, case: Case, path: Path, calls: int, parts: Path | None, limits: Limits) -> Phase:
+        """Train the layout, and compare it with the reference in `path`."""
+        store, reduction = Store(path), case.config.loss_reduction
         try:
-            measures = self._run(self.world_size, self._rank, (case, path, calls, parts))
+            measures = self._run(self.setup.dims.world_size, self._rank, (case, path, calls, parts))
         except RankError as error:
             known = [] if error.measures is None else [error.measures]
-            direct = direct_use(direct_in(Store(path), known))
+            direct = direct_use(direct_in(store, known))
             hint = f"\nlikely cause: {direct}" if direct else ""
             if known:
-                args = Store(path), known, limits, case.config.loss_reduction, case.overflows, False
-                if (verdict := judge(*args)).first is not None:
+                phase = judge(store, known, limits, reduction, case.overflows, is_complete=False)
+                if phase.first is not None:
                     after = f"halfmesh refuses it: {error.refusal}" if error.refusal else f"then {error.reason}"
-                    verdict.first = replace(verdict.first, cause="; ".join(filter(None, [direct, after])))
-                    return verdict, []
+                    cause = "; ".join(filter(None, [direct, after]))
+                    return replace(phase, first=replace(phase.first, cause=cause))
             if error.refusal:
                 raise RefusedError(error.refusal + hint) from error
             what = "hangs" if error.hung else "failed"
             where, text = f"rank {error.rank} {what}: {error.reason}", own_frames(error.text) + hint
-            return Verdict(Difference(0, what, "", math.inf, 0.0, (error.rank,), where, text, ""), 0, {}, {}), []
-        store = Store(path)
+            return Phase("", "", False, Difference(0, what, "", math.inf, 0.0, (error.rank,), where, text, ""))
         for rank in measures if calls > 1 else ():
             for key in [k for k in rank.parameters if k.what == "buffer" and k.name.rpartition(".")[0] in case.mixes]:
                 del rank.parameters[key]
-        verdict = judge(store, measures, limits, case.config.loss_reduction, case.overflows)
-        drawn = drawn_in(store)
-        return verdict, [f"the model draws random numbers: {', '.join(drawn)}"] if drawn else []
+        phase, drawn = judge(store, measures, limits, reduction, case.overflows), drawn_in(store)
+        return replace(phase, notes=(f"the model draws random numbers: {', '.join(drawn)}",)) if drawn else phase
 
     def _references(self, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
         """Side by side, in a process each. Raises InputError if one fails."""
@@ -278,7 +276,7 @@ class Work:
             with ExitStack() as running:
                 started = [running.enter_context(self._ranks(1)) for _ in jobs]
                 for ranks, (function, args) in zip(started, jobs, strict=True):
-                    ranks.begin(function, args, timeout=self.timeout, group=False)
+                    ranks.begin(function, args, timeout=self.options.timeout, group=False)
                 for ranks in started:
                     ranks.wait()
         except RankError as error:
@@ -287,26 +285,21 @@ class Work:
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         with self._ranks(world_size) as ranks:
             group = self._has_group and world_size > 1
-            return ranks.call(function, args, timeout=self.timeout, group=group)
+            return ranks.call(function, args, timeout=self.options.timeout, group=group)
 
     def _ranks(self, world_size: int) -> AbstractContextManager[LocalRanks]:
         build = self.given.build
         own = build if isinstance(build, str) else f"{build.__module__}:{build.__qualname__}"
-        return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.run", own))
-
-    def _case(self, config: Config, dtype: torch.dtype | None) -> Case:
-        case = Case(self.given, config, self._chunks(config), self.updates, self.device, dtype)
-        shared = config.parallel.dims(self.world_size).sizes.get("ep", 1)
-        return replace(case, multiple=math.lcm(case.microbatches, shared))
+        return LocalRanks(world_size, self.options.device, (*ENGINE, "halfmesh.verify.run", own))
 
     def _chunks(self, config: Config) -> int:
-        return config.parallel.dims(self.world_size).dp * config.gradient_accumulation
+        return self.setup.dims.dp * config.gradient_accumulation
 
 
-def rounding(config: Config) -> float:
+def rounding(setup: Setup) -> float:
     """Of the formats in which a config computes and reduces, the largest relative error of rounding."""
-    recipe, data = Setup.of(config, 1).recipe, config.parallel.data
-    dtypes = [recipe.compute_dtype, getattr(torch, data.reduce_dtype)]
+    recipe = setup.recipe
+    dtypes = [recipe.compute_dtype, getattr(torch, setup.config.parallel.data.reduce_dtype)]
     return 2.0**-4 if recipe.linear is not None else max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
 
 
@@ -324,8 +317,3 @@ def estimates(store: Store, moved: Measures, updates: float, reduction: str) -> 
         if key in store.index and key.what not in ("input", "output"):
             found[key] = max(found[key], math.sqrt(FLIPS / max(1, store.index[key][1].numel())) / 10)
     return found
-
-
-def _phase(name: str, dtype: str, verdict: Verdict, began: float, notes: Sequence[str]) -> Phase:
-    seconds = time.monotonic() - began
-    return Phase(name, dtype, verdict.first is None, **vars(verdict), seconds=seconds, notes=tuple(notes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from textwrap import indent
 from typing import Any
 
@@ -60,10 +60,10 @@ class Phase:
     dtype: str
     equal: bool
     first: Difference | None
-    compared: int
-    skipped: Mapping[str, str]
-    largest: Mapping[str, float]
-    seconds: float
+    compared: int = 0
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    largest: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:

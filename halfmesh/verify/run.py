@@ -47,7 +47,7 @@ class Case:
     chunks: int
     updates: int
     device: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None = torch.float64
     overflows: int | None = None
     multiple: int = 1
     lifts: bool = False

@@ -14,10 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config import Config
-from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
 from ..engine.engine import Engine
@@ -25,48 +22,33 @@ from ..errors import InputError, own_frames
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Comparison, Coordinates, Measures
-from .phases import ACCUMULATED, RefusedError, Work, prove
+from .phases import ACCUMULATED, Options, RefusedError, Work, prove
 from .record import Sink, Store
 from .report import Phase, VerifyReport
 from .run import Case, comparison, perturb
 from .script_run import Script, ScriptRun
 
 
-def verify_script(
-    config: Any,
-    script: str | Path,
-    args: Sequence[str] = (),
-    *,
-    world_size: int,
-    updates: int = 2,
-    accumulated: bool = False,
-    overrides: Sequence[str] = (),
-    shrink: bool | None = None,
-    device: str = "cpu",
-    timeout: float = 600.0,
-    progress: Callable[[str], None] = lambda text: None,
-) -> VerifyReport:
+def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **options: Any) -> VerifyReport:
     """Prove on this machine that a layout trains what a script trains as one process does.
 
     Args:
         config: a path, a dict or a Config. It decides precision and layout; its other keys go before the script's.
         script, args: run as they are, in processes of their own, several times. The engine saves nothing in them.
-        updates: after which the script is ended.
-        accumulated, overrides, shrink, device, timeout, progress: as of `verify`.
+        options: as of `verify`; after `updates` the script is ended.
 
     Raises:
         ConfigError: the config cannot be loaded.
         InputError: the script fails in the layout, or in one process.
     """
-    path = Path(script)
+    path, wanted = Path(script), Options(**options)
     if not path.is_file():
         raise InputError(f"{path}: there is no such script")
 
-    def work(settings: Config, ranks: int) -> Work:
-        given = Script(path, tuple(args), config, tuple(overrides), settings.to_dict().get("parallel", {}))
-        return ScriptWork(given, settings, ranks, updates, device, timeout, progress, accumulated=accumulated)
+    def given(settings: Config) -> Script:
+        return Script(path, tuple(args), config, tuple(wanted.overrides), settings.to_dict().get("parallel", {}))
 
-    return prove(load_config(config, overrides), world_size, shrink, device, work)
+    return prove(config, wanted, given, ScriptWork)
 
 
 # -- in the processes ------------------------------------------------------------------------------------------
@@ -123,17 +105,18 @@ class ScriptWork(Work):
     def phases(self, folder: Path) -> Iterator[Phase]:
         """See `Work`."""
         script: Script = replace(self.given, folder=folder)
-        case = Case(script, self.config, 0, self.updates, self.device, torch.float64)
-        self.progress(f"{script.path.name}: its batches on {self.world_size} ranks")
+        ranks, options = self.setup.dims.world_size, self.options
+        case = Case(script, self.setup.config, 0, options.updates, options.device)
+        options.progress(f"{script.path.name}: its batches on {ranks} ranks")
         notes: list[str] = []
         try:
-            known = self._run(self.world_size, keep, (case,))
+            known = self._run(ranks, keep, (case,))
         except RankError as error:
             if not re.search("double|float64", error.reason, re.IGNORECASE):
                 raise self._failed(error) from None
             notes.append(f"{script.path.name} has dtypes of its own, so float32 in place of float64: {error.reason}")
             case = replace(case, dtype=None)
-            known = self._run(self.world_size, keep, (case,))
+            known = self._run(ranks, keep, (case,))
         config = known[0][0]
         mixes = tuple(dict.fromkeys(name for _, names in known for name in names))
         case = replace(case, config=config, chunks=self._chunks(config), mixes=mixes)
@@ -167,4 +150,4 @@ class ScriptWork(Work):
         return InputError(f"{self.given.path}, rank {error.rank} of the layout: {own_frames(error.text)}")
 
     def _ranks(self, world_size: int) -> LocalRanks:
-        return LocalRanks(world_size, self.device, (*ENGINE, "halfmesh.verify.script_run"))
+        return LocalRanks(world_size, self.options.device, (*ENGINE, "halfmesh.verify.script_run"))

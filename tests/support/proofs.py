@@ -27,7 +27,7 @@ class TeamWork(phases.Work):
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if world_size == 1:
             return [function(*args)]
-        return run_ranks(call, world_size, function, args, timeout=self.timeout)
+        return run_ranks(call, world_size, function, args, timeout=self.options.timeout)
 
 
 def call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -56,7 +56,7 @@ class QuickWork(phases.Work):
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if function is not run_rank:
             return [function(*args)]
-        return run_ranks(run_faulty, world_size, self.fault, args, timeout=self.timeout)
+        return run_ranks(run_faulty, world_size, self.fault, args, timeout=self.options.timeout)
 
 
 class Runs:
