@@ -41,7 +41,7 @@ def layout(context: ParallelContext, sharding: Collection[str]) -> dict[str, int
     said: dict[str, int] = {}
     for axis, size in context.sizes.items():
         if axis in ("pp", "tp") or axis in sharding:
-            said |= {f"{axis}_size": size, f"{axis}_rank": context.place(axis)}
+            said |= {f"{axis}_size": size, f"{axis}_rank": context.coordinate(axis)}
     return said
 
 

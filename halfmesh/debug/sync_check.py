@@ -85,7 +85,7 @@ class SyncCheck(EngineHook):
 
     def _random(self) -> Iterator[ReplicatedValue]:
         """The model's random numbers, if the ranks of a tensor group draw the same."""
-        division, stage = self._parts.division, (self._context.place("pp"), *self._batch())
+        division, stage = self._parts.division, (self._context.coordinate("pp"), *self._batch())
         if division.random is not None:
             yield ReplicatedValue("the model's random numbers (torch)", division.random.state, stage)
             host = division.host_random.state
@@ -96,7 +96,7 @@ class SyncCheck(EngineHook):
 
     def _batch(self) -> tuple[int, ...]:
         """The coordinates that determine this rank's shard of a batch."""
-        return self._context.dp_rank, *map(self._context.place, self._parts.division.own_rng_axes)
+        return self._context.dp_rank, *map(self._context.coordinate, self._parts.division.own_rng_axes)
 
     def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
         update = self._parts.update

@@ -197,7 +197,7 @@ class SameTrained:
             return
         taking = {shard for shard, takes in trained if takes}
         self._compare([s.name for s in masters.shards], bytes(id(s) in taking for s in masters.shards))
-        reducer.cover(masters.trained)
+        reducer.set_params(masters.trained)
         # A parameter that is frozen within a cycle takes part until its end: the next backward covers again.
         self._trained = None if self._update.has_gradients else trained
 

@@ -127,7 +127,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         )
         context, loaders, late = _prepare(given, setup, place, group)
         undo.pop_all()
-    context.start_equal(given.model, given.optimizer)
+    context.broadcast_initial_state(given.model, given.optimizer)
     sharded = bool(plans.axes) or data_strategy(settings, context.dp_size).shards_state
     with _given_back(sharded) as undo:
         parts = _convert(given, recipe, settings, context, loaders, plans, late, undo)

@@ -85,7 +85,7 @@ class AppliedAxis:
 
     def __init__(self, context: ParallelContext, dim: str, compared_as: str | None = None) -> None:
         """`compared_as`: the name of the axis's ranks in messages, if they compute the same."""
-        self.dim, self.size, self.rank = dim, context.sizes[dim], context.place(dim)
+        self.dim, self.size, self.rank = dim, context.sizes[dim], context.coordinate(dim)
         self.splits: dict[nn.Parameter, Split] = {}
         self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
 

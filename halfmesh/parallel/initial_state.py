@@ -19,7 +19,7 @@ def broadcast_initial_state(
     broadcast: Callable[[torch.Tensor], Any],
     ranks: RankNames,
 ) -> None:
-    """See `ParallelContext.start_equal`, whose `broadcast` this is."""
+    """See `ParallelContext.broadcast_initial_state`, whose `broadcast` this is."""
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
     if sparse:
         raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")

@@ -67,7 +67,7 @@ class ParallelContext:
         """The sizes of the axes, outermost first: pp, dp, tp."""
         return tuple(self.sizes.values())
 
-    def place(self, axis: str) -> int:
+    def coordinate(self, axis: str) -> int:
         """This rank's coordinate on `axis`."""
         return self._places[axis]
 
@@ -79,7 +79,7 @@ class ParallelContext:
     @property
     def pp_rank(self) -> int:
         """This rank's pipeline stage."""
-        return self.place("pp")
+        return self.coordinate("pp")
 
     @property
     def is_last_stage(self) -> bool:
@@ -100,12 +100,12 @@ class ParallelContext:
     @property
     def dp_rank(self) -> int:
         """This rank's coordinate on the data axis."""
-        return self.place("dp")
+        return self.coordinate("dp")
 
     @property
     def tp_rank(self) -> int:
         """This rank's coordinate on the tensor axis."""
-        return self.place("tp")
+        return self.coordinate("tp")
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -243,7 +243,7 @@ class ParallelContext:
             raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), axes)}: {axes}")
         return self.size if axis is None else self.sizes[axis]
 
-    def start_equal(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def broadcast_initial_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.
 
         Raises:

@@ -68,9 +68,9 @@ class Reducer:
         self._finished = False
         self._collecting = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.cover(shards)
+        self.set_params(shards)
 
-    def cover(self, shards: Sequence[ParamShard]) -> None:
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
         """Reduce these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
         self._shards = [shard for shard in shards if self._takes_part(shard)]
@@ -274,8 +274,8 @@ class CompleteGradients:
         """See `Reducer`."""
         return all(reduction.is_complete for reduction in self._reductions)
 
-    def cover(self, shards: Sequence[ParamShard]) -> None:
-        self._each(lambda reduction: reduction.cover(shards))
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
+        self._each(lambda reduction: reduction.set_params(shards))
 
     def open(self, last: bool) -> None:
         self._each(lambda reduction: reduction.open(last))

@@ -113,7 +113,7 @@ def model_seed(seed: int, context: ParallelContext, own_rng_axes: Iterable[str] 
     the same on the ranks of a tensor group."""
     place = 0
     for axis in own_rng_axes:
-        place = place * context.sizes[axis] + context.place(axis)
+        place = place * context.sizes[axis] + context.coordinate(axis)
     return seed + context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * place)
 
 

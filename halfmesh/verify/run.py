@@ -181,7 +181,7 @@ def run_rank(case: Case, path: Path, calls: int, accumulated: Path | None = None
 def comparison(case: Case, store: Store, calls: int, other: Store | None, engine: Engine) -> Comparison:
     """The sink of this rank, as its engine says where it is."""
     context = engine.context
-    axes = {axis: (context.place(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
+    axes = {axis: (context.coordinate(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
     tp = engine._parts.division.axes.get("tensor")
     # Where ranks exchange tokens: what such a layer has inside are others' rows.
     apart = [f"{name}." for name, module in engine.model.named_modules() if vars(module).get("is_divided_by_engine")]

@@ -233,7 +233,7 @@ class ScriptRun:
         if self._updates < self.case.updates:
             return result
         context = self.engine.context
-        if self.use == "keep" and not any(context.place(axis) for axis in context.sizes if axis != "dp"):
+        if self.use == "keep" and not any(context.coordinate(axis) for axis in context.sizes if axis != "dp"):
             torch.save(self._kept, self.script.folder / f"{context.dp_rank}.kept")
         self.engine._parts.executor.close()  # waits for what is being sent
         raise _Done

@@ -50,7 +50,7 @@ class FSDPReducer(Reducer):
         self._used.add(shard)
         self.stale = self._finished
 
-    def cover(self, shards: Sequence[ParamShard]) -> None:
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
         rest = [shard for shard in shards if shard.source is None]
         new = [shard.name for shard in rest if shard.name not in self._strategy.replicated]
         if new:
@@ -58,7 +58,7 @@ class FSDPReducer(Reducer):
                 f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such parameter; "
                 "put parameters into model and optimizer before initialize"
             )
-        super().cover(rest)
+        super().set_params(rest)
 
     def open(self, last: bool) -> None:
         if self._is_broken:

@@ -190,7 +190,7 @@ class Zero1Reducer(Reducer):
         strategy.follow()  # weights were cast
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
-    def cover(self, shards: Sequence[ParamShard]) -> None:
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
         for shard in shards:
             shard.param.requires_grad_(shard.model_param.requires_grad)
         if new := [shard.name for shard in shards if shard.source is None]:
@@ -198,7 +198,7 @@ class Zero1Reducer(Reducer):
                 f"{shorten(new)} came into the optimizer after initialize, which splits its parameters for "
                 "data='zero1'; put them in before (frozen ones may be unfrozen later), or use data='replicate'"
             )
-        super().cover([shard.source for shard in shards if shard.source is not None])
+        super().set_params([shard.source for shard in shards if shard.source is not None])
 
     def open(self, last: bool) -> None:
         for shard in self._shards if self._finished else ():

@@ -44,8 +44,8 @@ class TensorGradients(SharedGradients):
         self._looks: dict[nn.Parameter, int] = {}  # the number of comparisons of each
         super().__init__(partial, axis.group, shards)
 
-    def cover(self, shards: Sequence[ParamShard]) -> None:
-        super().cover(shards)
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
+        super().set_params(shards)
         self._whole = [shard for shard in shards if shard.model_param not in self._axis.splits]
 
     def finish(self) -> None:

@@ -78,7 +78,7 @@ def half_gradients_reduced_in_half(patch: pytest.MonkeyPatch) -> None:
 
 def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
     """Each rank keeps the weights that it began with."""
-    patch.setattr(ParallelContext, "start_equal", lambda self, model, optimizer: None)
+    patch.setattr(ParallelContext, "broadcast_initial_state", lambda self, model, optimizer: None)
 
 
 def statistics_not_averaged(patch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,9 @@ class Owned(DataStrategy):
 class OwnedReducer(Reducer):
     """Averages the gradients of whole parameters, and hands them to the parts."""
 
-    def cover(self, shards: Sequence[ParamShard]) -> None:
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
         self._parts = list(shards)
-        super().cover([part.source or part for part in shards])
+        super().set_params([part.source or part for part in shards])
 
     def finish(self) -> None:
         super().finish()
