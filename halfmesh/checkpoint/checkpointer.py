@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.text import as_json
+from ..distributed.env import list_ranks
 from ..errors import HalfmeshError, InputError, bullet_list, refuse_below
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
@@ -128,8 +129,8 @@ class Checkpointer:
         mine = describe(shards), [group["params"] for group in groups], plain, extras, averages
         shapes, names, all_plain, all_extras, all_averages = zip(*context.everyone(mine), strict=True)
         if len(set(all_averages)) > 1:  # each rank has its shards of the average
-            ranks = [rank for rank, has in enumerate(all_averages) if has]
-            raise InputError(f"engine.averaged_model was called on rank(s) {ranks} only; call it on every rank")
+            ranks = list_ranks(rank for rank, has in enumerate(all_averages) if has)
+            raise InputError(f"engine.averaged_model was called on {ranks} only; call it on every rank")
         tensors = find_tensors(shapes, spread=True)
         model = sorted((name, tensor.shape) for name, tensor in tensors.items() if name.startswith(MODEL))
         scheduler = parts.lr.scheduler

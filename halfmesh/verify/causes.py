@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..distributed.env import list_ranks
 from .record import Key
 from .report import Difference
 
@@ -46,7 +47,7 @@ def explain(place: Place, apart: float, allowed: float, ranks: Sequence[int], te
     what, module, where = _where(place)
     where = text or f"{where} by {apart:.1e} (allowed {allowed:.0e})"
     if ranks:
-        where += f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        where += f" on {list_ranks(ranks)}"
     cause, advice = _cause(place, what, module, is_copy=bool(text))
     return Difference(place.key.update, what, module, apart, allowed, tuple(ranks), where, cause, advice)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..distributed.env import list_ranks
 from .causes import Place, explain
 from .compare import Measure, Measures, ratio
 from .record import Key, Store
@@ -261,8 +262,7 @@ def _copies(measures: Sequence[Measures], order: Mapping[Key, int]) -> Iterator[
         mine = next(iter(digests.values()))
         if unlike := tuple(rank for rank, digest in digests.items() if digest != mine):
             kind = "gradient" if key.what == "gradient" else "values"
-            all_ranks = ", ".join(map(str, digests))
-            text = f"ranks {all_ranks} hold the same part of {key.name}, but its {kind} differ"
+            text = f"{list_ranks(digests)} hold the same part of {key.name}, but its {kind} differ"
             yield Finding(key.update, _stage(key.what), order.get(key, 0), key, math.inf, 0.0, unlike, text)
 
 
