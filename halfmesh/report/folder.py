@@ -114,16 +114,8 @@ class RunFolder:
         """
         if self._file is None:
             return
-        engine, last = self._engine, self._last
-        record: dict[str, Any] = {"step": engine.global_step}
-        if last is not None:
-            record["lr"] = last.lr
-            if last.grad_norm is not None:
-                record["grad_norm"] = last.grad_norm
-        if engine.config.precision is not None:
-            record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
         numbers = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-        self.write(record | {name: float(value) for name, value in numbers.items()})
+        self.write(update_record(self._engine, self._last) | {name: float(value) for name, value in numbers.items()})
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a complete record, with a "step", plus the skipped updates and warnings since the last one."""
@@ -224,6 +216,18 @@ class RunFolder:
 
     def _put(self, name: str, **content: Any) -> None:
         replace_file(self.directory / name, json.dumps({"format": 1, **as_json(content)}, indent=1) + "\n")
+
+
+def update_record(engine: Engine, result: StepResult | None) -> dict[str, Any]:
+    """The numbers of an engine's last update, whose `result` may not be known. Reads the device."""
+    record: dict[str, Any] = {"step": engine.global_step}
+    if result is not None:
+        record["lr"] = result.lr
+        if result.grad_norm is not None:
+            record["grad_norm"] = result.grad_norm
+    if engine.config.precision is not None:
+        record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
+    return record
 
 
 def _describe_rank(engine: Engine) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ..amp.step_result import StepResult
 from ..debug.precision import judge_scale
 from ..engine.engine import Engine
 from ..errors import InputError, refuse_below
+from ..report.folder import update_record
 from ..utils.log import get_logger
 from .batch import Compute, compute_batch
 from .evaluation import MeanLoss, choose_eval_loader, choose_train_loader, evaluating, predict
@@ -262,17 +263,12 @@ class Trainer:
 
     def _record(self) -> None:
         """Make a record of the measurements since the last one."""
-        engine = self.engine
         loss = self._loss.take()
         if loss is None:  # no update since
             return
-        record: Record = {"step": engine.global_step, "epoch": self.epoch, "loss": loss}
-        if self.result is not None:
-            record["lr"] = self.result.lr
-            if self.result.grad_norm is not None:
-                record["grad_norm"] = self.result.grad_norm
-        if engine.config.precision is not None:
-            record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
+        numbers = update_record(self.engine, self.result)
+        record: Record = {"step": numbers["step"], "epoch": self.epoch, "loss": loss} | numbers
+        if "loss_scale" in record:
             self._warn_of_scale(record["loss_scale"])
         for hook in self._hooks:
             add_measured(record, hook, "measure", hook.measure(self))
