@@ -61,6 +61,9 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 def count_rows(batch: Any, none: int = 1) -> int:
     """The batch size: the first dim of the first tensor that has dims; `none` if there is no such tensor."""
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if isinstance(first, torch.Tensor) and first.dim():
+        return first.shape[0]  # the usual batch, in each step: without a walk
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), none)
 
 
