@@ -112,12 +112,11 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
 
 def _plan(setup: Setup) -> dict[str, Any]:
     """The layout and batch of the run, as plain values."""
-    from ..engine.parallel_plans import data_strategy
     from ..parallel.data_strategy import DataStrategy
     from ..utils.tensors import dtype_name
 
     config, recipe, dims = setup.config, setup.recipe, setup.dims
-    is_real = data_strategy(config, dims.dp) is not DataStrategy
+    is_real = setup.strategy is not DataStrategy
     return {
         "mode": config.precision.label if config.precision else None,
         "dtype": dtype_name(recipe.compute_dtype) + (", products in float8" if recipe.linear else ""),

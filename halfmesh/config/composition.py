@@ -11,6 +11,7 @@ import torch
 from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..amp.recipe import FP32, Recipe
 from ..errors import IncompatibleConfigError, count
+from ..parallel.data_strategy import DataStrategy
 from ..parallel.dims import ParallelDims
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from .config import Config
@@ -41,6 +42,13 @@ class Setup:
     def of(cls, config: Config, world_size: int) -> Setup:
         """The mesh and the recipe of `config` on `world_size` ranks."""
         return cls(config, config.parallel.dims(world_size), _make_recipe(config))
+
+    @property
+    def strategy(self) -> type[DataStrategy]:
+        """The data strategy. On one data rank only one that changes the model differs from `replicate`: it may gather
+        block by block, from host memory, and casts."""
+        strategy: type[DataStrategy] = DATA_STRATEGIES.get(self.config.parallel.data.strategy)
+        return strategy if self.dims.dp > 1 or strategy.shards_model else DataStrategy
 
     def accumulate(self, batch_size: int | None) -> Setup:
         """The same with `gradient_accumulation` set from `global_batch_size`; unchanged without that key.

@@ -45,7 +45,7 @@ from .executor import make_executor
 from .guards import CountedBatches, ForwardWrites, GradientGuard, ModelGuard, SameInputs, SameTrained
 from .launch import Launch
 from .lr_scheduler import LRAdvance
-from .parallel_plans import Plans, data_strategy, make_plans
+from .parallel_plans import Plans, make_plans
 from .parallelize import ParallelModel
 from .parts import EngineParts
 from .summary import make_plan
@@ -123,12 +123,12 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             settings.timeout,
             launchers.choose_backend(settings, place),
             setup.dims.rank_names,
-            alone=data_strategy(settings, 1).shards_model,
+            alone=plans.strategy.shards_model,
         )
         context, loaders, late = _prepare(given, setup, place, group)
         undo.pop_all()
     context.broadcast_initial_state(given.model, given.optimizer)
-    sharded = bool(plans.axes) or data_strategy(settings, context.dp_size).shards_state
+    sharded = bool(plans.axes) or plans.strategy.shards_state
     with _given_back(sharded) as undo:
         parts = _convert(given, recipe, settings, context, loaders, plans, late, undo)
         checkpointer = Checkpointer(parts)
@@ -166,7 +166,7 @@ def _prepare(
         None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
     ]
-    if data_strategy(config, context.dp_size).shards_model:
+    if setup.strategy.shards_model:
         inputs.refuse_uneven_evaluation(loaders[1], context)
     late = make_materializer(given.model, context)
     if late is not None:

@@ -14,11 +14,10 @@ from ..errors import IncompatibleConfigError, shorten
 from ..parallel import optimizer_checks as elementwise
 from ..parallel.axis import PlanInputs
 from ..parallel.data_strategy import DataStrategy
-from ..parallel.registries import AXES, DATA_STRATEGIES
+from ..parallel.registries import AXES
 from . import activation, compilation
 
 if TYPE_CHECKING:
-    from ..config import Config
     from ..parallel.pipeline.partition import Partition
 
 
@@ -28,6 +27,7 @@ class Plans:
     to recompute."""
 
     axes: Mapping[str, Any]
+    strategy: type[DataStrategy]
     partition: Partition | None
     """The plan of the axis that removes modules, if there is one."""
     blocks: tuple[str, ...]
@@ -36,13 +36,6 @@ class Plans:
     """Names of the modules that are compiled; "" is the model itself."""
     recomputed: tuple[str, ...]
     """Names of the modules whose activations are recomputed."""
-
-
-def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
-    """The config's data strategy on `data_ranks` ranks. On one rank only a strategy that changes the model differs from
-    `replicate`: it may gather block by block, from host memory, and casts."""
-    strategy: type[DataStrategy] = DATA_STRATEGIES.get(config.parallel.data.strategy)
-    return strategy if data_ranks > 1 or strategy.shards_model else DataStrategy
 
 
 def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, setup: Setup) -> Plans:
@@ -54,7 +47,7 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
     """
     problems: list[str] = []
     config, dims = setup.config, setup.dims
-    parallel, strategy = config.parallel, data_strategy(config, dims.dp)
+    parallel, strategy = config.parallel, setup.strategy
     used = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
     axes: dict[str, Any] = {}
     partition = None
@@ -87,7 +80,7 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
-    return Plans(axes, partition, blocks, compiled, recomputed)
+    return Plans(axes, strategy, partition, blocks, compiled, recomputed)
 
 
 def _find_limited_rows(model: nn.Module) -> Iterator[str]:

@@ -28,7 +28,7 @@ from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed
 from ..parallel.shard_spec import Placement, whole
 from ..utils.param_shard import ParamShard
 from .compilation import compile_modules, uncompile
-from .parallel_plans import Plans, data_strategy
+from .parallel_plans import Plans
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -129,7 +129,7 @@ class ParallelModel:
             make=(lambda module: None) if late is None else late.make,
             finish=(lambda: None) if late is None else late.finish,
         )
-        self.data = data_strategy(self._config, context.dp_size)(inputs)
+        self.data = plans.strategy(inputs)
         return self.data.shards
 
     @property

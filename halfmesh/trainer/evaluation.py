@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ..config.composition import Setup
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader
 from ..engine.engine import Engine
 from ..engine.inputs import refuse_uneven_evaluation
-from ..engine.parallel_plans import data_strategy
 from ..engine.pipeline_handles import Handle
 from ..errors import InputError, cut
 from ..utils.tensors import count_rows, leaves_of, map_tensors, tensors_of
@@ -36,7 +36,7 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
         )
     context = engine.context
     loader = ShardedLoader(dataloader, context, training=False)
-    if data_strategy(engine.config, context.dp_size).shards_model:
+    if Setup.of(engine.config, context.size).strategy.shards_model:
         refuse_uneven_evaluation(loader, context)
     return EngineDataLoader(loader, context, engine.config.seed)
 
