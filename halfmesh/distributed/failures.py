@@ -103,18 +103,18 @@ class FailureWatch:
             self._exchange(word, error)
         self._thread.join(POLL_S)  # one that comes back from C++ while the interpreter shuts down aborts the process
 
-    def _wait_for_others(self, seconds: float) -> None:
-        """Until all have ended, or one has failed by itself."""
+    def _wait_for_others(self, seconds: float, or_failure: bool) -> None:
+        """Until all have ended, or (`or_failure`) one has failed by itself."""
         until, pause = time.monotonic() + seconds, max(0.05, self._names.world_size / 500)  # one store answers all
-        while len(self.ended()) < self._names.world_size - 1 and not self._failed and not self._store_is_gone:
-            if time.monotonic() > until:
+        while len(self.ended()) < self._names.world_size - 1 and time.monotonic() < until:
+            if self._store_is_gone or (or_failure and self._failed):
                 break
             time.sleep(pause)
 
     def _on_exit(self) -> None:
         self._end("ended")
         if self._host == self._rank:
-            self._wait_for_others(LINGER_S)
+            self._wait_for_others(LINGER_S, or_failure=False)
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous_hook(kind, error, trace)
@@ -127,19 +127,23 @@ class FailureWatch:
         lines = "".join(traceback.format_exception(error)).rstrip()
         self._end("lost" if is_lost else "failed", f"[{self._name}] {lines}")
         if is_lost:
-            self._wait_for_others(ANSWER_S)
+            self._wait_for_others(ANSWER_S, or_failure=True)
             error.add_note(text := f"[{self._name}] {self._report()}")
             sys.stderr.write(f"{text}\n")  # in one go: other ranks write, too
             sys.stderr.flush()
             if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun shows any of the errors that it finds together
                 time.sleep(max(0.0, until - time.monotonic()))
-        with contextlib.suppress(type(error)), recorded_for_torchrun(always=True):
-            raise error
+        with contextlib.suppress(type(error)):
+            try:
+                raise error  # the handler formats the exception in flight
+            finally:
+                error.__traceback__ = trace  # without this frame
+                get_error_handler().record_exception(error)
 
     def _report(self) -> str:
         """The first error, and the ranks that may be the reason for it."""
         told, names, found = self._told, self._names, list[str]()
-        if self._store_is_gone:
+        if self._store_is_gone and not self._failed:
             host = "the launcher" if self._host is None else names.name(self._host)
             found = [f"no answer from {host}, which hosts the store (killed, out of memory?)"]
         elif not self._failed:
@@ -189,11 +193,11 @@ def may_be_of_peer(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def recorded_for_torchrun(always: bool = False) -> Iterator[None]:
-    """Errors in this block are shown in torchrun's closing summary; if `always`, those that may be of a peer, too."""
+def recorded_for_torchrun() -> Iterator[None]:
+    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`."""
     try:
         yield
     except Exception as error:
-        if always or not may_be_of_peer(error):
+        if not may_be_of_peer(error):
             get_error_handler().record_exception(error)
         raise
