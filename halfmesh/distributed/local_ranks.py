@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from ..errors import InputError
+from .env import list_ranks
 from .rank_process import MODULES, RankError, live
 
 T = TypeVar("T")
@@ -197,12 +198,12 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._members[rank][0].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        places: dict[str, list[str]] = {}
+        places: dict[str, list[int]] = {}
         for rank in hung:
             path = Path(self._folder, f"stacks_{rank}")
             _, _, stack = (path.read_text() if path.exists() else "").rpartition("(most recent call first):\n")
-            places.setdefault(stack.rstrip(), []).append(str(rank))  # of the main thread, which comes last
-        where = "".join(f"\nrank {', '.join(ranks)} is at:\n{stack}" for stack, ranks in places.items())
+            places.setdefault(stack.rstrip(), []).append(rank)  # of the main thread, which comes last
+        where = "".join(f"\n{list_ranks(ranks)} at:\n{stack}" for stack, ranks in places.items())
         reason = f"had not ended after {self._timeout:g} s"
         return RankError(hung[0], reason, reason + where, hung=True)
 

@@ -201,9 +201,9 @@ def test_ranks_that_hang_are_told_with_their_stacks_and_ended(temporary: Path, t
             ranks.wait()
     assert caught.value.hung
     text = str(caught.value)
-    assert text.startswith("rank 0: had not ended after 100 s\nrank 0, 2 is at:\n"), text
-    assert "in barrier" in text.partition("rank 1 is at:")[0]
-    assert "in hang" in text.partition("rank 1 is at:")[2]
+    assert text.startswith("rank 0: had not ended after 100 s\nranks 0, 2 at:\n"), text
+    assert "in barrier" in text.partition("rank 1 at:")[0]
+    assert "in hang" in text.partition("rank 1 at:")[2]
     assert not running(pids)
     assert not folders(temporary)
 

@@ -170,7 +170,7 @@ def test_ranks_that_hang(verify: Callable[..., Any], folder: Path) -> None:
     answer = verify("hangs", "--timeout", "30")
     assert (answer["first"]["what"], answer["first"]["ranks"]) == ("hangs", [0])
     assert "had not ended after 30 s" in answer["first"]["where"]
-    assert "in hangs" in answer["first"]["cause"].partition("rank 1 is at:")[2]
+    assert "in hangs" in answer["first"]["cause"].partition("rank 1 at:")[2]
     assert not running(wait_for(folder / "seen", 2))
     assert not list((folder / "temporary").glob("halfmesh_*"))
 
