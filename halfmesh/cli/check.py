@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     from ..dry_run.dry_run import DryRun
 
 
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="KEY=VALUE: change a key, such as parallel.tensor=2; repeatable.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
 def check(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The config: a .py, .yaml, .yml or .json file.")],
     world_size: Annotated[int, typer.Option(help="The number of ranks.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE: change a key, such as parallel.tensor=2; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
     model: Annotated[
         str | None, typer.Option(help="package.module:build, which builds the model: dry-run an update of it.")
@@ -42,8 +47,8 @@ def check(
     picture: Annotated[
         Path | None, typer.Option(help="With --model: draw what each rank holds, as an .svg file.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check whether a config can run.
 
@@ -100,6 +105,11 @@ def check(
     raise typer.Exit(0 if answer["ok"] else 1)
 
 
+def say(text: str, style: str | None = None) -> None:
+    """Print a line as it is; in colour on a terminal."""
+    Console(highlight=False, emoji=False).print(text, style=style, markup=False, soft_wrap=True)
+
+
 def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config | None, list[str]]:
     """The config, or its problems."""
     from ..config.load import load_config
@@ -132,11 +142,6 @@ def _print(
     path: Path, world_size: int, answer: dict[str, Any], findings: Sequence[Finding], dry_run: Sequence[str]
 ) -> None:
     from ..parallel.dims import in_words
-
-    console = Console(highlight=False, emoji=False)
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, soft_wrap=True)
 
     plan = answer["plan"]
     if plan is None:

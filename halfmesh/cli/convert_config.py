@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ConfigError, InputError, count, did_you_mean, show
 from .check import load
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ def convert_config(
     if given); else 1.
     """
     from ..config.text import as_python
-    from ..errors import ConfigError, InputError, count, did_you_mean
     from ..migration.table import convert
     from ..migration.tables import ORIGINS
 
@@ -92,7 +92,6 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
         InputError, ConfigError: `given` is none of these.
     """
     from ..config.load import read_raw
-    from ..errors import ConfigError, InputError
 
     if given.lstrip().startswith("{"):
         value = _literal(given.strip())
@@ -147,7 +146,6 @@ def _is_literal(value: Any) -> bool:
 
 def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str]) -> Iterator[str]:
     """The lost keys, the points to check, and the three lists."""
-    from ..errors import show
 
     rows: dict[str, list[str]] = {"lost": [], "converted": [], "without": [], "not understood": []}
     for key, outcome in outcomes.items():

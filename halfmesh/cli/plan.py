@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from ..errors import ConfigError, InputError
+from .check import AsJson, Force, Overrides, say
 
 
 def plan(
@@ -18,9 +20,7 @@ def plan(
     world_size: Annotated[int, typer.Option(help="The number of ranks.")],
     gpu_memory: Annotated[str, typer.Option(help="Memory of one device, such as 80GB or 80GiB.")],
     config: Annotated[Path | None, typer.Argument(help="The config to begin with; left out, an empty one.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE: set a key, such as parallel.tensor=2; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     batch: Annotated[
         list[str] | None,
         typer.Option(help="An input of one data rank, such as 8,2048:int64; repeatable."),
@@ -28,9 +28,9 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(help="Devices of a node; tensor parallelism stays within one.")] = 8,
     device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="Write the chosen config to this .py file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    force: Force = False,
     picture: Annotated[Path | None, typer.Option(help="Draw what each rank holds, as an .svg file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the simplest change by which a model fits.
 
@@ -46,7 +46,6 @@ def plan(
     from ..dry_run.rungs import PlanRequest
     from ..dry_run.workers import Workers, count_cores
     from ..engine.summary import parse_bytes
-    from ..errors import ConfigError, InputError
 
     is_fresh = bool(context.obj)
     try:
@@ -70,9 +69,8 @@ def plan(
     if as_json:
         print(json.dumps(show_ladder.as_json(ladder, asked), indent=2))
     else:
-        console = Console(highlight=False, emoji=False)
         for line in show_ladder.lines(ladder, asked):
-            console.print(line, markup=False, soft_wrap=True)
+            say(line)
         if chosen is not None and out is not None:
-            console.print(f"written: {out}", markup=False, soft_wrap=True)
+            say(f"written: {out}")
     raise typer.Exit(0 if chosen is not None else 1)

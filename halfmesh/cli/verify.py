@@ -14,6 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ..errors import ConfigError, HalfmeshError
+from .check import AsJson, Overrides, say
+
 if TYPE_CHECKING:
     from ..verify import VerifyReport
 
@@ -29,9 +32,7 @@ def verify(
     script: Annotated[Path | None, typer.Option(help="A training script, which is run as it is.")] = None,
     world_size: Annotated[int | None, typer.Option(help="The number of ranks of the layout.")] = None,
     updates: Annotated[int, typer.Option(min=1, help="How many are compared.")] = 2,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE: change a key, such as parallel.tensor=2; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     optimizer: Annotated[
         str | None,
         typer.Option(help="With --model: package.module:function of the parameters; else SGD with momentum."),
@@ -47,7 +48,7 @@ def verify(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without a config, cuda if there is one.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each run may take.")] = 600,
     quick: Annotated[bool, typer.Option("--quick", help="Without a config: in a minute.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prove that a layout computes the same as one process.
 
@@ -98,16 +99,14 @@ def verify(
         print(report)
     else:
         first, *rest = str(report).splitlines()
-        console = Console(highlight=False, emoji=False)
-        console.print(first, style="green" if report.equal else "red", markup=False, soft_wrap=True)
+        say(first, "green" if report.equal else "red")
         for line in rest:
-            console.print(line, markup=False, soft_wrap=True)
+            say(line)
     raise typer.Exit(0 if report.equal else 1)
 
 
 def _told(run: Callable[..., VerifyReport], config: Path, trained: Any, **options: Any) -> VerifyReport:
     """The report of `run`; an error that says what to change becomes a refusal."""
-    from ..errors import ConfigError, HalfmeshError
     from ..verify import VerifyReport
 
     try:
