@@ -54,7 +54,7 @@ ALLOWED = {
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
     "parallel/context/attention.py": {"_get_current_dispatch_mode"},
     "parallel/activations/offload.py": {"_base"},
-    "parallel/sharding/slice_bucket.py": {"_foreach_add_"},
+    "parallel/sharding/zero1.py": {"_foreach_add_"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},
     "parallel/sharding/fsdp_wrap.py": {"_fsdp_param", "_fully_shard"},
     "parallel/sharding/withheld.py": {"_make_wrapper_subclass"},

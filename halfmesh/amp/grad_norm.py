@@ -10,8 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, Ranks
-from ..utils.tensors import in_memory_order
-from .master_weights import bucket_bytes, by_bytes
+from ..utils.tensors import bucket_bytes, by_bytes, in_memory_order
 
 Grads = Mapping[ParamShard, torch.Tensor]
 """Local gradients, of any dtype."""

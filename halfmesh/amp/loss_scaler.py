@@ -10,9 +10,9 @@ import torch
 from ..errors import InputError
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard, clear_grads, set_grad
+from ..utils.tensors import bucket_bytes, by_bytes
 from ..utils.torch_private import foreach_copy_, foreach_mul_
 from .grad_norm import GradStats, count_nonfinite
-from .master_weights import bucket_bytes, by_bytes
 from .recipe import HALF, LossScale, Recipe, UpdateOptions
 from .step_result import HostCopy, is_captured
 
@@ -184,6 +184,19 @@ class LossScales:
         """The scale of each loss; 1.0 without loss scaling (reads the host)."""
         scales = [scaler.scale.item() for scaler in self.scalers] or [1.0]
         return tuple(scales) if self.multi is not None else (scales[0],) * self._num_losses
+
+    def explain(self) -> str:
+        """The state of the scales in words, for an error. Reads the device."""
+        if not self.scalers:
+            return "no loss scaling is in use"
+        if len(self.scalers) > 1:
+            return f"the loss scales have come to {', '.join(f'{scaler.scale.item():g}' for scaler in self.scalers)}"
+        scale, options = self.scalers[0].scale.item(), self.scalers[0].options
+        if not options.dynamic:
+            return f"the loss scale is static at {scale:g}"
+        if scale <= options.min_scale:
+            return f"the loss scale has reached its floor, {options.min_scale:g}"
+        return f"the loss scale {'has fallen to' if scale < options.initial else 'is'} {scale:g}"
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each scaler."""

@@ -1,9 +1,9 @@
-"""The tensors in the user's optimizer: for each parameter the parameter itself, or its fp32 master weight."""
+"""The tensors in the user's optimizer: for each parameter the parameter itself, or its fp32 master weight. For tensors
+that are cast but not trained their full-precision originals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import nn, optim
@@ -12,8 +12,7 @@ from ..errors import InputError, shorten
 from ..utils.log import get_logger
 from ..utils.optimizer_state import cast, repoint
 from ..utils.param_shard import ParamShard, foreign_params
-from ..utils.torch_private import WriteStamp, foreach_copy_, write_stamps
-from .originals import Originals, current_value, current_values
+from ..utils.torch_private import WriteStamp, foreach_copy_, has_no_memory, write_stamps
 from .recipe import HALF
 
 _log = get_logger(__name__)
@@ -23,8 +22,6 @@ _UNCOUNTED = (
     "(param.data.copy_(...)), which torch does not count. The model computes with its own, and saves take these, but "
     "the next step trains on the masters. Write without .data, as in `with torch.no_grad(): param.copy_(...)`"
 )
-_MIB = 2**20
-_T = TypeVar("_T")
 
 
 class MasterWeights:
@@ -247,23 +244,74 @@ def masters_for(
     return {param: known[param] if param in known else make_master(full_value(param)) for param in params}
 
 
-def bucket_bytes(device: torch.device, numel: int) -> int:
-    """The bytes of fp32 gradients to step at a time, of `numel` elements in all.
+class Originals:
+    """The full-precision values of tensors that have no master, so that `close` restores them exactly.
 
-    Few, so that few fp32 copies exist at a time; on CUDA not so few that the update waits for kernel launches.
+    A value is kept on the host, and only where rounding changes it: nothing for weights published in bf16, nor for
+    most buffers.
     """
-    return max(25 * _MIB, min(4 * numel // 16, 512 * _MIB)) if device.type == "cuda" else 25 * _MIB
+
+    def __init__(self) -> None:
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {}
+        self._values: dict[torch.Tensor, torch.Tensor] = {}
+        self._targets: dict[torch.Tensor, torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Register that `tensor` was cast from `value`."""
+        self._dtypes[tensor] = value.dtype
+        self.keep(tensor, value)
+
+    @torch.no_grad()
+    def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Replace the original of `tensor` by `value`, if there is one."""
+        if tensor not in self._dtypes or has_no_memory(tensor):
+            return
+        value = value.detach().to(self._dtypes[tensor])
+        self._values.pop(tensor, None)
+        if not torch.equal(value.to(tensor.dtype).to(value.dtype), value):
+            self._values[tensor] = value.to("cpu", copy=True)
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The original, with what user code wrote into `tensor` since; None: `tensor` itself is exact."""
+        kept = self._values.get(tensor)
+        return None if kept is None else current_value(tensor, kept.to(tensor.device))
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Remove and return the full value of `tensor`, which now gets a master."""
+        value = self.value(tensor)
+        self._dtypes.pop(tensor, None)
+        self._values.pop(tensor, None)
+        return tensor if value is None else value
+
+    def target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor into which a new value of all of `tensor` has to be written; `publish` follows."""
+        if tensor not in self._dtypes:
+            return tensor.detach()
+        self._targets[tensor] = torch.empty_like(tensor, dtype=self._dtypes[tensor], device="cpu")
+        return self._targets[tensor].detach()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the values written into the targets into the model."""
+        while self._targets:
+            tensor, value = self._targets.popitem()
+            tensor.copy_(value)
+            self.keep(tensor, value)
 
 
-def by_bytes(items: Iterable[_T], limit: float, numel: Callable[[_T], int]) -> list[list[_T]]:
-    """Consecutive buckets of `items` of at most `limit` bytes in fp32; a larger item has its own."""
-    buckets: list[list[_T]] = []
-    room = 0.0
-    for item in items:
-        size = 4 * numel(item)
-        if size > room or not buckets:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(item)
-        room -= size
-    return buckets
+def current_value(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """`full`, or a copy with those elements of `tensor` that differ from its rounded ones: user code wrote them."""
+    return current_values([(tensor, full)])[0]
+
+
+@torch.no_grad()
+def current_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """`current_value` of each pair. The host reads once for all of them."""
+    if not pairs:
+        return []
+    place = pairs[0][0].device
+    changed = torch.stack([(tensor != full.to(tensor.dtype)).any().to(place) for tensor, full in pairs]).cpu().tolist()
+    return [
+        torch.where(tensor != full.to(tensor.dtype), tensor.float(), full) if is_changed else full.detach()
+        for (tensor, full), is_changed in zip(pairs, changed, strict=True)
+    ]

@@ -18,8 +18,7 @@ from .grad_norm import GradStats, clip_divisor, grad_stats
 from .loss_scaler import LossScales
 from .master_weights import MasterWeights
 from .recipe import HALF, Recipe, UpdateOptions, wider_format
-from .skip_counter import SkipCounter
-from .step_result import StepResult
+from .step_result import SkipCounter, StepResult
 from .stepper import Grads, Stepper
 
 
@@ -163,7 +162,7 @@ class MixedPrecisionOptimizer:
         self.follow_groups()
         self.sync_writes()
         self.master_weights.adopt_external_writes()
-        grads, scalers = self.gradients(), self.loss_scales.scalers
+        grads = self.gradients()
         max_norm, stats, stamps = self._clip_once or (self.options.max_norm, None, [])
         if stats is not None:  # user code may have changed gradients since: inf and nan are checked again
             known = stats if write_stamps(list(grads.values())) == stamps else None
@@ -181,7 +180,8 @@ class MixedPrecisionOptimizer:
         if stats is None and (wants_norm or self.skip_counter.due_for_check()):
             stats = self._measure(measured)
         if stats is not None:
-            self.skip_counter.record(stats, measured, self.options.on_nonfinite == "raise", scalers)
+            raise_now = self.options.on_nonfinite == "raise"
+            self.skip_counter.record(stats, measured, raise_now, self.loss_scales.explain)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
 
         scale, total = self.loss_scales.grad_divisor(divisor)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import InputError, find_module, shorten
+from ..errors import InputError, did_you_mean, find_module, shorten
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, map_named, map_tensors, parameter_names, position_names
 from ..utils.torch_private import BATCH_NORMS, has_no_memory
-from .keep_fp32 import is_kept, kept_tensors, named_tensors
 from .o1 import CastTable, O1Casts, o1_scope
 from .recipe import HALF, Recipe
 
@@ -31,6 +31,10 @@ _MIXED_DTYPES = (
 """In the words of torch's operations: matmul, convolution, attention, linear algebra, index_put, scatter."""
 _INTEGERS = r"(?i)\b(long|int|short|byte|char|bool)\b"
 """Dtypes that no mode casts."""
+
+FREQUENCIES = ("*inv_freq", "*freqs", "inv_timescales", "bands", "periods")
+"""Names of frequencies in transformers, timm and others: times a position they are an angle, which rounding moves by
+radians. Such models compute angles in fp32, and cast sine and cosine to the dtype of what they rotate."""
 
 FP16_MAX_SCALE = 2.0**15
 """The largest power of two in fp16, whose maximum is 65504: the gradient of an fp16 loss is the loss scale itself."""
@@ -222,3 +226,60 @@ def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> 
         f"{name!r} holds values up to {most:g}, but {str(dtype).removeprefix('torch.')} ends at {largest:g}; use bf16, "
         "or mode='torch', which keeps parameters and buffers in float32"
     )
+
+
+# -- tensors that stay in fp32 when a model is cast ------------------------------------------------------------------
+
+
+def is_kept(name: str, patterns: Sequence[str]) -> bool:
+    """Return True if a pattern matches the argument `name` of a call ("batch.t"), or one that contains it ("batch")."""
+    heads = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+    return any(fnmatchcase(head, pattern) for pattern in patterns for head in (*heads, name))
+
+
+def kept_tensors(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
+    """The parameters and buffers that `recipe` leaves in fp32."""
+    yield from kept_by_name(model, recipe)
+    # transformers and diffusers load these in fp32, and their code casts the other operand; the second also in bf16.
+    keys = ["_keep_in_fp32_modules"] * (recipe.param_dtype == torch.float16) + ["_keep_in_fp32_modules_strict"]
+    for module in model.modules() if _keeps(recipe) else ():
+        words = {word for key in keys for word in getattr(module, key, None) or ()}
+        pattern = "|".join(re.escape(word).replace(r"\*", ".*") for word in words)
+        for name, tensor in named_tensors(module) if words else ():
+            if re.search(rf"(^|\.)({pattern})($|\.)", name):
+                yield tensor
+
+
+def kept_by_name(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
+    """Those among them that match the config's patterns, or are frequencies that are not trained."""
+    for name, tensor in named_tensors(model) if _keeps(recipe) else ():
+        patterns = (*(recipe.keep_fp32 or ()), *(() if tensor.requires_grad else FREQUENCIES))
+        if any(_matches(name, pattern) for pattern in patterns):
+            yield tensor
+
+
+def find_kept_problems(model: nn.Module, recipe: Recipe) -> Iterator[str]:
+    """Patterns of the config that match nothing of `model`, where all of its arguments have names."""
+    arguments, tensors = parameter_names(model), dict(named_tensors(model))
+    for pattern in recipe.keep_fp32 or () if not any(name.startswith("*") for name in arguments) else ():
+        head = pattern.partition(".")[0]
+        is_argument = head != "*" and any(fnmatchcase(name, head) for name in arguments)
+        if not is_argument and not any(_matches(name, pattern) for name in tensors):
+            yield (
+                f"keep_fp32: {pattern!r} is the name of no buffer, parameter or argument of the model's forward"
+                f"{did_you_mean(pattern, [*arguments, *tensors])} (its arguments: {shorten(arguments)}; an entry of a "
+                f"dict among them is written as '{arguments[0] if arguments else 'batch'}.key')"
+            )
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, under each of their names."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _keeps(recipe: Recipe) -> bool:
+    return recipe.keep_fp32 is not None and recipe.param_dtype in HALF
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)

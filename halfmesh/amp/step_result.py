@@ -1,12 +1,33 @@
-"""The host's view of an update, read without holding up the device."""
+"""The host's view of updates, read without holding up the device: the result of one, and the count of skipped ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import optim
+
+from ..errors import NonFiniteError
+from ..utils.log import get_logger
+from .grad_norm import Grads, GradStats, first_nonfinite
+
+_log = get_logger(__name__)
+
+_BEFORE_LIMIT = 3
+"""`nears_limit` is true so many updates before the limit: on a GPU the host reads the count one update later."""
+_LOOK_EVERY = 10
+"""The host checks the updates that were taken for inf and nan at least once in so many updates."""
+
+_TOLD = (
+    "%sthe loss, or the gradient norm, of the last %d update(s) is inf or nan, and they were taken "
+    "(on_nonfinite='auto'): if their gradients were inf or nan, the weights are now. Look for inf or nan in the batch, "
+    "for a division by 0 or logarithm of 0, and at the learning rate. After %d such updates in a row "
+    "(max_consecutive_skips) the run ends; on_nonfinite='raise' ends it at the first one, and with debug='nonfinite' "
+    "names the module"
+)
 
 
 class StepResult:
@@ -64,6 +85,180 @@ class StepResult:
             f"StepResult(skipped={self.skipped}, grad_norm={self.grad_norm}, loss_scale={self.loss_scale:g}, "
             f"lr={self.lr:g}, num_zeros={self.num_zeros})"
         )
+
+
+class SkipCounter:
+    """Counts updates with inf or nan on the device, and ends a run that has `limit` of them in a row.
+
+    The host reads the count only when `limit` may be near, and now and then where such updates are taken, to warn. On a
+    GPU it reads a copy that was started before, so that nothing waits; the run then ends one update later, on all ranks
+    the same.
+
+    Args:
+        skips: updates with inf or nan are skipped.
+        samples: only one update in `limit` is measured. Those before it count by the losses of all ranks.
+        last_rank: the last rank that takes updates; it has losses if rank 0, a pipeline's first stage, has none.
+        wider: advice to compute in a wider format; "" if there is none.
+        name: the engine's name.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        device: torch.device,
+        skips: bool,
+        samples: bool,
+        last_rank: int,
+        wider: str = "",
+        name: str | None = None,
+    ) -> None:
+        self.limit = limit
+        self.wider = wider
+        self._skips = skips
+        self._samples = samples
+        self._last_rank = last_rank
+        self._prefix = "" if name is None else f"{name}: "
+        self._has_told = False
+        self._near = max(1, limit - _BEFORE_LIMIT)
+        self._counts = torch.zeros(2, dtype=torch.float64, device=device)
+        self._in_a_row, self._skipped = self._counts.unbind()
+        self._known = 0  # in a row, when the host read the count
+        self._at_most = 0  # in a row now, as far as the host knows
+        self._measured = 0
+        self._loss: torch.Tensor | None = None  # of this update
+        self._losses: list[torch.Tensor | None] = []  # of the updates since one was measured
+        self._late = device.type == "cuda"
+        self._copy: HostCopy | None = None  # of the count at the last update
+        self._sight: HostCopy | None = None  # of the newest losses
+
+    @property
+    def nears_limit(self) -> bool:
+        """True if a few more updates with inf or nan end the run, as far as the host knows; the same on all ranks."""
+        return self._known >= self._near
+
+    @property
+    def taken_in_a_row(self) -> int:
+        """The number of newest updates with inf or nan that were taken, as the host knows; the same on all ranks."""
+        return 0 if self._skips or not self._known else self._known + self._late
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped so far (reads the host)."""
+        return int(self._skipped.item())
+
+    def see(self, loss: torch.Tensor) -> None:
+        """Record the loss of a microbatch, before its backward."""
+        if self._samples and _can_be_read(loss):
+            value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
+            self._loss = value if self._loss is None else self._loss + value
+
+    def forget(self) -> None:
+        """Forget the losses of this update."""
+        self._loss = None
+
+    def due_for_check(self) -> bool:
+        """Return True if an update should be measured only to count it: one in `limit`, and all once inf or nan was
+        found. (An update that is taken with nan leaves nan in the weights, so a later check finds it too.)"""
+        self._read_previous()
+        if self._known > 0 or len(self._losses) + 1 >= self.limit:
+            return True
+        self._losses.append(self._loss)
+        if is_captured(self._counts.device):
+            return False
+        if self._is_time(len(self._losses)):
+            self._sight = HostCopy([loss for loss in self._losses[-_LOOK_EVERY:] if loss is not None])
+        if self._sight is not None and self._sight.arrived:
+            newest_first = reversed(self._sight.read())
+            self._sight = None
+            self._warn(len(list(takewhile(lambda loss: not math.isfinite(loss), newest_first))), self._last_rank)
+        return False
+
+    def flags(self) -> torch.Tensor | None:
+        """For each update since one was measured, 1 if its loss was inf or nan on this rank, else 0 (float64)."""
+        if not self._losses:
+            return None
+        fine = torch.zeros_like(self._in_a_row)
+        return torch.stack([fine if loss is None else (~loss.isfinite()).to(fine) for loss in self._losses])
+
+    def record(self, stats: GradStats, grads: Grads, raise_now: bool, scale: Callable[[], str]) -> None:
+        """Count one update that was measured, and those before it that were not.
+
+        Args:
+            stats: with `flags` of all ranks.
+            raise_now: inf or nan end the run (the host waits for the device).
+            scale: the state of the loss scale in words, for the error.
+
+        Raises:
+            NonFiniteError: inf or nan with `raise_now`, or `limit` was reached.
+        """
+        if self._losses and stats.flags is not None:
+            bad = torch.cat([stats.flags.sign(), stats.found_inf.double().unsqueeze(0)])
+            self._in_a_row.mul_(bad.prod()).add_(bad.flip(0).cumprod(0).sum())
+        else:
+            (self._counts if self._skips else self._in_a_row).add_(stats.found_inf)
+            self._in_a_row.mul_(stats.found_inf)
+        sampled, self._losses = bool(self._losses), []
+        self._at_most += 1
+        self._measured += 1
+        if self._late and is_captured(stats.found_inf.device):
+            return
+        if raise_now and bool(stats.found_inf):
+            raise NonFiniteError("gradients hold inf or nan" + self._explain(grads, scale()))
+        self._read_previous()
+        is_time = self._is_time(self._measured) and _can_be_read(stats.norm)
+        if sampled or self._known or is_time or self._at_most >= self._near:
+            self._copy = HostCopy([self._in_a_row.clone()])
+            if not self._late:
+                self._read_previous()
+        if self._known >= self.limit:
+            raise NonFiniteError(
+                f"{self._known} updates in a row had gradients with inf or nan (max_consecutive_skips="
+                f"{self.limit})" + self._explain(grads, scale())
+            )
+
+    def _is_time(self, updates: int) -> bool:
+        """Return True if the host checks for inf and nan after so many updates, to warn."""
+        return not self._skips and (updates in (1, 2, 4, 8) or updates % _LOOK_EVERY == 0)
+
+    def _read_previous(self) -> None:
+        if self._copy is not None and not is_captured(self._counts.device):
+            self._known, self._copy = round(self._copy.read()[0]), None
+            self._at_most = self._known + self._late
+            self._warn(self._known)
+
+    def _warn(self, in_a_row: int, *more_ranks: int) -> None:
+        if in_a_row and not (self._skips or self._has_told):
+            self._has_told = True
+            _log.warning(_TOLD, self._prefix, in_a_row, self.limit, ranks=(0, *more_ranks))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, as Python numbers."""
+        return {"in_a_row": int(self._in_a_row.item()), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._in_a_row.fill_(state["in_a_row"])
+        self._skipped.fill_(state["skipped"])
+        self._at_most = self._known = state["in_a_row"]
+        self._copy = None
+        self._loss, self._losses, self._sight = None, [], None
+
+    def _explain(self, grads: Grads, scale: str) -> str:
+        """Explain where inf or nan is, the loss scale, and what to do."""
+        name = first_nonfinite(grads)
+        where = f"; the first parameter with a non-finite gradient is {name!r}"
+        if not name:
+            where = "; none on this rank (or gradients so large, above 1e19, that the sum of their squares is inf)"
+        ways = ["lower the learning rate", "clip with clip_grad_norm", *([self.wider] if self.wider else ())]
+        return (
+            f"{where}; {scale}. Look for inf or nan in the batch, the loss and the weights; otherwise "
+            f"{', '.join(ways[:-1])}{',' * (len(ways) > 2)} or {ways[-1]}. on_nonfinite='raise' stops at the first one"
+        )
+
+
+def _can_be_read(value: torch.Tensor) -> bool:
+    """Return True if the host can read it: it has memory and is no DTensor, and no CUDA graph is captured."""
+    return type(value) is torch.Tensor and not is_captured(value.device)
 
 
 class HostCopy:

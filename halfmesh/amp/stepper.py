@@ -11,9 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, clear_grads
+from ..utils.tensors import bucket_bytes, by_bytes
 from ..utils.torch_private import foreach_copy_, foreach_mul_
 from . import fused
-from .master_weights import MasterWeights, bucket_bytes, by_bytes
+from .master_weights import MasterWeights
 
 Grads = dict[ParamShard, torch.Tensor]
 

@@ -13,11 +13,10 @@ from torch import nn, optim
 
 from .. import compat
 from ..amp.convert import convert
-from ..amp.keep_fp32 import find_kept_problems
 from ..amp.o1 import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.plugin import AMP_PLUGINS, AMP_TYPE, PRECISIONS
-from ..amp.precision import Precision
+from ..amp.precision import Precision, find_kept_problems
 from ..amp.recipe import FP32
 from ..amp.step_result import StepResult
 from ..checkpoint import validate

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..amp.master_weights import bucket_bytes, by_bytes
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
 from ..checkpoint.checkpointer import Checkpointer
 from ..errors import InputError, show
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
+from ..utils.tensors import bucket_bytes, by_bytes
 from ..utils.torch_private import foreach_copy_, foreach_mul_
 
 if TYPE_CHECKING:

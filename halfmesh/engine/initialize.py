@@ -13,9 +13,9 @@ from torch import nn, optim
 
 from .. import compat
 from ..amp.convert import convert
-from ..amp.keep_fp32 import find_kept_problems
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.plugin import AMP_PLUGINS, Backend
+from ..amp.precision import find_kept_problems
 from ..amp.recipe import Recipe, UpdateOptions
 from ..checkpoint.checkpointer import Checkpointer
 from ..config.composition import Setup, batch_size, find_advice

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from ..amp.keep_fp32 import kept_by_name
+from ..amp.precision import kept_by_name
 from ..amp.recipe import Recipe
 from ..errors import InputError
 from ..parallel.activations.checkpoint import Checkpointed

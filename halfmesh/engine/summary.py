@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from ..amp.master_weights import bucket_bytes
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import Recipe
 from ..config.composition import batch_size
 from ..errors import InputError, readable
 from ..parallel.dims import in_words
-from ..utils.tensors import dtype_name
+from ..utils.tensors import bucket_bytes, dtype_name
 
 if TYPE_CHECKING:
     from .parts import EngineParts

@@ -1,17 +1,20 @@
-"""Tensors in nested containers, and the order of a tensor's elements in memory."""
+"""Tensors in nested containers and in buckets, and the order of a tensor's elements in memory."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+_MIB = 2**20
+_T = TypeVar("_T")
 
 
 def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
@@ -141,3 +144,25 @@ def is_compound(value: object) -> bool:
     """Return True if `value` is a tensor made of other tensors, such as a quantised one, without its own memory.
     (False for a DTensor, and for a tensor of a dry run.)"""
     return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
+
+
+def bucket_bytes(device: torch.device, numel: int) -> int:
+    """The bytes of fp32 gradients to step at a time, of `numel` elements in all.
+
+    Few, so that few fp32 copies exist at a time; on CUDA not so few that the update waits for kernel launches.
+    """
+    return max(25 * _MIB, min(4 * numel // 16, 512 * _MIB)) if device.type == "cuda" else 25 * _MIB
+
+
+def by_bytes(items: Iterable[_T], limit: float, numel: Callable[[_T], int]) -> list[list[_T]]:
+    """Consecutive buckets of `items` of at most `limit` bytes in fp32; a larger item has its own."""
+    buckets: list[list[_T]] = []
+    room = 0.0
+    for item in items:
+        size = 4 * numel(item)
+        if size > room or not buckets:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(item)
+        room -= size
+    return buckets

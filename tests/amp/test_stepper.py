@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfmesh
 from halfmesh.amp import stepper
-from halfmesh.amp.master_weights import bucket_bytes
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
+from halfmesh.utils.tensors import bucket_bytes
 from tests.support.updates import (
     OPTIMIZERS,
     assert_close,

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from halfmesh.amp import skip_counter
+from halfmesh.amp import step_result
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import InputError, NonFiniteError
 from tests.support.updates import (
@@ -116,8 +116,8 @@ def test_losses_of_eager_updates_are_not_asked_for_within_a_capture(monkeypatch)
     """CUDA refuses to say within it whether a copy has arrived."""
     params, asked, captured = make_params(), [], False
     update = make_update(params, OPTIMIZERS["adamw"], FP32)
-    monkeypatch.setattr(skip_counter, "is_captured", lambda device: captured)
-    monkeypatch.setattr(skip_counter.HostCopy, "arrived", property(lambda copy: asked.append(captured)))
+    monkeypatch.setattr(step_result, "is_captured", lambda device: captured)
+    monkeypatch.setattr(step_result.HostCopy, "arrived", property(lambda copy: asked.append(captured)))
     for captured in (False, False, True, True):  # noqa: B007
         update.backward(sum(param.sum() for param in params))
         update.step()

@@ -24,8 +24,8 @@ from benchmarks import gpu
 from benchmarks.contenders import Setup, adamw, make_halfmesh
 from benchmarks.harness import Contender, settle, time_step
 from benchmarks.works import Work, class_loss, token_loss, tokens
-from halfmesh.amp.master_weights import by_bytes
 from halfmesh.amp.stepper import bucket_bytes
+from halfmesh.utils.tensors import by_bytes
 
 if TYPE_CHECKING:
     from .day import Page

@@ -145,7 +145,7 @@ def reduced(place: torch.device) -> None:
 @torch.no_grad()
 def sliced(place: torch.device) -> None:
     """What one rank scatters and gathers is all of it."""
-    from halfmesh.parallel.sharding.slice_bucket import SliceBucket
+    from halfmesh.parallel.sharding.zero1 import SliceBucket
     from halfmesh.utils.param_shard import ParamShard
 
     model = small_model(place)

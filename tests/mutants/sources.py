@@ -178,8 +178,8 @@ UPDATE = (
     ),
     Fault(
         "optimizer state is lost when masters are made",
-        "amp/master_weights.py",
-        "if old is not new and old in optimizer.state:",
+        "utils/optimizer_state.py",
+        "if other is not param and param in optimizer.state:",
         "if False:",
         (MASTERS,),
     ),

@@ -1,6 +1,6 @@
 """Weights, gradients and optimizer state sharded over the data ranks.
 
-zero1, slice_bucket             each rank steps its shard of the weights
-fsdp, fsdp_reducer, fsdp_wrap   torch's FSDP2: weights and gradients are sharded, too; weights cast before a gather
-withheld                        placeholders in `param.grad` where the gradient must not be used
+zero1                          each rank steps its shard of the weights
+fsdp, fsdp_reducer, fsdp_wrap  torch's FSDP2: weights and gradients are sharded, too; weights cast before a gather
+withheld                       placeholders in `param.grad` where the gradient must not be used
 """

@@ -24,8 +24,7 @@ from ..data_strategy import DataStrategy, StrategyInputs
 from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
 from .fsdp_reducer import FSDPReducer
-from .fsdp_wrap import CastGather, can_be_sharded, find_units, make_mesh, prefetch, unowned_params, wrap
-from .fsdp_writes import WriteWatch
+from .fsdp_wrap import CastGather, WriteWatch, can_be_sharded, find_units, make_mesh, prefetch, unowned_params, wrap
 
 MIXED = "got mixed torch.Tensor and DTensor"
 """torch's error for the use of a sharded weight that is not gathered."""

@@ -1,4 +1,4 @@
-"""The units in which FSDP gathers a model, and how their weights are gathered in float8."""
+"""The units in which FSDP gathers a model, how their weights are gathered in float8, and writes into gathered ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from ...utils.param_shard import ParamShard
-from ...utils.torch_private import has_grad_hooks, outside_of_dry_run
+from ...utils.torch_private import has_grad_hooks, outside_of_dry_run, write_stamps
 from ..mesh import ParallelContext
+from ..rank_checks import norms
 
 
 def find_units(model: nn.Module, blocks: Sequence[str], not_called: Collection[str] | None) -> list[nn.Module]:
@@ -211,3 +212,53 @@ class CastGather:
         if out is None:  # later FSDP2 writes into the same memory
             return self._casts[place].unpack(*gathered, self._scales[place], dtype), gathered
         return None
+
+
+class WriteWatch:
+    """Detects writes into gathered weights, which FSDP2 frees after forward: they never reach its shards. Compares the
+    weights of each unit before and after its forward, in training.
+
+    Args:
+        names: of the parameters, by module and attribute.
+
+    Attributes:
+        is_on: True while it compares.
+    """
+
+    def __init__(self, names: Mapping[tuple[nn.Module, str], str], device: torch.device) -> None:
+        self.is_on = True
+        self._names, self._device = names, device
+        self._taken: set[nn.Module] = set()
+        self._open: dict[nn.Module, tuple[dict[str, torch.Tensor], list[Any], torch.Tensor]] = {}
+        self._edited: set[str] = set()
+        self._changed: list[tuple[list[str], torch.Tensor]] = []
+
+    def add(self, unit: nn.Module) -> None:
+        """Watch `unit`, whose inner units are watched. Call it before FSDP2 adds its hooks: they are outside."""
+        own = {(m, name): text for (m, name), text in self._names.items() if m in {*unit.modules()} - self._taken}
+        self._taken.update(unit.modules())
+
+        @torch.compiler.disable
+        def before(*_: Any) -> None:
+            if self.is_on and unit.training and torch.is_grad_enabled():
+                held = {text: getattr(module, name) for (module, name), text in own.items()}
+                held = {text: param for text, param in held.items() if not isinstance(param, DTensor)}
+                self._open[unit] = held, write_stamps(list(held.values())), norms(held.values(), self._device)
+
+        @torch.compiler.disable
+        def after(*_: Any) -> None:
+            if unit in self._open:
+                held, stamps, values = self._open.pop(unit)
+                now = write_stamps(list(held.values()))
+                self._edited.update(text for text, a, b in zip(held, stamps, now, strict=True) if a != b)
+                self._changed.append((list(held), norms(held.values(), self._device) != values))
+
+        unit.register_forward_pre_hook(before, prepend=True)
+        unit.register_forward_hook(after)
+
+    def take(self) -> Collection[str]:
+        """The names of the parameters that were written since the last call. Reads the device."""
+        for held, changed in self._changed:
+            self._edited.update(text for text, is_other in zip(held, changed.tolist(), strict=True) if is_other)
+        edited, self._edited, self._changed = self._edited, set(), []
+        return sorted(edited)

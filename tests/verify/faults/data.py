@@ -16,8 +16,7 @@ from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.sharding.fsdp import FSDP
 from halfmesh.parallel.sharding.fsdp_reducer import FSDPReducer
-from halfmesh.parallel.sharding.slice_bucket import SliceBucket
-from halfmesh.parallel.sharding.zero1 import Zero1, Zero1Reducer
+from halfmesh.parallel.sharding.zero1 import SliceBucket, Zero1, Zero1Reducer
 from halfmesh.utils.param_shard import ParamShard, clear_grads
 
 # -- gradients over the data ranks -----------------------------------------------------------------------------------
