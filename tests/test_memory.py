@@ -34,7 +34,7 @@ def test_bytes_are_counted_right(name, config):
     model = MLP()
     model.register_buffer("table", torch.zeros(100))
     engine = make_engine(config, model=model, optimizer=OPTIMIZERS[name])
-    update = engine._parts.update
+    update = engine._update
     expected = state_bytes(model, update)
     train(engine, max_batches=2)
     state = [v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
@@ -48,8 +48,8 @@ def test_bytes_are_counted_right(name, config):
 def test_reduced_gradients_are_held_in_the_reductions_dtype():
     engine = make_engine(BF16_NAIVE)
     numel = sum(p.numel() for p in engine.model.parameters())
-    assert state_bytes(engine.model, engine._parts.update, torch.float32).gradients == 4 * numel
-    assert state_bytes(engine.model, engine._parts.update, torch.bfloat16).gradients == 2 * numel
+    assert state_bytes(engine.model, engine._update, torch.float32).gradients == 4 * numel
+    assert state_bytes(engine.model, engine._update, torch.bfloat16).gradients == 2 * numel
 
 
 def test_an_optimizer_that_nobody_knows():
@@ -57,7 +57,7 @@ def test_an_optimizer_that_nobody_knows():
         pass
 
     engine = make_engine(optimizer=lambda p: Mine(p, lr=0.1))
-    assert state_bytes(engine.model, engine._parts.update).optimizer is None
+    assert state_bytes(engine.model, engine._update).optimizer is None
 
 
 @pytest.mark.parametrize(

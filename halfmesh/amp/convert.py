@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import InputError
 from ..utils.optimizer_state import cast, cast_state, repoint
-from ..utils.param_shard import ParamShard, Ranks
+from ..utils.param_shard import ParamShard, Publisher, Ranks
 from ..utils.torch_private import assigns
 from .master_weights import MasterWeights, masters_for
 from .optimizer import MixedPrecisionOptimizer
@@ -29,6 +29,7 @@ def convert(
     options: UpdateOptions | None = None,
     device: torch.device | None = None,
     cast: Callable[[nn.Module, Recipe, Collection[int]], None] = cast_model,
+    publisher: Publisher | None = None,
 ) -> MixedPrecisionOptimizer:
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
 
@@ -38,6 +39,7 @@ def convert(
     Args:
         device: where updates are decided, see `MixedPrecisionOptimizer`.
         cast: casts the model.
+        publisher: sends new weights to other ranks.
     """
     dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model)}
     # fsdp casts its parameters while they are gathered: the shards are the masters.
@@ -59,7 +61,7 @@ def convert(
     changed = {tensor: dtypes[name] for name, tensor in _named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
-    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, options, masters, device)
+    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, options, masters, device, publisher)
     for name, tensor in _named_tensors(model):
         if name in not_trained:  # taken out one by one, to free GPU memory while the originals go to the host
             update.master_weights.originals.add(tensor, not_trained.pop(name))

@@ -58,6 +58,7 @@ class MixedPrecisionOptimizer:
         options: UpdateOptions | None = None,
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
         device: torch.device | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.recipe = recipe
@@ -79,7 +80,7 @@ class MixedPrecisionOptimizer:
             name=self.options.name,
         )
         self.found_inf: torch.Tensor | None = None
-        self.publisher: Publisher | None = None
+        self.publisher = publisher
         self.on_close: Callable[[], None] | None = None
         # A norm for the next update, the gradients' statistics if they are complete, and their stamps.
         self._clip_once: tuple[float, GradStats | None, list[WriteStamp]] | None = None

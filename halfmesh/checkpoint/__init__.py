@@ -1,12 +1,9 @@
 """Atomic checkpoints of the model's full tensors, which load into any layout.
 
 checkpointer.py   saves and loads for one engine
-state.py          this rank's shards of the tensors
-compound.py       saves tensors that are made of others as their inner tensors
-validate.py       checks that a checkpoint fits, before anything changes
-settings.py       settings that a load overwrites
-storage.py        the files of one checkpoint; dcp.py: those of tensors
-folder.py         the folder of all checkpoints, locked by the one job that saves into it
+state.py          this rank's shards of the tensors, and tensors that are made of others
+validate.py       what does not fit, before anything changes, and settings that a load overwrites
+storage.py        the files of a checkpoint, and the folder of all, locked by the one job that saves; dcp.py: tensors
 background.py     the thread that writes while training continues
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
 export.py         weights alone, for other programs

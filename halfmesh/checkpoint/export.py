@@ -20,8 +20,7 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..parallel.shard_spec import Shape
 from . import storage
-from .compound import put_together
-from .state import MODEL, ShardedState, Shards, WholeTensor, describe, find_tensors, join_groups
+from .state import MODEL, ShardedState, Shards, WholeTensor, describe, find_tensors, join_groups, put_together
 from .validate import model_problems
 
 Format = Literal["safetensors", "torch"]

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, Interrupted, Preempted
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_simulated
 from ..parallel.rank_checks import run_on_rank_zero
-from ..utils.engine_hook import EngineHook
+from ..utils.engine_hook import EngineHook, Progress
 from ..utils.log import get_logger
-from . import folder
+from . import storage
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..engine.parts import EngineParts
+    from ..data.loader import EngineDataLoader
+    from ..engine.accumulation import Accumulation
     from .checkpointer import Checkpointer
 
 _log = get_logger(__name__)
@@ -50,16 +52,29 @@ class PreemptionHook(EngineHook):
     read the result at the next one: so no rank waits, and all of them save there.
     """
 
-    def __init__(self, parts: EngineParts, checkpointer: Checkpointer, options: CheckpointConfig) -> None:
-        self._parts = parts
-        self._checkpointer = checkpointer
+    def __init__(
+        self,
+        options: CheckpointConfig,
+        model: nn.Module,
+        context: ParallelContext,
+        progress: Progress,
+        accumulation: Accumulation,
+        loaders: Sequence[EngineDataLoader | None],
+        checkpointer: Checkpointer,
+    ) -> None:
         self._options = options
+        self._model = model
+        self._context = context
+        self._progress = progress
+        self._accumulation = accumulation
+        self._loader = loaders[0]  # of training
+        self._checkpointer = checkpointer
         self._directory = folder_of(options)
-        self._step = self._saved = parts.global_step
+        self._step = self._saved = progress.global_step
         self._preempted = self._locked = self._tried = False
         self._handled = sys.exception()
-        self._several = parts.context.size > 1 and not is_simulated()  # a dry run has one process
-        self._group = parts.context.host_group if self._several else None
+        self._several = context.size > 1 and not is_simulated()  # a dry run has one process
+        self._group = context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
         self._came: list[str] = []  # the requests to end the run, in order
         names = options.signals if hasattr(sys, "ps1") else (*options.signals, "SIGINT")  # not interactively
@@ -68,7 +83,7 @@ class PreemptionHook(EngineHook):
         for handler in self._handlers:
             handler.listeners.add(self)
         handled = frozenset(handler.number for handler in self._handlers)
-        for sharded in (parts.dataloader, parts.eval_dataloader):
+        for sharded in loaders:
             loader = None if sharded is None else sharded.loader.loader
             if loader is not None and loader.num_workers and handled:
                 loader.worker_init_fn = partial(shelter_worker, handled, loader.worker_init_fn)
@@ -86,14 +101,14 @@ class PreemptionHook(EngineHook):
         if why in self._came:
             return False
         self._came.append(why)
-        if why == "SIGINT" and self._parts.context.rank == 0:
+        if why == "SIGINT" and self._context.rank == 0:
             os.write(2, b"\nCtrl-C: training ends after this update, and is saved; press it again to end at once\n")
         return True
 
-    def forget(self) -> None:
+    def after_load(self) -> None:
         """Note that a checkpoint was loaded: the next event is not a step boundary."""
         self._read_flag()
-        self._step = self._saved = self._parts.global_step
+        self._step = self._saved = self._progress.global_step
 
     def before_fetch(self) -> None:
         """Called when the loop asks for a batch."""
@@ -102,8 +117,8 @@ class PreemptionHook(EngineHook):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called when the loop calls the model."""
-        if self._parts.model.training and torch.is_grad_enabled():
-            loader = self._parts.dataloader
+        if self._model.training and torch.is_grad_enabled():
+            loader = self._loader
             if loader is None or not loader.runs or loader.is_untouched:
                 self._pass_boundary()
 
@@ -120,24 +135,23 @@ class PreemptionHook(EngineHook):
                 if not handler.listeners:
                     handler.give_way(handler.before)
             self._handled = None
-            self._checkpointer.preemption = None
 
     def _pass_boundary(self) -> None:
-        parts, before = self._parts, self._step
+        step, before = self._progress.global_step, self._step
         if not self._locked:  # here, because a process that only evaluates saves nothing
             what = f"checkpoint.directory={self._options.directory!r}"
-            run_on_rank_zero(parts.context, what, lambda: folder.lock(self._directory, self._checkpointer.locks))
+            run_on_rank_zero(self._context, what, lambda: storage.lock(self._directory, self._checkpointer.locks))
             self._locked = True
-        if parts.global_step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
+        if step == before or self._accumulation.holds_gradients or self._accumulation.averaged:
             return
-        self._step = parts.global_step
+        self._step = step
         if not self._tried:  # state that cannot be saved is reported now, and not when the run has to end
             self._checkpointer.refuse_unsavable()
             self._tried = True
         if not self._agree():
             self._save_if_due(before)
             return
-        reason = _describe(parts.context.everyone(self._came))
+        reason = _describe(self._context.everyone(self._came))
         kind = Interrupted if reason == "SIGINT" else Preempted
         place = self._save_last(reason, f", and ends with status {kind().code}")
         self._preempted = True
@@ -169,14 +183,13 @@ class PreemptionHook(EngineHook):
 
     def _end(self) -> None:
         """End on all ranks: a signal that came after the last boundary counts, too."""
-        parts = self._parts
         self._read_flag()
-        everyone = parts.context.everyone((self._came, parts.accumulation.holds_gradients))
+        everyone = self._context.everyone((self._came, self._accumulation.holds_gradients))
         reason = _describe([came for came, _ in everyone])
         if any(holds_gradients for _, holds_gradients in everyone):
             if reason:
                 _log.warning("told to end (%s), but not saved: some gradients have not been used by a step yet", reason)
-        elif reason and parts.global_step != self._saved:
+        elif reason and self._progress.global_step != self._saved:
             self._save_last(reason)
         else:
             self._save_if_due(self._step)
@@ -185,7 +198,7 @@ class PreemptionHook(EngineHook):
 
     def _save_if_due(self, before: int) -> None:
         """Save if a multiple of `every` lies after step `before`."""
-        step, every = self._parts.global_step, self._options.every
+        step, every = self._progress.global_step, self._options.every
         if every is not None and step // every > before // every:
             self._save(self._options.in_background)
 
@@ -194,15 +207,15 @@ class PreemptionHook(EngineHook):
             self._checkpointer.wait()
         place = self._save()
         if reason == "SIGINT":
-            step = self._parts.global_step
+            step = self._progress.global_step
             _log.info("interrupted; saved update %d in %s; run again with resume='auto' to go on", step, place)
         else:
             _log.info("told to end (%s): saved to %s%s", reason, place, then)
         return place
 
     def _save(self, in_background: bool = False) -> Path:
-        self._saved = self._parts.global_step
-        self._parts.before_call("engine.save()")
+        self._saved = self._progress.global_step
+        self._context.agree_on_call("engine.save")
         return self._checkpointer.save(self._directory, self._options.keep, in_background)
 
 
@@ -227,7 +240,7 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
     if path != "auto" or options is None:
         return Path(path).expanduser()
     directory = folder_of(options)
-    if run_on_rank_zero(context, "resume='auto'", lambda: directory.is_dir() and bool(folder.checkpoints(directory))):
+    if run_on_rank_zero(context, "resume='auto'", lambda: directory.is_dir() and bool(storage.checkpoints(directory))):
         return directory
     _log.info("resume='auto': there is no checkpoint in %s yet; training starts from scratch", directory)
     return None

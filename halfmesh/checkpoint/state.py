@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from ..parallel.shard_spec import Placement, Shape, whole
 from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import is_compound
-from .compound import put_together, take_apart
+from .validate import IMPLEMENTATION, class_name
 
 if TYPE_CHECKING:
     from ..engine.ema import WeightAverage
@@ -29,8 +30,6 @@ COUNTERS = "counters."
 """Other optimizer tensors, which every rank replicates: `counters.step.blocks.0.weight`."""
 AVERAGE = "average."
 """The moving average of a parameter: `average.blocks.0.weight`."""
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Group settings that select an implementation, which a load does not change."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class ShardedState:
     model: nn.Module
     update: MixedPrecisionOptimizer
     division: ParallelModel
-    average: WeightAverage | None = None
+    average: WeightAverage
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -179,7 +178,7 @@ class ShardedState:
 
     def averages(self) -> Shards:
         """The moving average of the weights, if there is one."""
-        values = {} if self.average is None else self.average.values
+        values = self.average.values
         return {
             AVERAGE + name: TensorShard(values[shard], self.division.placement(shard))
             for shard, name in self.trained()
@@ -188,7 +187,7 @@ class ShardedState:
 
     def average_targets(self, saved: Mapping[str, Any]) -> Shards:
         """Memory for the average of a checkpoint with tensors of the names `saved`, if it has one."""
-        if self.average is not None and any(name.startswith(AVERAGE) for name in saved):
+        if any(name.startswith(AVERAGE) for name in saved):
             for shard, _ in self.trained():
                 self.average.make(shard)
         return {name: shard for name, shard in self.averages().items() if name in saved}
@@ -318,3 +317,34 @@ def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
 def without_empty(shards: Shards) -> Shards:
     """The shards of tensors with elements: DCP finds no others."""
     return {name: shard for name, shard in shards.items() if 0 not in shard.placement.shape}
+
+
+# -- tensors made of other tensors, such as quantised optimizer state --------------------------------------------------
+# A traceable wrapper subclass lists its inner tensors in `__tensor_flatten__`. State "exp_avg" of this kind is saved as
+# the tensors "exp_avg/codes" and "exp_avg/scale", and, under "exp_avg/", the plain values needed to rebuild it.
+
+
+def take_apart(key: str, tensor: Any, made: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the plain tensors in the state `key`, and puts into `made` the plain values for `put_together`."""
+    if not is_compound(tensor):
+        yield key, tensor.detach()
+        return
+    names, context = tensor.__tensor_flatten__()
+    made[f"{key}/"] = class_name(tensor), list(names), context, tensor.shape, tensor.stride()
+    for name in names:
+        yield from take_apart(f"{key}/{name}", getattr(tensor, name), made)
+
+
+def put_together(values: dict[str, Any]) -> None:
+    """Rebuild the tensors of `values`, state by key, that `take_apart` split, in place. Their classes are looked up
+    among those that the program has imported: a file imports nothing."""
+    for key in [key for key in reversed(values) if key.endswith("/")]:  # the inner ones first
+        kind, names, context, size, stride = values.pop(key)
+        module, _, name = kind.rpartition(".")
+        found = getattr(sys.modules.get(module), name, None)
+        if not (isinstance(found, type) and issubclass(found, torch.Tensor)):
+            raise InputError(
+                f"the optimizer's state holds a {kind}, which this program has not imported; import it first"
+            )
+        inner = {name: values.pop(key + name) for name in names}
+        values[key[:-1]] = cast(Any, found).__tensor_unflatten__(inner, context, size, stride)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class EngineDataLoader:
         seed: on several ranks, the random numbers of a dataset without workers depend on it, the data rank, epoch and
             batch.
         needs_end: `at_end` has to be exact, as gradient accumulation needs it.
+        before_fetch: called when the loop asks for a batch, before anything is drawn for it.
 
     Attributes:
         loader: this rank's shard of the user's loader.
@@ -41,7 +42,6 @@ class EngineDataLoader:
         at_end: the last yielded batch is the last of its epoch. Without look-ahead by the loader's length; False if it
             has none.
         waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
-        before_fetch: called when the loop asks for a batch, before anything is drawn for it.
     """
 
     def __init__(
@@ -51,13 +51,14 @@ class EngineDataLoader:
         seed: int,
         on_epoch_end: Callable[[], None] | None = None,
         needs_end: bool = False,
+        before_fetch: Callable[[], None] = lambda: None,
     ) -> None:
         self.loader = loader
         self.epoch = -1
         self.next_epoch = 0
         self.at_end = False
         self.waited_s = 0.0
-        self.before_fetch: Sequence[Callable[[], None]] = ()
+        self._before_fetch = before_fetch
         self._context = context
         self._seed = seed
         self._on_epoch_end = on_epoch_end
@@ -162,8 +163,7 @@ class EngineDataLoader:
         outside = self._state
         if outside.trained and not outside.running:
             outside.finished = True  # the loop stopped early, and begins the next epoch
-        for hook in self.before_fetch:
-            hook()
+        self._before_fetch()
         saved, self._loaded = self._pending(), None
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         state = self._state = EpochState(self.epoch, running=True)
@@ -180,8 +180,7 @@ class EngineDataLoader:
                         self._end(state)
                     raise
                 del batch  # freed before the next one is fetched
-                for hook in self.before_fetch:
-                    hook()
+                self._before_fetch()
             if not state.handed and self.loader.training:
                 raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
             self._end(state)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from ..amp.step_result import StepResult
 from ..errors import NonFiniteError, bullet_list
+from ..utils.engine_hook import Progress
 from ..utils.param_shard import compute_dtype
 from ..utils.tensors import dtype_name, tensors_of
-from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
+from .probes import CRITERION, Criterion, Probes, TensorStats, Visit, is_finite, largest_number, measure
 
 if TYPE_CHECKING:
-    from ..engine.parts import EngineParts
+    from ..checkpoint.state import ShardedState
+    from ..config import Config
+    from ..engine.accumulation import Accumulation
+    from ..parallel.mesh import ParallelContext
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
@@ -162,9 +167,23 @@ class NonFiniteProbes(Probes):
     """Watches the modules in the updates before `max_consecutive_skips` stops the run, or with `debug="nonfinite"` in
     all; a NonFiniteError then reports the source of inf or nan. Watching waits for the device at each module."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._always = parts.config.debug == "nonfinite"
+    def __init__(
+        self,
+        state: ShardedState,
+        stages: Collection[nn.Module],
+        criterion: Criterion,
+        accumulation: Accumulation,
+        context: ParallelContext,
+        config: Config,
+        progress: Progress,
+    ) -> None:
+        super().__init__(state.model, state.division, stages, criterion)
+        self._update = state.update
+        self._accumulation = accumulation
+        self._context = context
+        self._name = config.name
+        self._progress = progress
+        self._always = config.debug == "nonfinite"
         self._first: Fault | None = None
         if self._always:
             self.attach()
@@ -172,8 +191,8 @@ class NonFiniteProbes(Probes):
     # -- events of the loop ------------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        model = self._parts.model
-        if self.attached and model.training and not self._parts.accumulation.holds_gradients:
+        model = self._model
+        if self.attached and model.training and not self._accumulation.holds_gradients:
             for index, (name, param) in enumerate(model.named_parameters()):
                 self._look("weight", param.to(compute_dtype(param)), index, name)
 
@@ -182,7 +201,7 @@ class NonFiniteProbes(Probes):
             self._look("loss", tensor, sys.maxsize)
 
     def after_step(self, result: StepResult) -> None:
-        nears_limit = self._parts.update.skip_counter.nears_limit
+        nears_limit = self._update.skip_counter.nears_limit
         if self.attached:
             self._first = None
             if not (nears_limit or self._always):
@@ -191,12 +210,12 @@ class NonFiniteProbes(Probes):
             self.attach()
 
     def on_error(self, error: NonFiniteError) -> None:
-        parts = self._parts
-        if parts.config.name is not None:
-            error.add_note(f"in the engine named {parts.config.name!r}")
-        results, losses = list(parts.results), parts.update.loss_scales
+        context, progress = self._context, self._progress
+        if self._name is not None:
+            error.add_note(f"in the engine named {self._name!r}")
+        results, losses = list(progress.results), self._update.loss_scales
         scales = [*(result.loss_scale for result in results), losses.current()[0]] if losses.scalers else []
-        counter, fault = parts.update.skip_counter, _first_of_all(parts.context.everyone(self._first))
+        counter, fault = self._update.skip_counter, _first_of_all(context.everyone(self._first))
         taken = counter.taken_in_a_row
         error.diagnosis = Diagnosis(
             scales=tuple((scale, len(list(same))) for scale, same in groupby(scales)),
@@ -205,8 +224,8 @@ class NonFiniteProbes(Probes):
             was_watched=self.attached,
             fault=fault,
             advice=_ADVICE["weight"] if taken > 1 and fault is None else _advise(fault, self.attached, counter.wider),
-            world_size=parts.context.size,
-            began=parts.global_step + 2 - taken if taken > 1 else 0,
+            world_size=context.size,
+            began=progress.global_step + 2 - taken if taken > 1 else 0,
         )
         error.args = (f"{error}\n{error.diagnosis}",)
         self._first = None
@@ -235,7 +254,7 @@ class NonFiniteProbes(Probes):
         """
         microbatch, stage = (0, 0) if visit is None else (visit.microbatch, visit.stage)
         stage = -stage if kind == "gradient" else stage
-        key = self._parts.accumulation.index, _PHASES.get(kind, 1), microbatch, stage, order
+        key = self._accumulation.index, _PHASES.get(kind, 1), microbatch, stage, order
         if (self._first is not None and self._first.key <= key) or is_finite(tensor):
             return
         self._first = Fault(kind, name, repr(name) if visit is None else visit.label, measure(tensor), key)

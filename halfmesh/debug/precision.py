@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..errors import InputError, shorten
+from ..utils.engine_hook import Progress
 from ..utils.param_shard import ParamShard, compute_dtype
 from ..utils.tensors import dtype_name
 from .probes import Probes, TensorStats, Visit, largest_number, measure
 
 if TYPE_CHECKING:
-    from ..engine.parts import EngineParts
+    from ..amp.optimizer import MixedPrecisionOptimizer
+    from ..checkpoint.state import ShardedState
+    from ..parallel.mesh import ParallelContext
 
 MUCH_SUBNORMAL = 0.05
 """A speech model with about 5 % of its weight gradients too small for fp16 lost 80 % in accuracy without fp32 masters
@@ -234,16 +238,17 @@ def _share(count: int, stats: TensorStats) -> float | None:
 class PrecisionSurvey(Probes):
     """Measures each layer until `finish`, which fills `report`."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        update = parts.update
+    def __init__(self, state: ShardedState, stages: Collection[nn.Module], progress: Progress) -> None:
+        super().__init__(state.model, state.division, stages)
+        self._update = update = state.update
+        self._progress = progress
         self.report = PrecisionReport(dtype_name(update.recipe.compute_dtype))
         trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
         self._layers: dict[str, _Layer] = {}
-        for name, module in parts.model.named_modules():
+        for name, module in state.model.named_modules():
             own = dict(module.named_parameters(name, recurse=False))
             if own:
-                masters = any(_has_master(trained[p], parts) for p in own if p in trained)
+                masters = any(_has_master(trained[p], update) for p in own if p in trained)
                 self._layers[name] = _Layer(type(module).__name__, compute_dtype(next(iter(own.values()))), masters)
         self._scale: float | None = None  # no step was taken yet
 
@@ -259,7 +264,7 @@ class PrecisionSurvey(Probes):
 
     def before_step(self) -> None:
         """Measure the gradients that this rank's optimizer steps with."""
-        update = self._parts.update
+        update = self._update
         self._scale = update.loss_scales.current()[0]
         for layer in self._layers.values():
             layer.weights = TensorStats()  # inside a cycle those of the next microbatch are sums with these
@@ -268,8 +273,8 @@ class PrecisionSurvey(Probes):
             if owner in self._layers:
                 self._layers[owner].weights += measure(grad)
 
-    def finish(self) -> None:
-        """Fill the report, the same over all ranks, which call this together.
+    def finish(self, context: ParallelContext) -> None:
+        """Fill the report, the same over all ranks of `context`, which call this together.
 
         Raises:
             InputError: no step was taken since the survey began.
@@ -279,16 +284,16 @@ class PrecisionSurvey(Probes):
                 "the block of engine.precision_report() ended without a step; go through forward, backward and "
                 "engine.step() within it"
             )
-        parts, report = self._parts, self.report
-        recipe, losses = parts.update.recipe, parts.update.loss_scales
+        report, results = self.report, self._progress.results
+        recipe, losses = self._update.recipe, self._update.loss_scales
         layers: dict[str, _Layer] = {}
-        for theirs in parts.context.everyone(self._layers):
+        for theirs in context.everyone(self._layers):
             for name, layer in theirs.items():
                 if layers.setdefault(name, layer) is not layer:
                     layers[name].add(layer)
         report.loss_scale = self._scale if losses.scalers else None
         report.is_dynamic = recipe.loss_scale is not None and recipe.loss_scale.dynamic
-        report.skipped, report.updates = sum(result.skipped for result in parts.results), len(parts.results)
+        report.skipped, report.updates = sum(result.skipped for result in results), len(results)
         if recipe.compute_dtype == torch.float16:
             seen = [layer.gradients for layer in layers.values()]
             if losses.multi is None:  # else complete gradients are unscaled already
@@ -298,9 +303,9 @@ class PrecisionSurvey(Probes):
         report.findings = tuple(find_problems(report))
 
 
-def _has_master(shard: ParamShard, parts: EngineParts) -> bool:
+def _has_master(shard: ParamShard, update: MixedPrecisionOptimizer) -> bool:
     model_side = shard.param if shard.source is None else shard.source.param
-    return shard.param in parts.update.master_weights.masters or compute_dtype(model_side) != shard.param.dtype
+    return shard.param in update.master_weights.masters or compute_dtype(model_side) != shard.param.dtype
 
 
 def _room(seen: Sequence[TensorStats]) -> float | None:

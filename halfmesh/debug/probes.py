@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from ..utils.tensors import tensors_of
 from ..utils.torch_private import is_compiled, is_in_backward
 
 if TYPE_CHECKING:
-    from ..engine.parts import EngineParts
+    from ..engine.parallelize import ParallelModel
 
 CRITERION = "the criterion"
 
@@ -54,14 +54,35 @@ class Visit:
         return f"{repr(self.name) if self.name else 'the model'} ({type(self.module).__name__})"
 
 
+@dataclass(eq=False)
+class Criterion:
+    """The criterion of an engine. While probes watch a function, a module stands in its place."""
+
+    function: Callable[..., Any] | None
+
+
 class Probes(EngineHook):
     """Between `attach` and `detach`, calls the methods below for training forwards and their backwards.
 
     Recomputation by activation checkpointing does not count again. Compiled modules run uncompiled, as hooks need.
+
+    Args:
+        parallel: applied to `model`; None: nothing is.
+        stages: of a pipeline, on this rank.
+        criterion: watched, too.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: ParallelModel | None = None,
+        stages: Collection[nn.Module] = (),
+        criterion: Criterion | None = None,
+    ) -> None:
+        self._model = model
+        self._parallel = parallel
+        self._stages = stages
+        self._criterion = criterion
         self._names: dict[nn.Module, str] = {}
         self._scope = ExitStack()
         self._order = 0
@@ -89,19 +110,20 @@ class Probes(EngineHook):
 
     def attach(self) -> None:
         """Register the hooks."""
-        parts, scope = self._parts, self._scope
-        partition, criterion = parts.division.plans.partition, parts.criterion
-        not_called = set() if partition is None else {module for _, module in partition.not_called(parts.model)}
-        self._names = {module: name for name, module in parts.model.named_modules() if module not in not_called}
-        if criterion is not None and not isinstance(criterion, nn.Module):
-            module = nn.Module()
-            module.forward = criterion
-            scope.callback(setattr, parts, "criterion", criterion)
-            parts.criterion = criterion = module
-        if criterion is not None:
-            self._names[criterion] = CRITERION
-        scope.enter_context(eager(parts))
-        for stage in parts.executor.stages:
+        scope, held = self._scope, self._criterion
+        partition = None if self._parallel is None else self._parallel.plans.partition
+        not_called = set() if partition is None else {module for _, module in partition.not_called(self._model)}
+        self._names = {module: name for name, module in self._model.named_modules() if module not in not_called}
+        if held is not None and held.function is not None:
+            if not isinstance(held.function, nn.Module):
+                module = nn.Module()
+                module.forward = held.function
+                scope.callback(setattr, held, "function", held.function)
+                held.function = module
+            self._names[held.function] = CRITERION
+        if (self._parallel is not None and self._parallel.compiled) or any(map(is_compiled, self._model.modules())):
+            scope.enter_context(torch.compiler.set_stance("force_eager"))
+        for stage in self._stages:
             scope.callback(stage.register_forward_pre_hook(self._begin_stage, with_kwargs=True).remove)
         for module in self._names:
             scope.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
@@ -118,7 +140,7 @@ class Probes(EngineHook):
     @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         is_trained = torch.is_grad_enabled() or self._open  # within a call, checkpointing may switch gradients off
-        if not (self._parts.model.training and is_trained) or is_in_backward():
+        if not (self._model.training and is_trained) or is_in_backward():
             return
         self._order += 1
         caller = self._open[-1] if self._open else None
@@ -129,7 +151,7 @@ class Probes(EngineHook):
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self.attached and self._parts.model.training):
+        if not (self.attached and self._model.training):
             return
         outputs = tensors_of(output)
         if is_in_backward():  # with reentrant checkpointing gradients come through here only
@@ -154,16 +176,6 @@ class Probes(EngineHook):
         if self.attached:
             self._order += 1
             self.gradient(visit, grad, self._order)
-
-
-@contextmanager
-def eager(parts: EngineParts) -> Iterator[None]:
-    """A scope in which compiled modules run uncompiled."""
-    if parts.division.compiled or any(map(is_compiled, parts.model.modules())):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
 
 
 # -- statistics of tensors ---------------------------------------------------------------------------------------------

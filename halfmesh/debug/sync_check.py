@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..amp.step_result import StepResult
-from ..checkpoint.state import IMPLEMENTATION, ShardedState
+from ..checkpoint.state import ShardedState
+from ..checkpoint.validate import IMPLEMENTATION
 from ..distributed.env import RankNames
 from ..errors import SyncError, show
 from ..parallel.initial_state import is_plain, plain_settings
@@ -22,7 +23,9 @@ from ..parallel.reducer import STATISTICS
 from ..utils.engine_hook import EngineHook
 
 if TYPE_CHECKING:
-    from ..engine.parts import EngineParts
+    from ..data.loader import EngineDataLoader
+    from ..parallel.mesh import ParallelContext
+    from ..utils.engine_hook import Progress
 
 _AVERAGED = (*STATISTICS, "num_batches_tracked")
 _DRIFTED = (
@@ -49,14 +52,17 @@ class ReplicatedValue:
 class SyncCheck(EngineHook):
     """Compares, and raises the same SyncError on all ranks."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._sharded = ShardedState(parts.model, parts.update, parts.division)
-        self._context = parts.context
+    def __init__(
+        self, state: ShardedState, context: ParallelContext, progress: Progress, loader: EngineDataLoader | None
+    ) -> None:
+        self._sharded = state
+        self._context = context
+        self._progress = progress
+        self._loader = loader
         self._step = 0  # the last step after which all was equal
 
     def after_step(self, result: StepResult) -> None:
-        step = self._parts.global_step
+        step = self._progress.global_step
         found = _find_difference(self._state(result), self._context.rank_names, self._context.device)
         if found is not None:
             name, lines = found
@@ -73,19 +79,17 @@ class SyncCheck(EngineHook):
         Ranks that hold the same shard of a tensor must have equal values: data ranks if it is replicated, tensor ranks
         if it is not split, stages that share it, replicas of hybrid sharding.
         """
-        parts = self._progress(), self._random(), self._verdict(result), self._settings(), self._weights()
+        parts = self._place(), self._random(), self._verdict(result), self._settings(), self._weights()
         return [*parts, self._buffers(), self._optimizer_state()]
 
-    def _progress(self) -> Iterator[ReplicatedValue]:
-        yield ReplicatedValue("engine.global_step", self._parts.global_step)
-        if self._parts.dataloader is not None:
-            yield ReplicatedValue(
-                "the place in engine.dataloader (epoch, batches trained on)", self._parts.dataloader.place
-            )
+    def _place(self) -> Iterator[ReplicatedValue]:
+        yield ReplicatedValue("engine.global_step", self._progress.global_step)
+        if self._loader is not None:
+            yield ReplicatedValue("the place in engine.dataloader (epoch, batches trained on)", self._loader.place)
 
     def _random(self) -> Iterator[ReplicatedValue]:
         """The model's random numbers, if the ranks of a tensor group draw the same."""
-        division, stage = self._parts.division, (self._context.coordinate("pp"), *self._batch())
+        division, stage = self._sharded.division, (self._context.coordinate("pp"), *self._batch())
         if division.random is not None:
             yield ReplicatedValue("the model's random numbers (torch)", division.random.state, stage)
             host = division.host_random.state
@@ -96,10 +100,10 @@ class SyncCheck(EngineHook):
 
     def _batch(self) -> tuple[int, ...]:
         """The coordinates that determine this rank's shard of a batch."""
-        return self._context.dp_rank, *map(self._context.coordinate, self._parts.division.own_rng_axes)
+        return self._context.dp_rank, *map(self._context.coordinate, self._sharded.division.own_rng_axes)
 
     def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
-        update = self._parts.update
+        update = self._sharded.update
         yield ReplicatedValue("whether the step was skipped", result.skipped)
         for number, state in enumerate(update.loss_scales.state_dict()):
             of = f" of loss {number}" if number else ""
@@ -111,7 +115,7 @@ class SyncCheck(EngineHook):
 
     def _settings(self) -> Iterator[ReplicatedValue]:
         """The settings of the optimizer's groups, learning rates first."""
-        groups = [dict(plain_settings(group)) for group in self._parts.update.optimizer.param_groups]
+        groups = [dict(plain_settings(group)) for group in self._sharded.update.optimizer.param_groups]
         settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
         for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
             if key not in IMPLEMENTATION:  # a rank may choose these by its shards
@@ -119,7 +123,7 @@ class SyncCheck(EngineHook):
 
     def _weights(self) -> Iterator[ReplicatedValue]:
         """The weights that the model computes with, then the masters."""
-        division, masters = self._parts.division, self._parts.update.master_weights.masters
+        division, masters = self._sharded.division, self._sharded.update.master_weights.masters
         for shard, name in self._sharded.names():
             whole = division.data.compared(shard)
             yield ReplicatedValue(f"the weight {name}", whole.param.detach(), division.placement(whole))
@@ -131,15 +135,15 @@ class SyncCheck(EngineHook):
 
     def _buffers(self) -> Iterator[ReplicatedValue]:
         """Buffers that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
-        first = self._parts.division.first_names(self._parts.model)
-        for name, buffer in self._parts.model.named_buffers():
+        first = self._sharded.division.first_names(self._sharded.model)
+        for name, buffer in self._sharded.model.named_buffers():
             among = None if name.rpartition(".")[2] in _AVERAGED else self._batch()
             yield ReplicatedValue(f"the buffer {first.get(name, name)}", buffer.detach(), among)
 
     def _optimizer_state(self) -> Iterator[ReplicatedValue]:
-        update = self._parts.update
+        update = self._sharded.update
         for shard, name in self._sharded.trained():
-            placement = self._parts.division.placement(shard)
+            placement = self._sharded.division.placement(shard)
             if placement.regions:  # else this rank holds nothing of it
                 state = update.optimizer.state.get(update.master_weights.target(shard), {})
                 yield ReplicatedValue(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)

@@ -107,7 +107,7 @@ class _Simulation:
 
     def __init__(self, engine: Engine, given: ModelSpec, tracker: Tracker, length: int) -> None:
         self._engine = engine
-        self._update = engine._parts.update  # whose masters and state are counted
+        self._update = engine._update  # whose masters and state are counted
         self._length = length
         self._given = given
         self._tracker = tracker

@@ -5,7 +5,6 @@ inputs             checks of model, optimizer and loaders
 parallel_plans     how the model will be sharded, compiled and recomputed, before anything changes
 parallelize        shards the model in place; activation, compilation: the modules to recompute, and to compile
 engine             forward, backward, step. Below it:
-parts              the parts of an engine
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
 executor           forward and criterion in one process
 pipeline_executor  the same under a pipeline, with pipeline_handles, last_stage and row_trial

@@ -12,7 +12,6 @@ import torch
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
-from ..checkpoint.checkpointer import Checkpointer
 from ..errors import InputError, show
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
@@ -20,7 +19,9 @@ from ..utils.tensors import bucket_bytes, by_bytes
 from ..utils.torch_private import foreach_copy_, foreach_mul_
 
 if TYPE_CHECKING:
-    from .parts import EngineParts
+    from ..checkpoint.state import ShardedState
+    from .accumulation import Accumulation
+    from .engine import Engine
 
 _log = get_logger(__name__)
 
@@ -103,10 +104,11 @@ class AveragedModel:
     are any: 4 bytes for each weight that this rank steps. Buffers are not averaged. Checkpoints hold the average.
     """
 
-    def __init__(self, parts: EngineParts, checkpointer: Checkpointer, decay: float) -> None:
-        self._parts = parts
-        self._checkpointer = checkpointer
-        self._average = parts.average
+    def __init__(self, engine: Engine, state: ShardedState, accumulation: Accumulation, decay: float) -> None:
+        self._engine = engine
+        self._state = state
+        self._accumulation = accumulation
+        self._average = state.average
         self.decay = decay
 
     @property
@@ -130,10 +132,9 @@ class AveragedModel:
         The weights are saved and restored bit for bit, at 4 bytes for each that this rank steps. In the scope
         `backward`, `step` and calls that save or load training raise InputError.
         """
-        parts, average = self._parts, self._average
-        parts.refuse_if_closed()
-        parts.accumulation.refuse_averaged("average.applied()")
-        state = self._checkpointer.sharded_state
+        state, average, accumulation = self._state, self._average, self._accumulation
+        self._engine._refuse_if_closed()
+        accumulation.refuse_averaged("average.applied()")
         average.restart(besides=average.values)
         written = state.written()
         kept = [tensor.clone() for tensor in written]
@@ -142,10 +143,10 @@ class AveragedModel:
                 for shard in state.update.master_weights.trained:
                     state.update.master_weights.target(shard).copy_(average.values[shard])
             state.publish()
-            parts.accumulation.averaged = True
+            accumulation.averaged = True
             yield
         finally:
-            parts.accumulation.averaged = False
+            accumulation.averaged = False
             with torch.no_grad():
                 foreach_copy_(written, kept)
             state.publish(others=False)  # each rank restores its weights; after an error others may not call this
@@ -155,8 +156,7 @@ class AveragedModel:
     ) -> None:
         """Write the full model with the averaged weights, as `Engine.save_weights` does. All ranks together."""
         with self.applied():
-            self._parts.context.agree_on_call("engine.save_weights")
-            self._checkpointer.save_weights(path, format, max_file_gb)
+            self._engine.save_weights(path, format=format, max_file_gb=max_file_gb)
 
 
 def _numel(shard: ParamShard) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -16,14 +16,23 @@ from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError, refuse_closure, show
-from ..utils.engine_hook import EngineHook
+from ..utils.engine_hook import Hooks, Progress
 from .ema import AveragedModel
 from .executor import DirectExecutor
-from .parts import EngineParts
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:
+    from ..amp.precision import Precision
+    from ..checkpoint.preemption import PreemptionHook
+    from ..checkpoint.state import ShardedState
+    from ..config import Config
     from ..debug.precision import PrecisionReport
+    from ..debug.probes import Criterion
+    from ..parallel.mesh import ParallelContext
+    from .accumulation import Accumulation
+    from .guards import ModelGuard
+    from .lr_scheduler import LRAdvance
+    from .pipeline_executor import PipelineExecutor
 
 
 class Engine:
@@ -43,15 +52,49 @@ class Engine:
         plan: the effective plan that initialize prints.
     """
 
-    plan: EffectivePlan
-
-    def __init__(self, parts: EngineParts, checkpointer: Checkpointer) -> None:
-        self.model = parts.model
-        self.context = parts.context
-        self.config = parts.config
-        self._parts = parts
+    def __init__(
+        self,
+        *,
+        state: ShardedState,
+        criterion: Criterion,
+        context: ParallelContext,
+        config: Config,
+        plan: EffectivePlan,
+        precision: Precision,
+        accumulation: Accumulation,
+        executor: DirectExecutor | PipelineExecutor,
+        lr: LRAdvance,
+        dataloader: EngineDataLoader | None,
+        eval_dataloader: EngineDataLoader | None,
+        progress: Progress,
+        guard: ModelGuard,
+        hooks: Hooks,
+        checkpointer: Checkpointer,
+        preemption: PreemptionHook | None,
+        ends: ExitStack,
+    ) -> None:
+        self.model = state.model
+        self.context = context
+        self.config = config
+        self.plan = plan
+        self._state = state
+        self._update = state.update
+        self._parallel = state.division
+        self._average = state.average
+        self._criterion = criterion
+        self._precision = precision
+        self._accumulation = accumulation
+        self._executor = executor
+        self._lr = lr
+        self._dataloader = dataloader
+        self._eval_dataloader = eval_dataloader
+        self._progress = progress
+        self._guard = guard
+        self._hooks = hooks
         self._checkpointer = checkpointer
-        self._set_hooks(())
+        self._preemption = preemption
+        self._ends = ends
+        self._closed = False
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -60,34 +103,21 @@ class Engine:
 
         Under a pipeline, in training, a handle for `criterion`; with `keep_outputs` it is the output after `backward`.
         """
-        parts = self._parts
-        parts.refuse_if_closed()
-        parts.update.sync_writes()
-        parts.calls["engine"] += 1
-        for hook in self._before_forward:
-            hook(args, kwargs)
-        try:
-            with parts.guard.own_call():
-                return parts.division.call(self.model, parts.executor.forward, args, kwargs)
-        except RuntimeError as error:
-            parts.division.explain(error)
-            parts.precision.explain(parts.model, error)
-            raise
+        self._refuse_if_closed()
+        self._update.sync_writes()
+        self._hooks.run("before_forward", args, kwargs)
+        with self._explained(), self._guard:
+            return self._parallel.call(self.model, self._executor.forward, args, kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
 
         For a handle it returns a handle: the loss of the full batch, on every rank, after `backward`.
         """
-        parts = self._parts
-        if parts.criterion is None:
+        if self._criterion.function is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        try:
-            with parts.division.scope():
-                return parts.executor.criterion(parts.criterion, *args, **kwargs)
-        except RuntimeError as error:
-            parts.division.explain(error)
-            raise
+        with self._explained(), self._parallel.scope():
+            return self._executor.criterion(self._criterion.function, *args, **kwargs)
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -101,25 +131,17 @@ class Engine:
         Raises:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
         """
-        parts = self._parts
-        parts.refuse_if_closed()
-        for before in self._before_backward:
-            before(loss)
-        loader = parts.dataloader
+        self._refuse_if_closed()
+        self._hooks.run("before_backward", loss)
+        loader = self._dataloader
         is_last_batch = loader is not None and loader.at_end
-        try:
-            with parts.division.scope():
-                pipeline = None if isinstance(parts.executor, DirectExecutor) else parts.executor
-                parts.accumulation.backward(
-                    loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id, pipeline=pipeline
-                )
-        except RuntimeError as error:
-            parts.division.explain(error)
-            parts.precision.explain(parts.model, error)
-            raise
-        parts.division.check_loss(loss)
-        for hook in self._after_backward:
-            hook(loss)
+        pipeline = None if isinstance(self._executor, DirectExecutor) else self._executor
+        with self._explained(), self._parallel.scope():
+            self._accumulation.backward(
+                loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id, pipeline=pipeline
+            )
+        self._parallel.check_loss(loss)
+        self._hooks.run("after_backward", loss)
         if loader is not None:
             loader.note_training()
 
@@ -142,12 +164,10 @@ class Engine:
         refuse_closure("engine.step", closure)
         if not isinstance(last, bool):
             raise InputError(f"engine.step(last={show(last)}): expected True or False")
-        parts = self._parts
-        parts.refuse_if_closed()
-        parts.lr.check()
-        for hook in self._before_step:
-            hook()
-        accumulation = parts.accumulation
+        self._refuse_if_closed()
+        self._lr.check()
+        self._hooks.run("before_step")
+        accumulation, progress = self._accumulation, self._progress
         if not accumulation.has_backward and not (last and accumulation.in_progress):
             raise InputError(
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
@@ -158,27 +178,25 @@ class Engine:
         if not updates:
             return None
         try:
-            parts.lr.settle()
+            self._lr.settle()
             result = accumulation.step()
         except NonFiniteError as error:
-            for on_error in self._on_error:
-                on_error(error)
+            self._hooks.run("on_error", error)
             raise
         finally:
-            if is_last_batch and parts.dataloader is not None:  # else the last batch is fetched already, and waits
-                parts.dataloader.at_end = False
-        parts.results.append(result)
-        parts.global_step += 1
-        if parts.average.values:
-            parts.average.after_step()
-        parts.lr.after(result)
-        for after_step in self._after_step:
-            after_step(result)
+            if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
+                self._dataloader.at_end = False
+        progress.results.append(result)
+        progress.global_step += 1
+        if self._average.values:
+            self._average.after_step()
+        self._lr.after(result)
+        self._hooks.run("after_step", result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients; does nothing inside an accumulation cycle. (`set_to_none` is there for code of torch.)"""
-        self._parts.accumulation.zero_grad(set_to_none)
+        self._accumulation.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
@@ -186,7 +204,7 @@ class Engine:
         Returns the norm of the unscaled gradients over all ranks before clipping (0-dim). Raises InputError inside an
         accumulation cycle, or before backward.
         """
-        accumulation = self._parts.accumulation
+        accumulation = self._accumulation
         if not accumulation.has_backward:
             raise InputError(
                 "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
@@ -196,12 +214,12 @@ class Engine:
                 f"engine.clip_grad_norm_ was called on microbatch {accumulation.position}, where gradients are "
                 "incomplete; call it on the last one only, or set clip_grad_norm in the config"
             )
-        return self._parts.update.clip_grad_norm_(max_norm, accumulation.grad_divisor())
+        return self._update.clip_grad_norm_(max_norm, accumulation.grad_divisor())
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
-        if not self._parts.closed:  # here too: of an evaluation loader a rank may have no batch
-            self._parts.update.sync_writes()
+        if not self._closed:  # here too: of an evaluation loader a rank may have no batch
+            self._update.sync_writes()
         self.model.train(mode)
         return self
 
@@ -211,54 +229,54 @@ class Engine:
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope of forward and criterion, for your own computations; `enabled=False` leaves it again."""
-        return self._parts.precision.autocast(enabled)
+        return self._precision.autocast(enabled)
 
     # -- properties --------------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> optim.Optimizer:
         """The user's optimizer. It steps through the engine only."""
-        return self._parts.update.optimizer
+        return self._update.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
         """The scheduler given to initialize; it advances by `config.lr_interval`."""
-        self._parts.lr.settle()
-        return self._parts.lr.scheduler
+        self._lr.settle()
+        return self._lr.scheduler
 
     @property
     def dataloader(self) -> EngineDataLoader:
         """The loader given, sharded over the data ranks, its batches on the device. Raises InputError without one."""
-        return _required(self._parts.dataloader, "dataloader")
+        return _required(self._dataloader, "dataloader")
 
     @property
     def eval_dataloader(self) -> EngineDataLoader:
         """The evaluation loader, sharded without padding: each sample once. Raises InputError without one."""
-        return _required(self._parts.eval_dataloader, "eval_dataloader")
+        return _required(self._eval_dataloader, "eval_dataloader")
 
     @property
     def has_dataloader(self) -> bool:
         """True if a training loader was given to initialize."""
-        return self._parts.dataloader is not None
+        return self._dataloader is not None
 
     @property
     def has_eval_dataloader(self) -> bool:
         """True if an evaluation loader was given to initialize."""
-        return self._parts.eval_dataloader is not None
+        return self._eval_dataloader is not None
 
     @property
     def has_criterion(self) -> bool:
         """True if a criterion was given to initialize."""
-        return self._parts.criterion is not None
+        return self._criterion.function is not None
 
     @property
     def global_step(self) -> int:
         """Optimizer steps attempted so far, skipped ones included."""
-        return self._parts.global_step
+        return self._progress.global_step
 
     @global_step.setter
     def global_step(self, step: int) -> None:
-        self._parts.global_step = step
+        self._progress.global_step = step
 
     @property
     def device(self) -> torch.device:
@@ -273,9 +291,9 @@ class Engine:
     @property
     def casts(self) -> CastTable:
         """O1's lists of functions, to which you can add functions. Raises InputError outside O1."""
-        if self._parts.precision.casts is None:
+        if self._precision.casts is None:
             raise InputError("this engine has no cast lists; only mode='apex' with opt_level='O1' has")
-        return self._parts.precision.casts
+        return self._precision.casts
 
     @property
     def loss_scale(self) -> float:
@@ -285,24 +303,25 @@ class Engine:
     @property
     def loss_scales(self) -> tuple[float, ...]:
         """The current loss scale of each loss. Reads the device."""
-        return self._parts.update.loss_scales.current()
+        return self._update.loss_scales.current()
 
     @property
     def skipped_steps(self) -> int:
         """Updates skipped so far because of inf or nan. Reads the device."""
-        return self._parts.update.skip_counter.skipped
+        return self._update.skip_counter.skipped
 
     @property
     def grad_norm(self) -> float | None:
         """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
-        return self._parts.results[-1].grad_norm if self._parts.results else None
+        results = self._progress.results
+        return results[-1].grad_norm if results else None
 
     def master_params(self) -> Iterator[nn.Parameter]:
         """The parameters that the optimizer steps: fp32 masters where there are any, else the model's parameters.
 
         Raises InputError between backward and step, where masters have no gradients yet.
         """
-        if self._parts.accumulation.holds_gradients:
+        if self._accumulation.holds_gradients:
             raise InputError(
                 "engine.master_params() was called between backward and step, where masters have no gradients yet; "
                 "to clip set clip_grad_norm, or call engine.clip_grad_norm_(max_norm)"
@@ -324,17 +343,17 @@ class Engine:
         The report is filled at the end of the block, the same on all ranks; `report.to_dict()` gives plain values.
         Compiled modules run uncompiled in it. Raises InputError within an accumulation cycle, or without a step.
         """
-        self._parts.before_call("engine.precision_report()")
+        self._before_call("engine.precision_report()")
         from ..debug.precision import PrecisionSurvey
 
-        survey = PrecisionSurvey(self._parts)
+        survey = PrecisionSurvey(self._state, self._executor.stages, self._progress)
         survey.attach()
         try:
-            with self._with_hook(survey):
+            with self._hooks.added(survey):
                 yield survey.report
         finally:
             survey.detach()
-        survey.finish()
+        survey.finish(self.context)
 
     # -- saving and loading ------------------------------------------------------------------------------------
 
@@ -344,13 +363,16 @@ class Engine:
         Weights are the fp32 masters where there are any. Tensors are not copied: save or copy them before the next
         step. Raises InputError inside an accumulation cycle, whose gradients would be lost.
         """
-        self._parts.accumulation.refuse_unfinished("engine.state_dict()")
+        self._accumulation.refuse_unfinished("engine.state_dict()")
         return self._checkpointer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`: the next step is the one that would have followed it."""
-        self._parts.accumulation.refuse_averaged("engine.load_state_dict()")
+        self._accumulation.refuse_averaged("engine.load_state_dict()")
+        self._checkpointer.refuse_unfit(state)
+        self._accumulation.clear()
         self._checkpointer.load_state_dict(state)
+        self._hooks.run("after_load")
 
     def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
         """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
@@ -367,7 +389,7 @@ class Engine:
             InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
             CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact.
         """
-        self._parts.before_call("engine.save()")
+        self._before_call("engine.save()")
         return self._checkpointer.save(Path(directory), keep, in_background)
 
     def wait_for_save(self) -> None:
@@ -384,8 +406,12 @@ class Engine:
             CheckpointError: there is none, or it is damaged.
             InputError: it is of another model or optimizer. Nothing has changed then.
         """
-        self._parts.before_call("engine.load()", keeps_gradients=False)
-        return self._checkpointer.load(Path(directory))
+        self._before_call("engine.load()", keeps_gradients=False)
+        stored = self._checkpointer.find(Path(directory))
+        self._accumulation.clear()
+        self._checkpointer.load(stored)
+        self._hooks.run("after_load")
+        return stored.folder
 
     def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
         """Save the state of `holder` with the engine's under `name`: counters of the loop, for example.
@@ -397,7 +423,7 @@ class Engine:
         `load_state_dict(state)`. A load restores each rank's state, in another layout rank 0's; a state that was loaded
         before this call is restored at once. Raises InputError if the name is taken.
         """
-        self._parts.refuse_if_closed()
+        self._refuse_if_closed()
         self._checkpointer.attached.attach(name, holder)
 
     def detach(self, name: str, *, keep: bool = True) -> None:
@@ -410,8 +436,13 @@ class Engine:
         All ranks save after this step or one of the next two, and raise `Preempted`, which ends the process with
         status 75. Raises InputError if the config has no `checkpoint`.
         """
-        self._parts.refuse_if_closed()
-        self._checkpointer.preempt()
+        self._refuse_if_closed()
+        if self._preemption is None:
+            raise InputError(
+                "engine.preempt(): the config does not say where to save; set checkpoint='checkpoints', or call "
+                "engine.save and end the loop yourself"
+            )
+        self._preemption.ask()
 
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
@@ -421,7 +452,7 @@ class Engine:
         More than `max_file_gb` goes into several files with an index, named as in Hugging Face. Format "torch" is that
         of `torch.save(model.state_dict(), path)`. Raises CheckpointError.
         """
-        self._parts.refuse_if_closed()
+        self._refuse_if_closed()
         self.context.agree_on_call("engine.save_weights")
         self._checkpointer.save_weights(path, format, max_file_gb)
 
@@ -444,7 +475,7 @@ class Engine:
         Raises:
             InputError: the optimizer has state whose position in the full model is unknown.
         """
-        self._parts.refuse_if_closed()
+        self._refuse_if_closed()
         self.context.agree_on_call(f"engine.full_state_dict({optimizer=}, {rank0_only=})")
         return self._checkpointer.full_state_dict(optimizer, rank0_only)
 
@@ -454,7 +485,7 @@ class Engine:
         The optimizer's state is not changed. Raises CheckpointError if the file cannot be read, and InputError if
         names or shapes do not fit; nothing has changed then.
         """
-        self._parts.before_call("engine.load_weights()")
+        self._before_call("engine.load_weights()")
         self._checkpointer.load_weights(Path(path))
 
     def averaged_model(self, decay: float) -> AveragedModel:
@@ -463,14 +494,14 @@ class Engine:
         It begins with the present weights, or with the average of a checkpoint that was loaded; loading a checkpoint
         without one restarts it. All ranks together.
         """
-        self._parts.refuse_if_closed()
-        average = self._parts.average
+        self._refuse_if_closed()
+        average = self._average
         if average.decay is not None:
             raise InputError(
                 f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
                 f"{average.decay}; use what the first call returned, and set its decay to change that"
             )
-        model = AveragedModel(self._parts, self._checkpointer, decay)
+        model = AveragedModel(self, self._state, self._accumulation, decay)
         average.restart(besides=average.values)
         return model
 
@@ -486,33 +517,15 @@ class Engine:
         Raises:
             CheckpointError: after closing, if a save in the background failed.
         """
-        parts = self._parts
-        parts.accumulation.refuse_averaged("engine.close()")
+        self._accumulation.refuse_averaged("engine.close()")
         try:
-            self._close_hooks(None)
+            self._hooks.close(None)
             self._checkpointer.wait()
-            if not parts.closed:
-                parts.update.sync_writes()
+            if not self._closed:
+                self._update.sync_writes()
         finally:
-            self._give_back()
-            self.context.close()
-
-    def _give_back(self, failed: bool = False) -> None:
-        """See `close`. After an error (`failed`) other ranks may be gone."""
-        parts = self._parts
-        if parts.closed:
-            return
-        parts.accumulation.clear()
-        parts.average.values.clear()
-        parts.closed = True
-        parts.guard.remove()
-        parts.update.close(undo=not parts.division.divides)
-        if parts.accumulation.reducer is not None:
-            parts.accumulation.reducer.close()
-        if not failed:
-            parts.executor.close()
-        self._checkpointer.close()
-        parts.division.close()
+            self._closed = True
+            self._ends.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -522,9 +535,8 @@ class Engine:
         if kind is None:
             self.close()
         else:
-            self._close_hooks(error)
-            self._give_back(failed=True)
-            self.context.leave()
+            self._closed = True
+            self._ends.__exit__(kind, error, None)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -532,37 +544,34 @@ class Engine:
             "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
         )
 
-    # -- hooks -------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------------------
 
-    def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
-        self._hooks = tuple(hooks)
-        self._before_forward = self._hooks_on("before_forward")
-        self._before_backward = self._hooks_on("before_backward")
-        self._after_backward = self._hooks_on("after_backward")
-        self._before_step = self._hooks_on("before_step")
-        self._after_step = self._hooks_on("after_step")
-        self._on_error = self._hooks_on("on_error")
-        if self._parts.dataloader is not None:
-            self._parts.dataloader.before_fetch = self._hooks_on("before_fetch")
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")
 
-    def _hooks_on(self, event: str) -> tuple[Callable[..., None], ...]:
-        """The hooks' methods for `event`, of those that override it."""
-        default = getattr(EngineHook, event)
-        return tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not default)
+    def _before_call(self, call: str, keeps_gradients: bool = True) -> None:
+        """Before a `call` ("engine.save()") that all ranks make together.
+
+        Raises InputError if the engine is closed or has averaged weights or, with `keeps_gradients`, within an
+        accumulation cycle.
+        """
+        self._refuse_if_closed()
+        if keeps_gradients:
+            self._accumulation.refuse_unfinished(call)
+        else:
+            self._accumulation.refuse_averaged(call)
+        self.context.agree_on_call(call.removesuffix("()"))
 
     @contextmanager
-    def _with_hook(self, hook: EngineHook) -> Iterator[None]:
-        """A scope in which `hook` also runs."""
-        self._set_hooks([*self._hooks, hook])
+    def _explained(self) -> Iterator[None]:
+        """A scope in which known errors of torch are explained."""
         try:
             yield
-        finally:
-            self._set_hooks(other for other in self._hooks if other is not hook)
-
-    def _close_hooks(self, error: BaseException | None) -> None:
-        hooks, self._hooks = self._hooks, ()
-        for hook in hooks:
-            hook.close(error)
+        except RuntimeError as error:
+            self._parallel.explain(error)
+            self._precision.explain(self.model, error)
+            raise
 
 
 def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:

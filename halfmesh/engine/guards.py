@@ -24,7 +24,8 @@ from ..utils.torch_private import grad_hooks, versions
 from .parallelize import ParallelModel
 
 if TYPE_CHECKING:
-    from .parts import EngineParts
+    from ..checkpoint.state import ShardedState
+    from ..data.loader import EngineDataLoader
 
 
 _log = get_logger(__name__)
@@ -320,16 +321,18 @@ class CountedBatches(EngineHook):
     not iterated, for each training forward with a backward.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+    def __init__(self, model: nn.Module, loader: EngineDataLoader | None, length: int) -> None:
+        self._model = model
+        self._loader = loader
+        self._length = length
         self._is_new_forward = False
         self._batches = self._late_steps = 0
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._is_new_forward |= self._parts.model.training
+        self._is_new_forward |= self._model.training
 
     def after_backward(self, loss: Any) -> None:
-        loader = self._parts.dataloader
+        loader = self._loader
         self._batches += loader.is_untouched if loader is not None and loader.runs else self._is_new_forward
         self._is_new_forward = False
 
@@ -337,32 +340,32 @@ class CountedBatches(EngineHook):
         batches, self._batches = self._batches, 0
         self._late_steps += batches > 1
         if batches > 1 and self._late_steps == 2:
-            length = self._parts.accumulation.length
             _log.warning(
                 "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them "
                 "itself: each call stands for one batch, so that updates are made of more batches than they are "
                 "divided by. Delete the `if` around engine.step() and call it for each batch; or set "
                 "gradient_accumulation=1 and divide the loss by %d yourself",
-                *(batches, length, batches),
+                *(batches, self._length, batches),
             )
 
 
 class SameInputs(EngineHook):
     """Warns after the first update if the user's own loader gives all data ranks the same batches."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+    def __init__(self, model: nn.Module, context: ParallelContext) -> None:
+        self._model = model
+        self._context = context
         self._inputs: Any = None
         self._is_over = False
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_over and self._parts.model.training:
+        if not self._is_over and self._model.training:
             self._inputs = args, kwargs
 
     def after_step(self, result: StepResult) -> None:
         if self._is_over:
             return
-        context = self._parts.context
+        context = self._context
         inputs = tensors_of(self._inputs)
         if not is_simulated() and same_on_ranks(inputs, context.dp_group) and inputs:
             _log.warning(
@@ -380,31 +383,32 @@ class ForwardWrites(EngineHook):
     hold the same weights and see other data. Looks before the first `engine.step`, the tenth, the hundredth and so on;
     before an evaluation, which may be meant to be of other weights, it warns of what is lost."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+    def __init__(self, state: ShardedState, context: ParallelContext) -> None:
+        self._state = state
+        self._context = context
         self._steps = 0
         self._evaluated = -1  # at which of the steps
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._parts.model.training and self._evaluated != self._steps:
+        if not self._state.model.training and self._evaluated != self._steps:
             self._evaluated = self._steps
-            self._parts.update.master_weights.tell_uncounted()
+            self._state.update.master_weights.tell_uncounted()
 
     def before_step(self) -> None:
         self._steps += 1
-        data = self._parts.division.data
+        data = self._state.division.data
         if is_checked(self._steps):
-            uncounted = self._parts.update.master_weights.uncounted()
+            uncounted = self._state.update.master_weights.uncounted()
             found = data.find_lost_writes(False), uncounted, self._find_unlike()
-            everyone = zip(*self._parts.context.everyone(found), strict=True)
+            everyone = zip(*self._context.everyone(found), strict=True)
             _refuse(*(sorted({name for names in theirs for name in names}) for theirs in everyone))
         if is_checked(self._steps + 1):
             data.find_lost_writes(True)
 
     def _find_unlike(self) -> set[str]:
         """Those that differ between ranks that should have the same."""
-        context, division = self._parts.context, self._parts.division
-        held, found = dict(self._parts.model.named_parameters()), set[str]()
+        context, division = self._context, self._state.division
+        held, found = dict(self._state.model.named_parameters()), set[str]()
         apart = [axis for axis in division.axes.values() if axis.dim in division.own_rng_axes]
         groups: list[Any] = [(context.dp_group, set(held))] if context.dp_size > 1 else []
         groups += [(context.group(a.dim), {n for n, p in held.items() if a.replicas(p) == a.size}) for a in apart]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from ..amp.convert import convert
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.plugin import AMP_PLUGINS, Backend
 from ..amp.precision import find_kept_problems
-from ..amp.recipe import Recipe, UpdateOptions
+from ..amp.recipe import UpdateOptions
 from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.state import ShardedState
 from ..config.composition import Setup, batch_size, find_advice
 from ..config.config import Config
 from ..config.load import load_config
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader
 from ..debug.nonfinite import NonFiniteProbes
+from ..debug.probes import Criterion
 from ..distributed.failures import recorded_for_torchrun
 from ..errors import IncompatibleConfigError, InputError, problem_list
 from ..parallel.deferred.creation import build, convert_to_meta, refuse_early_state
@@ -32,7 +35,7 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.objects import is_simulated
 from ..parallel.rank_checks import same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
-from ..utils.engine_hook import EngineHook
+from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
 from ..utils.optimizer_state import move_state
 from ..utils.torch_private import has_no_memory
@@ -47,7 +50,6 @@ from .launch import Launch
 from .lr_scheduler import LRAdvance
 from .parallel_plans import Plans, make_plans
 from .parallelize import ParallelModel
-from .parts import EngineParts
 from .summary import make_plan
 
 _log = get_logger(__name__)
@@ -114,7 +116,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     if settings.global_batch_size is not None:
         setup = setup.accumulate(batch_size(given.dataloader))
         compat.raise_for(compat.check_setup(setup, place.type))  # with the length of a cycle
-    settings, recipe = setup.config, setup.recipe
+    settings = setup.config
     with ExitStack() as undo:  # after an error the model can be given again
         given = _build(given, undo)
         plans = _refuse_problems(given, setup, place)
@@ -128,34 +130,38 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         context, loaders, late = _prepare(given, setup, place, group)
         undo.pop_all()
     context.broadcast_initial_state(given.model, given.optimizer)
-    sharded = bool(plans.axes) or plans.strategy.shards_state
-    with _given_back(sharded) as undo:
-        parts = _convert(given, recipe, settings, context, loaders, plans, late, undo)
-        checkpointer = Checkpointer(parts)
-        engine = undo.enter_context(Engine(parts, checkpointer))
-        engine.plan = make_plan(parts, recipe, given.dataloader)
+    ends = ExitStack()  # what closes the engine
+    try:
+        engine = _make_engine(given, setup, context, loaders, plans, late, ends)
         _log.info("%s", engine.plan)
         for advice in find_advice(setup) if context.dp_size > 1 else ():
             _log.info("advice: %s", advice)
-        engine._set_hooks(_make_hooks(parts, checkpointer))
         owner = group if launch is None else launch.group
         if owner is not None:
-            owner.failures.watch(parts)
-        engine.context.begin_calls(owner)
+            owner.failures.watch(engine)
+        context.begin_calls(owner)
         _resume(engine)
+    except BaseException as error:
+        ends.__exit__(type(error), error, None)
+        if plans.axes or plans.strategy.shards_state:
+            error.add_note(
+                "model and optimizer were sharded by then and cannot be given back: before you call initialize again, "
+                "build new ones"
+            )
+        raise
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
         _log.warning(
             "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, so "
             "checkpoints have it, too; to avoid this, pass the uncompiled model and set compile = True in the config"
         )
     if group is not None:
-        group.join(engine.context)  # not earlier: a refused call closes nothing
+        group.join(context)  # not earlier: a refused call closes nothing
     return engine
 
 
 def _prepare(
     given: _Given, setup: Setup, device: torch.device, group: launchers.OwnedGroup | None
-) -> tuple[ParallelContext, list[Any], Materializer | None]:
+) -> tuple[ParallelContext, list[ShardedLoader | None], Materializer | None]:
     """Run the checks of all ranks together, before anything is changed."""
     config, context = setup.config, ParallelContext(setup.dims, device, group, setup.config.timeout)
     same_on_ranks(
@@ -168,104 +174,106 @@ def _prepare(
     ]
     if setup.strategy.shards_model:
         inputs.refuse_uneven_evaluation(loaders[1], context)
-    late = make_materializer(given.model, context)
-    if late is not None:
-        late.check = inputs.overflow_check(given.model, setup.recipe)
+    late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
     return context, loaders, late
 
 
-def _convert(
+def _make_engine(
     given: _Given,
-    recipe: Recipe,
-    config: Config,
+    setup: Setup,
     context: ParallelContext,
-    loaders: list[Any],
+    loaders: list[ShardedLoader | None],
     plans: Plans,
     late: Materializer | None,
-    undo: ExitStack,
-) -> EngineParts:
-    """Parallelize and cast the model, and build the parts. From here on the user's objects change."""
+    ends: ExitStack,
+) -> Engine:
+    """Parallelize and cast the model, and make the engine. From here on the user's objects change; `ends` gives them
+    back."""
+    config, recipe, model = setup.config, setup.recipe, given.model
+    ends.push(lambda kind, *_: context.close() if kind is None else context.leave())
     # Before the model goes to the device, which may not have room for all of it.
-    division = ParallelModel(given.model, given.optimizer, plans, config, context, late)
-    shards = division.make_shards(given.model, given.optimizer, given.criterion, recipe)
+    division = ParallelModel(model, given.optimizer, plans, config, context, late)
+    shards = division.make_shards(model, given.optimizer, given.criterion, recipe)
+    ends.callback(division.close)
     move_state(given.optimizer)
-    backend, options = _backend(config), _update_options(config)
+    backend, data = _backend(config), division.data
     update = convert(
-        given.model, given.optimizer, shards, recipe, context, options, division.data.update_device, backend.cast_model
+        model,
+        given.optimizer,
+        shards,
+        recipe,
+        context,
+        _update_options(config),
+        data.update_device,
+        backend.cast_model,
+        data.publisher,
     )
-    undo.callback(division.close)
-    undo.callback(update.close, undo=not division.divides)
-    update.publisher = division.data.publisher
+    ends.callback(update.close, undo=not division.divides)
     precision = backend.precision(recipe, context.device)
-    reducer = _make_reduction(given.model, update, context, config, division)
+    reducer = _make_reduction(model, update, context, config, division)
     if reducer is not None:
-        undo.callback(reducer.close)
+        ends.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
     has_divisor = config.gradient_accumulation > 1 or config.loss_reduction == "weighted"
-    guard = GradientGuard(update, given.model, sharded=bool(division.axes), has_divisor=has_divisor)
-    accumulation = Accumulation(update, precision, guard, *cycle, context, reducer, SameTrained(update, context))
-    executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
-    division.checkpoint_and_compile(given.model)
+    gradients = GradientGuard(update, model, sharded=bool(division.axes), has_divisor=has_divisor)
+    accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
+    executor = make_executor(division, model, precision, update, accumulation, context, config.parallel.pipeline)
+    ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
+    division.checkpoint_and_compile(model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
-    train, evaluation = loaders
+    state, progress, hooks = ShardedState(model, update, division, WeightAverage(update)), Progress(), Hooks()
+    ends.callback(state.average.values.clear)
+    guard = ModelGuard(model, update.optimizer, recipe, context.device, division)
+    ends.callback(guard.remove)
     needs_end = config.gradient_accumulation > 1  # with 1, each batch ends its cycle
-    parts = EngineParts(
-        model=given.model,
-        criterion=given.criterion,
-        update=update,
-        precision=precision,
-        context=context,
-        executor=executor,
-        division=division,
-        accumulation=accumulation,
-        lr=lr,
-        config=config,
-        dataloader=None if train is None else EngineDataLoader(train, context, config.seed, lr.end_epoch, needs_end),
-        eval_dataloader=None if evaluation is None else EngineDataLoader(evaluation, context, config.seed),
-        average=WeightAverage(update),
-        guard=ModelGuard(given.model, update.optimizer, update.recipe, context.device, division),
-    )
-    undo.pop_all()  # the engine does it from now on
-    return parts
-
-
-@contextmanager
-def _given_back(sharded: bool) -> Iterator[ExitStack]:
-    """A scope in which model and optimizer change. After an error the stack is undone, as by `close`; if they are
-    `sharded` the error says that they cannot be used any more."""
-    try:
-        with ExitStack() as undo:
-            yield undo
-            undo.pop_all()
-    except BaseException as error:
-        if sharded:
-            error.add_note(
-                "model and optimizer were sharded by then and cannot be given back: before you call initialize again, "
-                "build new ones"
-            )
-        raise
-
-
-def _make_hooks(parts: EngineParts, checkpointer: Checkpointer) -> list[EngineHook]:
-    """The hooks that the config needs; modules of unused features are not imported."""
-    config, context, hooks = parts.config, parts.context, list[EngineHook]()
+    train, evaluation = loaders
+    train_loader = eval_loader = None
+    if train is not None:
+        on_fetch = partial(hooks.run, "before_fetch")
+        train_loader = EngineDataLoader(train, context, config.seed, lr.end_epoch, needs_end, on_fetch)
+    if evaluation is not None:
+        eval_loader = EngineDataLoader(evaluation, context, config.seed)
+    checkpointer = Checkpointer(state, context, config, progress, lr, train_loader, guard)
+    ends.callback(checkpointer.close)
+    ends.callback(accumulation.clear)
+    criterion, preemption = Criterion(given.criterion), None
+    ends.push(lambda kind, error, _: hooks.close(error))
     if config.debug == "sync" and context.size > 1 and not is_simulated():  # a dry run has one process
         from ..debug.sync_check import SyncCheck
 
-        hooks.append(SyncCheck(parts))
-    if not any(map(has_no_memory, parts.model.parameters())):  # as in a dry run
-        hooks.append(ForwardWrites(parts))
-    hooks.append(NonFiniteProbes(parts))
+        hooks.add(SyncCheck(state, context, progress, train_loader))
+    if not any(map(has_no_memory, model.parameters())):  # as in a dry run
+        hooks.add(ForwardWrites(state, context))
+    hooks.add(NonFiniteProbes(state, executor.stages, criterion, accumulation, context, config, progress))
     if config.gradient_accumulation > 1:
-        hooks.append(CountedBatches(parts))
-    if parts.dataloader is None and context.dp_size > 1:
-        hooks.append(SameInputs(parts))
+        hooks.add(CountedBatches(model, train_loader, accumulation.length))
+    if train is None and context.dp_size > 1:
+        hooks.add(SameInputs(model, context))
     if config.checkpoint is not None:
         from ..checkpoint.preemption import PreemptionHook
 
-        checkpointer.preemption = PreemptionHook(parts, checkpointer, config.checkpoint)
-        hooks.append(checkpointer.preemption)
-    return hooks
+        both = train_loader, eval_loader
+        preemption = PreemptionHook(config.checkpoint, model, context, progress, accumulation, both, checkpointer)
+        hooks.add(preemption)
+    return Engine(
+        state=state,
+        criterion=criterion,
+        context=context,
+        config=config,
+        plan=make_plan(config, context, state, lr, recipe, given.dataloader),
+        precision=precision,
+        accumulation=accumulation,
+        executor=executor,
+        lr=lr,
+        dataloader=train_loader,
+        eval_dataloader=eval_loader,
+        progress=progress,
+        guard=guard,
+        hooks=hooks,
+        checkpointer=checkpointer,
+        preemption=preemption,
+        ends=ends,
+    )
 
 
 def _make_reduction(

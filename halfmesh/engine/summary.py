@@ -19,7 +19,11 @@ from ..parallel.dims import in_words
 from ..utils.tensors import bucket_bytes, dtype_name
 
 if TYPE_CHECKING:
-    from .parts import EngineParts
+    from ..checkpoint.state import ShardedState
+    from ..config import Config
+    from ..parallel.mesh import ParallelContext
+    from .lr_scheduler import LRAdvance
+    from .parallelize import ParallelModel
 
 # fp32 tensors of a parameter's size that each optimizer keeps.
 _STATE_TENSORS = {
@@ -130,12 +134,14 @@ class EffectivePlan:
         return "\n".join([title, *(f"  {name + ':':<11} {text}" for name, text in self.rows.items())])
 
 
-def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
+def make_plan(
+    config: Config, context: ParallelContext, state: ShardedState, lr: LRAdvance, recipe: Recipe, loader: Any
+) -> EffectivePlan:
     """The plan of an engine whose model is parallelized and cast; `loader` is the user's."""
-    config, context, division = parts.config, parts.context, parts.division
+    model, update, division = state.model, state.update, state.division
     size, cycle = batch_size(loader), config.gradient_accumulation
     reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dp_size > 1 else None
-    held = state_bytes(parts.model, parts.update, reduced)
+    held = state_bytes(model, update, reduced)
     batch = f"{size or '?'} per rank x {context.dp_size} data rank(s) x {cycle} accumulated"
     total = size and size * context.dp_size * cycle
     if total:
@@ -146,14 +152,14 @@ def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
         f"{'?' if held.optimizer is None else readable(held.optimizer)}"
     )
     rows = {
-        "precision": _precision(parts, recipe),
+        "precision": _precision(config, context, model, recipe),
         "loss scale": _loss_scale(recipe),
-        **_layout(parts),
-        "compile": _compile(parts),
-        "activations": _activations(parts),
+        **_layout(config, context, model, division),
+        "compile": _compile(config, model, division),
+        "activations": _activations(config, division),
         "values": None if division.late is None else division.late.description,
         "batch": batch,
-        "update": _update(parts),
+        "update": _update(config, state, lr),
         "memory": memory,
     }
     scale = recipe.loss_scale
@@ -168,14 +174,14 @@ def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
     return EffectivePlan({name: text for name, text in rows.items() if text is not None}, values, config.name)
 
 
-def _precision(parts: EngineParts, recipe: Recipe) -> str:
-    precision = parts.config.precision
+def _precision(config: Config, context: ParallelContext, model: nn.Module, recipe: Recipe) -> str:
+    precision = config.precision
     mode = "none" if precision is None else precision.label
     params = "as given" if recipe.param_dtype is None else dtype_name(recipe.param_dtype)
     how = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}[recipe.cast_lists] if recipe.autocast else ""
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
     masters = ", fp32 masters" if recipe.master_weights else ""
-    linear = "" if recipe.linear is None else f", {recipe.linear.describe(parts.model, parts.context.device)}"
+    linear = "" if recipe.linear is None else f", {recipe.linear.describe(model, context.device)}"
     return f"mode {mode}, compute {dtype_name(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
 
 
@@ -192,14 +198,14 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(parts: EngineParts) -> dict[str, str]:
+def _layout(config: Config, context: ParallelContext, model: nn.Module, division: ParallelModel) -> dict[str, str]:
     """The mesh, this rank's coordinates in it, and notes of the axes."""
-    context, division, parallel = parts.context, parts.division, parts.config.parallel
+    parallel = config.parallel
     mesh = in_words(context.sizes) + f" on {context.device.type}"
     if context.size == 1:
         return {"layout": f"{mesh}; one process holds all of the model{division.data.text}"}
     came = {part.source.param: part.model_param for part in division.data.shards if part.source is not None}
-    held = dict(parts.model.named_parameters())
+    held = dict(model.named_parameters())
     params = {name: came.get(param, param) for name, param in held.items()}
     sizes = {name: param.numel() for name, param in held.items()}
     rows, layouts = dict[str, str](), list[str]()
@@ -214,13 +220,13 @@ def _layout(parts: EngineParts) -> dict[str, str]:
     return {"layout": f"{mesh}; {text}", **rows}
 
 
-def _compile(parts: EngineParts) -> str | None:
+def _compile(config: Config, model: nn.Module, division: ParallelModel) -> str | None:
     """The compiled modules of this rank and the options, in words."""
-    options, compiled = parts.config.compile, parts.division.compiled
-    if not parts.division.plans.compiled:
+    options, compiled = config.compile, division.compiled
+    if not division.plans.compiled:
         return None
     what = "the whole model"
-    if compiled != [parts.model]:
+    if compiled != [model]:
         kinds = Counter(type(module).__name__ for module in compiled)
         what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nothing on this rank"
     settings = [f"{key}={value!r}" for key in ("mode", "dynamic") if (value := getattr(options, key)) is not None]
@@ -228,9 +234,9 @@ def _compile(parts: EngineParts) -> str | None:
     return ", ".join([f"{what} with {options.backend}, when first called", *settings])
 
 
-def _activations(parts: EngineParts) -> str | None:
+def _activations(config: Config, division: ParallelModel) -> str | None:
     """The modules of this rank that are recomputed in backward, and the activations offloaded to the host."""
-    division, options = parts.division, parts.config.activation_checkpoint
+    options = config.activation_checkpoint
     words = []
     if division.plans.recomputed:
         kind = "module(s)" if options.patterns else "block(s)"
@@ -240,8 +246,8 @@ def _activations(parts: EngineParts) -> str | None:
     return ", ".join(words) or None
 
 
-def _update(parts: EngineParts) -> str:
-    update, max_norm = parts.update, parts.config.clip_grad_norm.max_norm
+def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
+    update, max_norm = state.update, config.clip_grad_norm.max_norm
     stepper, masters = update.stepper, update.master_weights
     fused = "fused" if stepper.takes_grad_scale else "not fused"
     fused += " by fused='auto'" if stepper.switched else ""
@@ -249,12 +255,12 @@ def _update(parts: EngineParts) -> str:
     words = [f"{type(update.optimizer).__name__} ({fused})"]
     if max_norm:
         words.append(f"clip norm {max_norm:g}")
-    if parts.lr.scheduler is not None:
+    if lr.scheduler is not None:
         when = {"step": "after each update", "epoch": "after each epoch", "manual": "advanced by the loop"}
-        words.append(f"{type(parts.lr.scheduler).__name__} {when[parts.config.lr_interval]}")
+        words.append(f"{type(lr.scheduler).__name__} {when[config.lr_interval]}")
     if masters.masters and stepper.can_step_in_buckets:
         words.append("masters' gradients in buckets")
-    trainable = sum(param.requires_grad for param in parts.model.parameters())
+    trainable = sum(param.requires_grad for param in state.model.parameters())
     left = trainable - sum(shard.param.requires_grad for shard in masters.trained)
     if left:
         words.append(f"{left} trainable parameter(s) left out")

@@ -1,12 +1,33 @@
-"""The contract of hooks on an engine's loop."""
+"""How far training is, and hooks on an engine's loop."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
     from ..errors import NonFiniteError
+
+
+RESULT_HISTORY = 60
+"""Step results that an engine keeps."""
+
+
+@dataclass(eq=False)
+class Progress:
+    """How far the training of an engine is.
+
+    Attributes:
+        global_step: optimizer steps attempted so far, skipped ones included.
+        results: of the last steps, the newest last.
+    """
+
+    global_step: int = 0
+    results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))
 
 
 class EngineHook:
@@ -36,5 +57,47 @@ class EngineHook:
     def on_error(self, error: NonFiniteError) -> None:
         """Called when an update raised `error`, on all ranks."""
 
+    def after_load(self) -> None:
+        """Called when a checkpoint, or a state dict, was loaded."""
+
     def close(self, error: BaseException | None) -> None:
         """Called when the engine closes, because of `error` if there is one; other ranks may have ended already."""
+
+
+class Hooks:
+    """The hooks of an engine."""
+
+    def __init__(self) -> None:
+        self._hooks: list[EngineHook] = []
+        self._calls: dict[str, list[Callable[..., None]]] = {}
+
+    def add(self, hook: EngineHook) -> None:
+        """From now on `hook` runs after the others."""
+        self._set([*self._hooks, hook])
+
+    @contextmanager
+    def added(self, hook: EngineHook) -> Iterator[None]:
+        """A scope in which `hook` also runs."""
+        self.add(hook)
+        try:
+            yield
+        finally:
+            self._set([other for other in self._hooks if other is not hook])
+
+    def run(self, event: str, *args: Any) -> None:
+        """Call the hooks that override `event`."""
+        for call in self._calls.get(event, ()):
+            call(*args)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the hooks, once."""
+        hooks = self._hooks
+        self._set([])
+        for hook in hooks:
+            hook.close(error)
+
+    def _set(self, hooks: list[EngineHook]) -> None:
+        self._hooks, self._calls = hooks, {}
+        for event in (name for name in vars(EngineHook) if not name.startswith("_")):
+            overriding = [hook for hook in hooks if getattr(type(hook), event) is not getattr(EngineHook, event)]
+            self._calls[event] = [getattr(hook, event) for hook in overriding]

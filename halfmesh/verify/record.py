@@ -6,19 +6,16 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from ..amp.step_result import StepResult
-from ..checkpoint.state import ShardedState
 from ..debug.probes import Probes, Visit
-from ..engine.parts import EngineParts
+from ..engine.engine import Engine
 from ..parallel.shard_spec import Placement, whole
 from ..utils.tensors import count_rows, map_named, parameter_names, position_names
 
@@ -123,8 +120,8 @@ class Store:
 class Recorder(Probes):
     """Hands what the modules of a model compute to a sink."""
 
-    def __init__(self, parts: Any, sink: Sink) -> None:
-        super().__init__(parts)
+    def __init__(self, model: nn.Module, sink: Sink, *more: Any) -> None:
+        super().__init__(model, *more)
         self.sink = sink
         self.update = self.call = 0
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -154,7 +151,7 @@ class Recorder(Probes):
         if user is None or isinstance(user.module, nn.MultiheadAttention) or not isinstance(self.sink, Store):
             return
         if not any(param is own for own in user.module.parameters(recurse=False)):
-            names = (name for name, own in self._parts.model.named_parameters() if own is param)
+            names = (name for name, own in self._model.named_parameters() if own is param)
             self.sink.direct.update(dict.fromkeys(names, user.name))
 
     def detach(self) -> None:
@@ -188,24 +185,24 @@ class Recorder(Probes):
 
 
 class EngineRecorder(Recorder):
-    """Hands all that an engine computes to a sink; use it in `engine._with_hook`."""
+    """Hands all that an engine computes to a sink; use it in `engine._hooks.added`."""
 
-    def __init__(self, parts: EngineParts, sink: Sink) -> None:
-        super().__init__(replace(parts, criterion=None), sink)
-        self._engine, self._state = parts, ShardedState(parts.model, parts.update, parts.division)
+    def __init__(self, engine: Engine, sink: Sink) -> None:
+        super().__init__(engine.model, sink, engine._parallel, engine._executor.stages)
+        self._engine, self._state = engine, engine._state
         self._position = -1
         self._losses: list[Any] = []
 
     def attach(self) -> None:
         """Put the hooks on, and record the weights with which training begins."""
         super().attach()
-        self._scope.callback(setattr, self._engine.update, "step", self._engine.update.step)
-        self._engine.update.step = partial(self._step, self._engine.update.step)  # type: ignore[method-assign]
+        self._scope.callback(setattr, self._engine._update, "step", self._engine._update.step)
+        self._engine._update.step = partial(self._step, self._engine._update.step)  # type: ignore[method-assign]
         self.weights("update", -1)
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         """See `EngineHook`."""
-        index, place = self._engine.accumulation.index, self._engine.context
+        index, place = self._engine._accumulation.index, self._engine.context
         if self._engine.model.training and index != self._position:
             if self._position < 0 and self.update:
                 self._begins()
@@ -219,7 +216,7 @@ class EngineRecorder(Recorder):
 
     def _step(self, step: Any, divisor: Any = 1.0) -> StepResult:
         """The gradients of an update are complete: unscaled, and before clipping."""
-        update, division = self._engine.update, self._engine.division
+        update, division = self._engine._update, self._engine._parallel
         names = {id(shard): name for shard, name in self._state.names()}
         _, total = update.loss_scales.grad_divisor(divisor)
         for shard, grad in update.gradients().items():
@@ -242,7 +239,7 @@ class EngineRecorder(Recorder):
     @torch.no_grad()
     def weights(self, what: str, update: int) -> None:
         """Record what the optimizer holds, and the buffers. (A state dict would let fsdp free what it gathered.)"""
-        division, masters = self._engine.division, self._engine.update.master_weights
+        division, masters = self._engine._parallel, self._engine._update.master_weights
         for shard, name in self._state.names():
             held = masters.target(shard).detach()
             if held.is_floating_point():
@@ -257,14 +254,8 @@ class EngineRecorder(Recorder):
         """Record the weights that the model computes with."""
         for shard, name in self._state.names():
             held = shard if shard.source is None or shard.original is not None else shard.source
-            placement = self._engine.division.placement(held)
+            placement = self._engine._parallel.placement(held)
             self.sink.parameter(Key(self.update, 0, "begin", name), held.param.detach(), placement)
-
-
-def plain_parts(model: nn.Module) -> Any:
-    """The parts of an engine that `Recorder` asks for, of a model that a loop of torch trains."""
-    division = SimpleNamespace(plans=SimpleNamespace(partition=None), compiled=[])
-    return SimpleNamespace(model=model, criterion=None, division=division, executor=SimpleNamespace(stages=[]))
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from ..parallel.shard_spec import whole
 from ..utils.tensors import count_rows, map_tensors
 from . import layout
 from .compare import Comparison, Coordinates, Measures
-from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, plain_parts, record_weights
+from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, record_weights
 from .subject import Subject, Undropped, cast, decay, join, make_subject, split_rows
 
 
@@ -86,7 +86,7 @@ def _train_plain(case: Case, subject: Subject, store: Sink, calls: int) -> None:
         subject.criterion.to(case.device)
     optimizer = subject.optimizer(list(model.parameters()))
     scheduler = LambdaLR(optimizer, decay)
-    recorder = Recorder(plain_parts(model), store)
+    recorder = Recorder(model, store)
     record_weights(model, store, -1, "update")
     recorder.attach()
     for update in range(case.updates):
@@ -182,7 +182,7 @@ def comparison(case: Case, store: Store, calls: int, other: Store | None, engine
     """The sink of this rank, as its engine says where it is."""
     context = engine.context
     axes = {axis: (context.coordinate(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
-    tp = engine._parts.division.axes.get("tensor")
+    tp = engine._parallel.axes.get("tensor")
     # Where ranks exchange tokens: what such a layer has inside are others' rows.
     apart = [f"{name}." for name, module in engine.model.named_modules() if vars(module).get("is_divided_by_engine")]
     here = Coordinates(
@@ -192,7 +192,7 @@ def comparison(case: Case, store: Store, calls: int, other: Store | None, engine
         axes,
         tuple(apart),
         tuple(name for name, param in engine.model.named_parameters() if tp is not None and param in tp.splits),
-        any(getattr(axis, "sharded_dim", None) == ROWS for axis in engine._parts.division.axes.values()),
+        any(getattr(axis, "sharded_dim", None) == ROWS for axis in engine._parallel.axes.values()),
     )
     return Comparison(store, here, calls, other)
 
@@ -206,9 +206,9 @@ def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) ->
         subject.model, subject.optimizer, criterion, None, case.config, lr_scheduler=scheduler, device=case.device
     )
     made: Sink = sink(engine) if isinstance(sink, partial) else sink
-    recorder = EngineRecorder(engine._parts, made)
+    recorder = EngineRecorder(engine, made)
     engine.train()
-    with engine._with_hook(recorder):
+    with engine._hooks.added(recorder):
         recorder.attach()
         try:
             for update in range(case.updates):

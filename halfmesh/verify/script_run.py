@@ -174,19 +174,19 @@ class ScriptRun:
         self.engine, engine.__class__, engine.run = engine, _Engine, self
         cycle = {"gradient_accumulation": engine.config.gradient_accumulation, "global_batch_size": None}
         self.config = self.config.model_copy(update=cycle)
-        place, parts = engine.context.dp_rank, engine._parts
+        place, loader = engine.context.dp_rank, engine._dataloader
         kept = kept[place : place + 1] if self.use == "own" else kept
         self._kept = kept[0] if kept else Kept(weights)
         self._tapes = {
             kind: _merge([getattr(one, kind) for one in kept], self.pieces if self.use == "each" else 0)
             for kind in ("batches", "calls")
         }
-        parts.update.step = partial(self._update, parts.update.step)
-        if parts.dataloader is not None:
-            parts.dataloader._on_device = partial(self._feed, parts.dataloader._on_device)
+        engine._update.step = partial(self._update, engine._update.step)
+        if loader is not None:
+            loader._on_device = partial(self._feed, loader._on_device)
         if self.sink is not None:
-            self._recorder = EngineRecorder(parts, self.sink(engine))
-            engine._set_hooks([*engine._hooks, self._recorder])
+            self._recorder = EngineRecorder(engine, self.sink(engine))
+            engine._hooks.add(self._recorder)
             self._recorder.attach()
         return engine
 
@@ -235,7 +235,7 @@ class ScriptRun:
         context = self.engine.context
         if self.use == "keep" and not any(context.coordinate(axis) for axis in context.sizes if axis != "dp"):
             torch.save(self._kept, self.script.folder / f"{context.dp_rank}.kept")
-        self.engine._parts.executor.close()  # waits for what is being sent
+        self.engine._executor.close()  # waits for what is being sent
         raise _Done
 
     def _give(self, own: Any) -> Any:

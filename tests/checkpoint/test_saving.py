@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.checkpoint.folder import LOCK
+from halfmesh.checkpoint.storage import LOCK
 from halfmesh.distributed.rank_process import RankError
 from halfmesh.errors import CheckpointError, InputError
 from tests.support.checkpoint_runs import make_engine, make_small, train

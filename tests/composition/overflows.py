@@ -52,7 +52,7 @@ def overflow(rank: int, world_size: int, cell: Cell) -> tuple[list[Overflow], st
     engine = make_engine(cell, rank)
     batch = next(iter(engine.dataloader))
     seen = []
-    held = {shard.name: shard.param for shard in engine._parts.update.master_weights.trained if shard.param.numel()}
+    held = {shard.name: shard.param for shard in engine._update.master_weights.trained if shard.param.numel()}
     for kind, name in KINDS.items():
         for where in range(world_size):
             if not _any_rank(rank == where and name in held):  # not every rank holds all, or a part of all
@@ -86,7 +86,7 @@ def _poison(param: nn.Parameter) -> None:
 
 def _gradients(engine: halfmesh.Engine) -> list[torch.Tensor]:
     """As this rank holds them."""
-    return [shard.param.grad for shard in engine._parts.update.master_weights.trained if shard.param.grad is not None]
+    return [shard.param.grad for shard in engine._update.master_weights.trained if shard.param.grad is not None]
 
 
 def _state(engine: halfmesh.Engine) -> list[str]:

@@ -77,7 +77,7 @@ def by_hand(steps: int = STEPS) -> dict[str, torch.Tensor]:
 
 def saved(average: Any, path: Path) -> dict[str, torch.Tensor]:
     average.save_weights(path, format="torch")
-    return torch.load(path) if average._parts.context.rank == 0 else {}
+    return torch.load(path) if average._engine.context.rank == 0 else {}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

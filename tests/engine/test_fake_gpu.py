@@ -97,7 +97,7 @@ def test_a_save_compares_all_masters_by_one_read():
         engine = steps(gpu, MODES["naive_fp16"], adamw)
         gpu.found.clear()
         with gpu.watch(False):
-            found = engine._parts.update.master_weights.by_name()
+            found = engine._update.master_weights.by_name()
     assert len(found) > 3
     assert len([what for what in gpu.found if " reads" in what or "cpu" in what]) == 1, gpu.found
 

@@ -73,7 +73,7 @@ def test_numbers_that_do_not_fit_are_refused(schedule, options, where, words):
 
 def train_and_evaluate(rank, world_size, schedule):
     engine = make(config_of(schedule, clip_grad_norm=0.5, gradient_accumulation=2))
-    places = (engine.context.pp_rank, engine.context.is_last_stage, [m.index for m in engine._parts.executor.stages])
+    places = (engine.context.pp_rank, engine.context.is_last_stage, [m.index for m in engine._executor.stages])
     for number in range(4):
         step(engine, *batch(number))
     engine.eval()

@@ -24,14 +24,18 @@ class Materializer:
     Args:
         tensors: on the meta device, by their names in the whole model.
         values: where the whole value of each is recorded. Values go to the device of `context`.
+        check: is called with the name and value of each tensor of this rank; raises if the value cannot be used.
 
     Attributes:
         description: where the values come from, for the effective plan.
-        check: is called with the name and value of each tensor of this rank; raises if the value cannot be used.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Recorded], context: ParallelContext
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        values: Mapping[str, Recorded],
+        context: ParallelContext,
+        check: Callable[[str, torch.Tensor], None],
     ) -> None:
         self.description = f"made where they are held, one of {len(tensors)} tensors at a time"
         self._left = dict(tensors)
@@ -40,7 +44,7 @@ class Materializer:
         self._problems: list[str] = []
         self._held: set[int] = set()
         self._cuts: Mapping[Any, Cut] = {}
-        self.check: Callable[[str, torch.Tensor], None] = lambda name, value: None
+        self._check = check
 
     def begin(self, model: nn.Module, blocks: Sequence[str], cuts: Mapping[nn.Parameter, Cut] | None) -> None:
         """The model is sharded: this rank needs the tensors that it has now.
@@ -81,15 +85,20 @@ class Materializer:
             if value.untyped_storage().nbytes() > value.numel() * value.element_size():
                 value = value.clone(memory_format=torch.preserve_format)
             try:
-                self.check(name, value)
+                self._check(name, value)
             except InputError as error:
                 self._problems.append(str(error))
             _give(name, tensor, value.to(self._context.device, tensor.dtype))
         return id(tensor)
 
 
-def make_materializer(model: nn.Module, context: ParallelContext) -> Materializer | None:
+def make_materializer(
+    model: nn.Module, context: ParallelContext, check: Callable[[str, torch.Tensor], None]
+) -> Materializer | None:
     """Make the source of values for the tensors of `model`; None if they have them. All ranks together.
+
+    Args:
+        check: see `Materializer`.
 
     Raises:
         InputError: on all ranks, if they have not built the same.
@@ -114,7 +123,7 @@ def make_materializer(model: nn.Module, context: ParallelContext) -> Materialize
     for recording in recordings:
         recording.end()
         recording.seeds = context.from_first(recording.seeds)  # ranks differ in them if the user has not seeded torch
-    return Materializer(tensors, marks, context)
+    return Materializer(tensors, marks, context, check)
 
 
 def materialize(model: nn.Module, optimizer: Any = None) -> None:
