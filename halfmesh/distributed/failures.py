@@ -59,8 +59,7 @@ class FailureWatch:
         self._failed = self._lost = ""  # the first error of each kind
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ending = threading.Event()  # this rank is exiting on its own
-        self._hook, self._previous_hook = self._on_error, sys.excepthook
-        sys.excepthook = self._hook
+        self._previous_hook, sys.excepthook = sys.excepthook, self._on_error
         # Processes of multiprocessing call this, and nothing that is registered with atexit.
         multiprocessing.util.Finalize(None, self._on_exit, exitpriority=0)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
@@ -73,7 +72,7 @@ class FailureWatch:
     def remove(self) -> None:
         """This rank needs the others no longer. A hook that was installed on top of this one stays."""
         self._end("ended")
-        if sys.excepthook == self._hook:
+        if sys.excepthook == self._on_error:
             sys.excepthook = self._previous_hook
 
     def ended(self) -> dict[int, str]:
