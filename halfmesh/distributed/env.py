@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -139,11 +140,8 @@ class RankNames:
 def list_ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 0-3, 7`."""
     some = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in some:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # Consecutive ranks have the same distance from their index.
+    groups = itertools.groupby(enumerate(some), lambda item: item[1] - item[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
     words = (str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else '-'}{run[-1]}" for run in runs)
     return f"rank{'s' * (len(some) != 1)} {', '.join(words)}"

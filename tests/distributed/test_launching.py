@@ -161,6 +161,15 @@ def test_messages_name_a_rank_by_its_place_in_the_mesh(names, name):
     assert names.name(5) == name
 
 
+def test_names_of_several_ranks():
+    names = RankNames(8, {"pp": 1, "dp": 4, "tp": 2})
+    assert names.names([5, 0]) == "rank 0 (dp 0, tp 0), rank 5 (dp 2, tp 1)"
+    assert names.names(range(7)) == "ranks 0-6"
+    assert RankNames(8).names([7, 3, 2, 1, 0]) == "ranks 0-3, 7"
+    assert RankNames(8).names([4, 5, 7]) == "ranks 4, 5, 7"
+    assert RankNames(8).names([3]) == "rank 3"
+
+
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
