@@ -537,6 +537,7 @@ class Engine:
         else:
             self._closed = True
             self._ends.__exit__(kind, error, None)
+            self._ends.callback(self.context.close)  # for a `close` that follows
 
     def __iter__(self) -> NoReturn:
         raise TypeError(

@@ -224,7 +224,10 @@ _PARTS = (
 
 
 class ModelGuard:
-    """Hooks on `model`, which is on `device`, and `optimizer`, until `remove`. Copies of the model have none."""
+    """Hooks on `model`, which is on `device`, and `optimizer`, until `remove`. Copies of the model have none.
+
+    It is a scope, in which the engine itself calls model or optimizer.
+    """
 
     def __init__(
         self,
@@ -244,10 +247,6 @@ class ModelGuard:
             model.register_state_dict_pre_hook(_PartialState(self, "model"))  # these stay: after `close`, too
         if division.divides:
             optimizer.register_state_dict_pre_hook(_PartialState(self, "optimizer"))
-
-    def own_call(self) -> ModelGuard:
-        """A scope in which the engine calls model and optimizer."""
-        return self
 
     def __enter__(self) -> None:
         self.own_calls += 1

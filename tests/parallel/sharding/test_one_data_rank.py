@@ -87,3 +87,13 @@ def test_zero1_with_one_data_rank_says_that_it_is_replicate():
     engine = engine_of(make(), {"data": "zero1"})
     assert "one process holds all of the model (zero1 has nothing to shard over one data rank)" in str(engine.plan)
     engine.close()
+
+
+def test_after_an_error_the_group_stays_until_close():
+    """The other ranks may have to hear of the error."""
+    engine = engine_of(make(), {"data": "fsdp"})
+    with pytest.raises(ZeroDivisionError), engine:
+        raise ZeroDivisionError
+    assert dist.is_initialized()
+    engine.close()
+    assert not dist.is_initialized()
