@@ -151,10 +151,7 @@ class Checkpointer:
         }
 
         def small_files() -> tuple[bytes, bytes]:
-            dataloader = None if self._loader is None else self._loader.state_dict()
-            random = rank_state.rank_random(context, state.division)
-            own = {"random": random, "dataloader": dataloader, "attached": self.attached.state_dict()}
-            return storage.as_bytes(common), storage.as_bytes(own)
+            return storage.as_bytes(common), storage.as_bytes(self._own_state())
 
         from .. import __version__
 
@@ -304,11 +301,17 @@ class Checkpointer:
             "lr_scheduler": self._lr.state_dict(),
             "given": self._settings.in_force,
             "global_step": self._progress.global_step,
-            "dataloader": None if self._loader is None else self._loader.state_dict(),
-            "random": rank_state.rank_random(self._context, state.division),
             "layout": self._part(),
-            "attached": self.attached.state_dict(),
             "average": state.average.state_dict(),
+            **self._own_state(),
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """State that differs between ranks."""
+        return {
+            "random": rank_state.rank_random(self._context, self._state.division),
+            "dataloader": None if self._loader is None else self._loader.state_dict(),
+            "attached": self.attached.state_dict(),
         }
 
     def _part(self) -> dict[str, int]:
