@@ -133,10 +133,10 @@ def bullet_list(title: str, lines: Iterable[str]) -> str:
 
 def problem_list(problems: Sequence[str], source: str) -> str:
     """The problems that were found in `source`, with their number."""
-    return bullet_list(f"{count(len(problems), 'problem')} in {source}:", problems)
+    return bullet_list(f"{counted(len(problems), 'problem')} in {source}:", problems)
 
 
-def count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 rank", "8 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 

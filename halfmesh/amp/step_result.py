@@ -22,7 +22,7 @@ _LOOK_EVERY = 10
 """The host checks the updates that were taken for inf and nan at least once in so many updates."""
 
 _TOLD = (
-    "%sthe loss, or the gradient norm, of the last %d update(s) is inf or nan, and they were taken "
+    "%sthe loss, or the gradient norm, of the last %d updates is inf or nan, and they were taken "
     "(on_nonfinite='auto'): if their gradients were inf or nan, the weights are now. Look for inf or nan in the batch, "
     "for a division by 0 or logarithm of 0, and at the learning rate. After %d such updates in a row "
     "(max_consecutive_skips) the run ends; on_nonfinite='raise' ends it at the first one, and with debug='nonfinite' "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..errors import ConfigError, InputError, count
+from ..errors import ConfigError, InputError, counted
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -145,7 +145,7 @@ def _print(
 
     plan = answer["plan"]
     if plan is None:
-        say(f"{path}: cannot run on {count(world_size, 'rank')}", "red")
+        say(f"{path}: cannot run on {counted(world_size, 'rank')}", "red")
         for title, lines in (
             ("config problems", answer["problems"]),
             ("refused", [str(finding) for finding in findings if finding.kind == "refused"]),
@@ -158,7 +158,7 @@ def _print(
                 say(f"  - {line}")
         return
     fits, color = ("", "green") if answer["ok"] else (", but does not fit", "red")
-    say(f"{path}: can run on {count(world_size, 'rank')}{fits}", color)
+    say(f"{path}: can run on {counted(world_size, 'rank')}{fits}", color)
     say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
     say(f"  mesh {in_words(plan['mesh'])}, data strategy {plan['data_strategy']}")
     total, cycle = plan["global_batch_size"], plan["gradient_accumulation"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigError, InputError, count, did_you_mean, show
+from ..errors import ConfigError, InputError, counted, did_you_mean, show
 from .check import load
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def convert_config(
         *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
         *(f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()),
     ]
-    where = "" if world_size is None else f" on {count(world_size, 'rank')}"
+    where = "" if world_size is None else f" on {counted(world_size, 'rank')}"
     lines = [f"cannot run{where}: {finding}" for finding in findings] + list(_describe(values, outcomes, looks))
     print("\n".join(lines), file=sys.stderr)
     title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"

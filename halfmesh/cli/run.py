@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import count
+from ..errors import counted
 from .check import load
 
 
@@ -40,7 +40,7 @@ def run(
     if config is None:
         print(f"halfmesh run: no --config after {script}, so no config is checked", file=sys.stderr)
     elif problems := find_problems(Path(config), nproc * nnodes, device, overrides):
-        print(f"{config}: cannot run on {count(nproc * nnodes, 'rank')}", file=sys.stderr)
+        print(f"{config}: cannot run on {counted(nproc * nnodes, 'rank')}", file=sys.stderr)
         for problem in problems:
             print(f"  - {problem}", file=sys.stderr)
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ import torch
 
 from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..amp.recipe import FP32, Recipe
-from ..errors import IncompatibleConfigError, count
+from ..errors import IncompatibleConfigError, counted
 from ..parallel.data_strategy import DataStrategy
 from ..parallel.dims import ParallelDims
 from ..parallel.registries import AXES, DATA_STRATEGIES
@@ -94,7 +94,7 @@ def _cycle_length(config: Config, total: int, size: int | None, data_ranks: int)
             "has one; give initialize a DataLoader with batch_size, or set gradient_accumulation instead"
         )
     together = size * data_ranks
-    what = f"batch size {size} x {count(data_ranks, 'data rank')}"
+    what = f"batch size {size} x {counted(data_ranks, 'data rank')}"
     if total % together:
         below, above = total // together * together, (total // together + 1) * together
         near = f"{below} or {above}" if below else str(above)

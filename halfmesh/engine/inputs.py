@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..amp.precision import find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
-from ..errors import NO_BATCH, InputError, shorten
+from ..errors import NO_BATCH, InputError, counted, shorten
 from ..parallel.deferred.creation import recorded
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
@@ -123,7 +123,7 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
     foreign = foreign_params(optimizer, model.parameters())
     if foreign:
         yield (
-            f"optimizer: it holds {len(foreign)} parameter(s) that are not the model's: {shorten(list(foreign))}; "
+            f"optimizer: it holds {counted(len(foreign), 'parameter')} not of the model: {shorten(list(foreign))}; "
             "build it from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
         )
 
@@ -224,8 +224,8 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: 
     naive = "" if mode == "naive" else f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
     names = " or ".join(sorted(map(dtype_name, allowed)))
     yield (
-        f"model: {len(odd)} parameter(s) are {dtype_name(dtype)} ({shorten(odd)}), but {what} they have to be {names}: "
-        f"without fp32 masters small updates are lost; build the model in {names}{naive}"
+        f"model: {dtype_name(dtype)} in {counted(len(odd), 'parameter')} ({shorten(odd)}), but {what} they have to be "
+        f"{names}: without fp32 masters small updates are lost; build the model in {names}{naive}"
     )
 
 

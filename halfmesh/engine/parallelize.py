@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from ..amp.precision import kept_by_name
 from ..amp.recipe import Recipe
-from ..errors import InputError
+from ..errors import InputError, counted
 from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs
@@ -51,8 +51,8 @@ def refuse_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
     for (one, mine), (other, theirs) in combinations(axes.items(), 2):
         if both := mine.splits.keys() & theirs.splits.keys():
             raise InputError(
-                f"parallel.{one} and parallel.{other} both split {len(both)} parameter(s); leave one of them out, or "
-                "give them other layers"
+                f"parallel.{one} and parallel.{other} both split {counted(len(both), 'parameter')}; leave one of them "
+                "out, or give them other layers"
             )
 
 

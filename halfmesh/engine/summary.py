@@ -14,7 +14,7 @@ from torch import nn, optim
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import Recipe
 from ..config.composition import batch_size
-from ..errors import InputError, readable
+from ..errors import InputError, counted, readable
 from ..parallel.dims import in_words
 from ..utils.tensors import bucket_bytes, dtype_name
 
@@ -142,7 +142,7 @@ def make_plan(
     size, cycle = batch_size(loader), config.gradient_accumulation
     reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dp_size > 1 else None
     held = state_bytes(model, update, reduced)
-    batch = f"{size or '?'} per rank x {context.dp_size} data rank(s) x {cycle} accumulated"
+    batch = f"{size or '?'} per rank x {counted(context.dp_size, 'data rank')} x {cycle} accumulated"
     total = size and size * context.dp_size * cycle
     if total:
         batch += f" = {total} samples per update{' (global_batch_size)' if config.global_batch_size else ''}"
@@ -239,8 +239,8 @@ def _activations(config: Config, division: ParallelModel) -> str | None:
     options = config.activation_checkpoint
     words = []
     if division.plans.recomputed:
-        kind = "module(s)" if options.patterns else "block(s)"
-        words.append(f"{len(division.checkpointed)} {kind} checkpointed ({options.label})")
+        what = counted(len(division.checkpointed), "module" if options.patterns else "block")
+        words.append(f"{what} checkpointed ({options.label})")
     if division.offload is not None:
         words.append("offloaded")
     return ", ".join(words) or None
@@ -263,5 +263,5 @@ def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
     trainable = sum(param.requires_grad for param in state.model.parameters())
     left = trainable - sum(shard.param.requires_grad for shard in masters.trained)
     if left:
-        words.append(f"{left} trainable parameter(s) left out")
+        words.append(f"{counted(left, 'trainable parameter')} left out")
     return ", ".join(words)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, count, did_you_mean, shorten, show_name
+from ..errors import InputError, counted, did_you_mean, shorten, show_name
 from ..utils.log import get_logger
 
 CONFIG = "config.json"
@@ -149,7 +149,7 @@ def _read_records(run: Run) -> None:
         return
     records = [record for line in lines if (record := parse_record(line)) is not None]
     if len(records) < len(lines):
-        run.notes.append(f"{METRICS}: {count(len(lines) - len(records), 'unreadable line')} left out")
+        run.notes.append(f"{METRICS}: {counted(len(lines) - len(records), 'unreadable line')} left out")
     if not records:
         run.notes.append(f"{METRICS} has no records: the run ended before the first, or nothing was recorded")
     skipped, by_name = set[int](), dict[str, dict[int, float | None]]()

@@ -10,7 +10,7 @@ import torch
 
 from ..engine.engine import Engine
 from ..engine.pipeline_handles import Handle
-from ..errors import InputError, count
+from ..errors import InputError, counted
 from ..utils.tensors import count_rows
 
 TARGETS = ("labels", "label", "targets", "target")
@@ -64,8 +64,8 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
         return Outcome(_own_loss(engine, output), output, None, count_rows(batch))
     if len(batch) < 2:
         raise InputError(
-            f"a batch of {count(len(batch), 'item')} has no target; let the dataset give (input, target), or give the "
-            "trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, rows)"
+            f"a batch of {counted(len(batch), 'item')} has no target; let the dataset give (input, target), or give "
+            "the trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, rows)"
         )
     *inputs, target = batch
     output = engine(*inputs)

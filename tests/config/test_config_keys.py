@@ -189,11 +189,11 @@ def global_batches(rank, world_size):
 @pytest.mark.distributed
 def test_global_batch_size():
     """Of all data ranks, which are 1, 2, and 1 where two ranks are a tensor group."""
-    text = "8 per rank x {} data rank(s) x {} accumulated = {} samples per update (global_batch_size)"
-    assert _updates({"global_batch_size": 16}) == (2, text.format(1, 2, 16), 4)
-    assert _updates({"global_batch_size": 8, "gradient_accumulation": 1}) == (1, text.format(1, 1, 8), 8)
+    text = "8 per rank x {} x {} accumulated = {} samples per update (global_batch_size)"
+    assert _updates({"global_batch_size": 16}) == (2, text.format("1 data rank", 2, 16), 4)
+    assert _updates({"global_batch_size": 8, "gradient_accumulation": 1}) == (1, text.format("1 data rank", 1, 8), 8)
     for found in run_ranks(global_batches, 2):
-        assert found == ((2, text.format(2, 2, 32), 2), (2, text.format(1, 2, 16), 4))
+        assert found == ((2, text.format("2 data ranks", 2, 32), 2), (2, text.format("1 data rank", 2, 16), 4))
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=N
 def test_the_first_nan_is_told_soon_and_counted(name):
     update, error, told = run_into_nan(UNSCALED[name])
     assert [at for at, _ in told] == [8], "once, at the next look"
-    assert told[0][1].startswith("the loss, or the gradient norm, of the last 4 update(s) is inf or nan, and they were")
+    assert told[0][1].startswith("the loss, or the gradient norm, of the last 4 updates is inf or nan, and they were")
     assert update == 54
     assert str(error).startswith("50 updates in a row had gradients with inf or nan (max_consecutive_skips=50)")
     assert error.diagnosis.began == 5

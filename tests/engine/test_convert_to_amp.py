@@ -205,7 +205,7 @@ def test_misuse():
         ({"dtype": "bfloat16", "amp_config": {"init_scale": 2.0}}, ConfigError, "the loss is not scaled; remove init"),
         ({"model": 3}, InputError, "model: a torch.nn.Module (or a callable that returns one) is needed, but a int"),
         ({"optimizer": None}, InputError, "optimizer: a torch.optim.Optimizer over model.parameters()"),
-        ({"optimizer": sgd(MLP().parameters())}, InputError, "parameter(s) that are not the model's"),
+        ({"optimizer": sgd(MLP().parameters())}, InputError, "not of the model"),
         ({"criterion": nn.MSELoss}, InputError, "the class MSELoss was given, not a criterion; write MSELoss()"),
         ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has a mode, and mode='torch' was given"),
     ],

@@ -47,7 +47,7 @@ def train(config: dict[str, Any], folder: Path | None = None, dropout: float = 0
         engine.step()
     if dist.is_initialized() and config["parallel"].get("data") is None:
         assert model[0].weight.shape == (4, 6)  # this rank's rows
-        assert "of 2 linear layer(s)" in str(engine.plan) or "least" in str(config)
+        assert "of 2 linear layers" in str(engine.plan) or "least" in str(config)
     if folder is not None:
         engine.save_weights(folder / "whole.safetensors")
     weights = engine.full_state_dict(rank0_only=False)

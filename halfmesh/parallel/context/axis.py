@@ -125,7 +125,7 @@ def _find_problems(model: nn.Module) -> Iterator[str]:
     mixing = [name for name, module in model.named_modules() if isinstance(module, _MIXES_TOKENS)]
     if mixing:
         yield (
-            f"parallel.context: {shorten(mixing)} combine(s) the tokens of a sequence other than by attention "
+            f"parallel.context: the tokens of a sequence are combined other than by attention in {shorten(mixing)} "
             "(BatchNorm, InstanceNorm, RNN), and a rank has some of them only; leave context out"
         )
     problem = find_context_problem(model)

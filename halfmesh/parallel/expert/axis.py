@@ -132,8 +132,8 @@ class ExpertParallelism(Axis):
         norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
         if norms:
             problems.append(
-                f"parallel.expert: {shorten(norms)} combine(s) the rows of a batch (BatchNorm), and a rank has some of "
-                "them only; leave expert out"
+                f"parallel.expert: the rows of a batch are combined in {shorten(norms)} (BatchNorm), and a rank has "
+                "some of them only; leave expert out"
             )
         return ExpertPlan(parameter_names(model), layers), problems
 

@@ -155,8 +155,8 @@ def _warn_of_sequences(model: nn.Module) -> None:
     found = [n for n, module in model.named_modules() if isinstance(module, kinds) and not module.batch_first]
     if found:
         _log.warning(
-            "%s take(s) [sequence, batch, ...] (batch_first=False), but a pipeline splits dim 0 of what the model is "
-            "called with; if that is the sequence, transpose within the model, or build the layers with "
+            "batch_first=False: the inputs of %s are [sequence, batch, ...], but a pipeline splits dim 0 of what the "
+            "model is called with; if that is the sequence, transpose within the model, or build the layers with "
             "batch_first=True",
             shorten(found),
         )

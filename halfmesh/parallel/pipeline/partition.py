@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ...errors import InputError, RegistryError, shorten
+from ...errors import InputError, RegistryError, counted, shorten
 from ...utils.torch_private import call_hooks
 from ..registries import PARTITIONERS, SCHEDULES
 from .fx_split import split_at, takes_any_arguments
@@ -104,8 +104,8 @@ def resolve(
     stages_text = f"pipeline.size={size}" + (f" x chunks={chunks}" if chunks > 1 else "")
     if not isinstance(partition, str) and len(partition) != count - 1:
         return None, [
-            f"partition: {len(partition)} split point(s) make {len(partition) + 1} stages, but {stages_text} needs "
-            f"{count}; name the {count - 1} modules with which stages 1 to {count - 1} begin"
+            f"partition: {counted(len(partition), 'split point')} for {len(partition) + 1} stages, but {stages_text} "
+            f"needs {count}; name the {counted(count - 1, 'module')} with which stages 1 to {count - 1} begin"
         ]
     try:
         pieces = find_pieces(model, partition, count)
@@ -203,6 +203,6 @@ def _suggest(model: nn.Module, count: int) -> str:
     if not names:
         how = "parallel = dict(pipeline=dict(size=..., partition=(...)))"
         children = ", ".join(name for name, _ in model.named_children())
-        return f"name the {count - 1} module(s) that begin a stage in {how}; it has {children or 'no modules'}"
+        return f"name the {counted(count - 1, 'module')} that begin a stage in {how}; it has {children or 'no modules'}"
     points = tuple(names[len(names) * stage // count] for stage in range(1, count))
     return f"name the modules that begin a stage, for example partition={points}; or register a partitioner"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import InputError, bullet_list, find_module, shorten
+from ...errors import InputError, bullet_list, counted, find_module, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import in_shapes_only
@@ -128,7 +128,7 @@ class PlanTrial:
             lines = [k.describe(wrong[k.names[0]], self._axis.size) for k in self._kinds if k.names[0] in wrong]
             raise InputError(
                 bullet_list(
-                    f"{len(wrong)} kind(s) of block compute something else when they are sharded over tensor="
+                    f"{counted(len(wrong), 'kind')} of block computed something else when sharded over tensor="
                     f"{self._axis.size} (tried out with random weights). No update was made:",
                     lines,
                 )

@@ -275,7 +275,7 @@ def test_models_that_cannot_be_sharded():
     assert "has 4 experts, which 3 does not divide; expert can be 1, 2, 4" in problems(make_mixtral(), 3)[0]
     normed = make_mixtral()
     normed.norm = nn.BatchNorm1d(4)
-    assert "norm combine(s) the rows of a batch (BatchNorm)" in problems(normed)[0]
+    assert "the rows of a batch are combined in norm (BatchNorm)" in problems(normed)[0]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "wrong number of points": (
         Blocks,
         pipe(partition=("blocks.1", "blocks.2")),
-        "2 split point(s) make 3 stages, but pipeline.size=2 needs 2; name the 1 modules",
+        "2 split points for 3 stages, but pipeline.size=2 needs 2; name the 1 module with",
     ),
     "non_split": (
         deep,
@@ -155,7 +155,7 @@ def test_layers_that_take_the_sequence_first_are_told(caplog):
     model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, batch_first=first) for first in (False, True)))
     with pytest.raises(IncompatibleConfigError):
         make_engine(pipe(microbatches=3), model=model)
-    assert "0.self_attn take(s) [sequence, batch, ...] (batch_first=False)" in caplog.text
+    assert "batch_first=False: the inputs of 0.self_attn are [sequence, batch, ...]" in caplog.text
 
 
 KEPT: dict[int, torch.Tensor] = {}

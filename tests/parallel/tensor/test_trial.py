@@ -248,7 +248,7 @@ def test_plans_that_mix_features_are_refused_before_the_first_update():
     for found in run_ranks(wrong_plans, 2):
         for kind, plan in WRONG.items():
             message = found[kind.__name__]
-            start = "InputError: 1 kind(s) of block compute something else when they are sharded over tensor=2"
+            start = "InputError: 1 kind of block computed something else when sharded over tensor=2"
             assert message.startswith(start), (kind, message)
             assert f"blocks.0 ({kind.__name__}, and 1 more like it): its output differs by " in message
             assert f"The plan: {plan}." in message

@@ -75,7 +75,7 @@ class WideLayers(AppliedAxis):
         self.compare_calls(inputs.model)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
-        return {"layout": f"1/{self.size} of {self._layers} linear layer(s)"}
+        return {"layout": f"1/{self.size} of {self._layers} linear layers"}
 
 
 class _SumGradient(torch.autograd.Function):
