@@ -125,7 +125,7 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ({"optimizer": 0.1}, "optimizer: a torch.optim.Optimizer .* is needed, but a float was given"),
         (
             {"optimizer": sgd(MLP(seed=3).parameters())},
-            r"holds 9 parameter\(s\) that are not the model's: param_groups\[0\]",
+            r"holds 9 parameters not of the model: param_groups\[0\]",
         ),
         ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__ .*'adamw' in place of 'lookahead_adamw'"),
         ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .* Use SGD, Adam, AdamW"),

@@ -224,7 +224,7 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: 
     naive = "" if mode == "naive" else f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
     names = " or ".join(sorted(map(dtype_name, allowed)))
     yield (
-        f"model: {dtype_name(dtype)} in {counted(len(odd), 'parameter')} ({shorten(odd)}), but {what} they have to be "
+        f"model: {counted(len(odd), 'parameter')} in {dtype_name(dtype)} ({shorten(odd)}), but {what} they have to be "
         f"{names}: without fp32 masters small updates are lost; build the model in {names}{naive}"
     )
 
