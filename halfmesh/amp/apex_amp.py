@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import did_you_mean
 from ..options import Names, Options, PositiveFloat, PositiveInt, Scale
-from .plugin import ALL_PARALLEL, AMPPlugin, Backend, Composes
+from .plugin import ALL_PARALLEL, AMPPlugin, Composes
 from .recipe import LossScale, Recipe
+
+if TYPE_CHECKING:
+    from .precision import Precision
 
 INITIAL_SCALE = 2.0**16
 """The initial value of a dynamic scale (apex.amp.scaler)."""
@@ -188,13 +191,13 @@ class ApexAMP(AMPPlugin):
         )
 
     @classmethod
-    def backend(cls, options: Options) -> Backend:
+    def precision(cls, options: Options, recipe: Recipe, device: torch.device) -> Precision:
         assert isinstance(options, ApexOptions)
         if not options.enabled or options.backend == "native":
-            return super().backend(options)
-        from .apex_backend import ApexBackend
+            return super().precision(options, recipe, device)
+        from .apex_backend import ApexPrecision
 
-        return ApexBackend(options.model_dump())
+        return ApexPrecision(recipe, device, options.model_dump())
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

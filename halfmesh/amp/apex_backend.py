@@ -13,27 +13,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from .plugin import Backend
 from .precision import Precision
 from .recipe import Recipe
 
 DEVICES = frozenset({"cuda"})
 
-Functions = dict[tuple[Any, str], tuple[Any, Any]]
-"""By module or class, and name: torch's function and apex's replacement of it."""
 
+class ApexPrecision(Precision):
+    """apex.amp, called with the keys of a config's `fp16`.
 
-class ApexBackend(Backend):
-    """apex.amp, called with the keys of a config's `fp16`."""
+    O1: in the scopes of `autocast` and `backward`, apex's replacements are patched over torch's functions. They are so
+    for the whole process: a model that runs in another thread meanwhile is cast, too.
+    """
 
-    def __init__(self, keys: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, keys: Mapping[str, Any]) -> None:
+        super().__init__(recipe, device)
+        self.casts = None  # apex uses its own lists
         self._keys = keys
-        self._functions: Functions = {}
+        self._functions: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        """By module or class, and name: torch's function and apex's replacement of it."""
 
-    def find_problem(self, device: torch.device) -> str | None:
+    def __deepcopy__(self, memo: Any) -> ApexPrecision:
+        return self  # a copy of a converted model; modules, which are among the keys, cannot be copied
+
+    def find_problem(self) -> str | None:
         problem = None
-        if device.type not in DEVICES:
-            problem = f"apex.amp takes CUDA tensors only, and the device is {device}; train on a GPU"
+        if self.device.type not in DEVICES:
+            problem = f"apex.amp takes CUDA tensors only, and the device is {self.device}; train on a GPU"
         try:
             importlib.import_module("apex.amp")
         except Exception as error:  # any error of a broken build
@@ -44,7 +50,7 @@ class ApexBackend(Backend):
             )
         return problem and f"backend='apex': {problem}; or use backend='native', which needs no apex"
 
-    def cast_model(self, model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
+    def cast_model(self, model: nn.Module, apart: Collection[int] = ()) -> None:
         """Cast `model` by apex; under O1 also let apex make its replacements of torch's functions.
 
         apex checks its argument: a model in fp32 on a GPU.
@@ -62,7 +68,7 @@ class ApexBackend(Backend):
         for module, known in hooks.items():  # apex's give rounded weights; halfmesh's will give the masters
             for key in set(module._state_dict_hooks) - known:
                 del module._state_dict_hooks[key]
-        if recipe.autocast:
+        if self.recipe.autocast:
             handle = amp._amp_state.handle
             handle._enable_caching = False  # since torch 1.10 an IndexError where a weight is used twice
             # Last first: of a function that was replaced twice the first original stays.
@@ -71,24 +77,6 @@ class ApexBackend(Backend):
             self._functions[nn.modules.rnn, "_VF"] = rnn_functions, vars(nn.modules.rnn)["_VF"]
             for (place, name), (original, _) in self._functions.items():
                 setattr(place, name, original)
-
-    def precision(self, recipe: Recipe, device: torch.device) -> Precision:
-        return ApexPrecision(recipe, device, self._functions) if self._functions else Precision(recipe, device)
-
-
-class ApexPrecision(Precision):
-    """O1 by apex: in the scopes of `autocast` and `backward`, its replacements are patched over torch's functions.
-
-    They do so for the whole process, so a model that runs in another thread meanwhile is cast, too.
-    """
-
-    def __init__(self, recipe: Recipe, device: torch.device, functions: Functions) -> None:
-        super().__init__(recipe, device)
-        self.casts = None  # apex uses its own lists
-        self._functions = functions
-
-    def __deepcopy__(self, memo: Any) -> ApexPrecision:
-        return self  # a copy of a converted model; modules, which are among the keys, cannot be copied
 
     @contextmanager
     def autocast(self, enabled: bool = True) -> Iterator[None]:

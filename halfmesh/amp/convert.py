@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,18 @@ from ..utils.param_shard import ParamShard, Publisher, Ranks
 from ..utils.torch_private import assigns
 from .master_weights import MasterWeights, masters_for
 from .optimizer import MixedPrecisionOptimizer
-from .precision import cast_model, tensors_to_cast
-from .recipe import Recipe, UpdateOptions
+from .precision import Precision, tensors_to_cast
+from .recipe import UpdateOptions
 
 
 def convert(
     model: nn.Module,
     optimizer: optim.Optimizer,
     shards: Sequence[ParamShard],
-    recipe: Recipe,
+    precision: Precision,
     ranks: Ranks | None = None,
     options: UpdateOptions | None = None,
     device: torch.device | None = None,
-    cast: Callable[[nn.Module, Recipe, Collection[int]], None] = cast_model,
     publisher: Publisher | None = None,
 ) -> MixedPrecisionOptimizer:
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
@@ -37,10 +36,9 @@ def convert(
     `close` of the returned optimizer undoes the conversion.
 
     Args:
-        device: where updates are decided, see `MixedPrecisionOptimizer`.
-        cast: casts the model.
-        publisher: sends new weights to other ranks.
+        device, publisher: see `MixedPrecisionOptimizer`.
     """
+    recipe = precision.recipe
     dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model)}
     # fsdp casts its parameters while they are gathered: the shards are the masters.
     apart = {id(shard.source.param) for shard in shards if shard.source is not None and shard.original is not None}
@@ -54,7 +52,7 @@ def convert(
     masters: dict[nn.Parameter, nn.Parameter] = {}
     if recipe.master_weights:
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
-    cast(model, recipe, apart)
+    precision.cast_model(model, apart)
     for shard in shards:
         shard.rebind_view()
         _reset_grad(shard.param)

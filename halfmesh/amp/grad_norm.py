@@ -31,8 +31,6 @@ class GradStats:
     """Number of gradient elements over all ranks that are exactly zero (0-dim float64), with `count_zeros`."""
     flags: torch.Tensor | None
     """The `flags` given to `grad_stats`, summed over the ranks (float64)."""
-    own: tuple[torch.Tensor, torch.Tensor | None]
-    """This rank's norm, and its numbers to sum over the ranks."""
 
 
 def grad_stats(
@@ -42,7 +40,6 @@ def grad_stats(
     norm_type: float = 2.0,
     count_zeros: bool = False,
     flags: torch.Tensor | None = None,
-    known: GradStats | None = None,
 ) -> GradStats:
     """Measure `grads` together with those of the other ranks.
 
@@ -54,20 +51,15 @@ def grad_stats(
     Args:
         device: of the results; gradients may be on other devices.
         flags: further numbers of this rank to sum over the ranks (float64).
-        known: earlier statistics of the same local gradients; those of other ranks may have changed since.
 
     Raises:
         InputError: a gradient is sparse.
     """
-    if known is None:
-        norm = _local_norm(grads, device, norm_type)
-        extra = [_count_zeros(grads, device).unsqueeze(0)] if count_zeros else []
-        if flags is not None:
-            extra.append(flags.flatten())
-        own = norm, torch.cat(extra) if extra else None
-    else:
-        own = known.own
-    norm, sums = own
+    norm = _local_norm(grads, device, norm_type)
+    extra = [_count_zeros(grads, device).unsqueeze(0)] if count_zeros else []
+    if flags is not None:
+        extra.append(flags.flatten())
+    sums = torch.cat(extra) if extra else None
     if ranks.size > 1:
         norm, sums = _over_ranks(norm, sums, ranks, norm_type)
     return GradStats(
@@ -75,7 +67,6 @@ def grad_stats(
         found_inf=(norm < math.inf).logical_not_().float(),
         num_zeros=sums[0] if count_zeros and sums is not None else None,
         flags=None if flags is None or sums is None else sums[-flags.numel() :].view_as(flags),
-        own=own,
     )
 
 

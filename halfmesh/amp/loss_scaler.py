@@ -102,7 +102,6 @@ class LossScales:
 
     def __init__(self, recipe: Recipe, device: torch.device, update: UpdateOptions) -> None:
         self._device = device
-        self._sums_in_fp32 = recipe.wide_gradients or update.wide_gradients
         options = recipe.loss_scale
         count = 0 if options is None else 1 if recipe.keeps_scale else recipe.num_losses
         self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
@@ -129,23 +128,6 @@ class LossScales:
         scale = scaler.scale.to(torch.promote_types(loss.dtype, torch.float32))  # float64 is divided in float64
         seed = (scale / divisor).to(loss)  # a copy: the scale moves in place
         return seed if loss.ndim == 0 else seed.expand_as(loss)
-
-    def before_backward(self, receivers: Sequence[ParamShard]) -> None:
-        """Prepare the existing gradients of `receivers` for more."""
-        if self.multi is not None:
-            self.multi.stash_grads(receivers)
-        elif self._sums_in_fp32:
-            widen_grads([shard.param for shard in receivers])
-
-    def after_backward(self, loss_id: int, receivers: Sequence[ParamShard]) -> None:
-        """Take in the gradients of loss `loss_id`."""
-        if self.multi is not None:
-            self.multi.merge_grads(loss_id, receivers)
-
-    def forget_grads(self) -> None:
-        """Forget the gradients: they were used or cleared."""
-        if self.multi is not None:
-            self.multi.forget()
 
     def grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The loss scale (of loss 0), and the divisor of the gradients: their scale x `divisor`.

@@ -60,10 +60,9 @@ class MasterWeights:
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.originals = Originals()
         self._model_params = {shard.param: shard.model_param for shard in shards}
-        # The model's original parameter for each of `masters`: users write into these.
-        self._written: list[nn.Parameter] = []
-        self._stamps: list[WriteStamp] = []  # of these, at the last publish
-        # And into these: tensors stepped instead of a parameter of the model, with their stamps at the last publish.
+        # Users write into the model's original parameters of `masters`, and into tensors that are stepped in place of a
+        # parameter of the model: the stamps that they had when the latter were last published.
+        self._written: dict[torch.Tensor, WriteStamp] = {}
         self._published: dict[torch.Tensor, WriteStamp] = {}
         self._has_warned = False
         self.add(masters or {})
@@ -88,11 +87,9 @@ class MasterWeights:
 
     def add(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Register the masters of further parameters."""
-        new = [param for param in masters if param not in self.masters]
+        added = [self._model_params[param] for param in masters if param not in self.masters]
         self.masters.update(masters)
-        added = [self._model_params[param] for param in new]
-        self._written += added
-        self._stamps += write_stamps(added)
+        _stamp(self._written, added)
 
     def groups_changed(self) -> bool:
         """Return True if the groups hold other parameters than at the last `sync`."""
@@ -111,27 +108,23 @@ class MasterWeights:
         shards = list(shards)
         params = [shard.param for shard in shards if shard.param in self.masters]
         foreach_copy_(params, [self.masters[param] for param in params])
-        held = [target for shard in shards if (target := self.target(shard)) in self._published]
-        self._published.update(zip(held, write_stamps(held), strict=True))
+        _stamp(self._published, [target for shard in shards if (target := self.target(shard)) in self._published])
 
     def mark_published(self) -> None:
         """Note that the model's weights are now the rounded masters."""
-        self._stamps = write_stamps(self._written)
+        _stamp(self._written, self._written)
 
     def forget_stamps(self) -> None:
         """Free the memory that stamps keep; nothing is published any more."""
-        for kept in (self._written, self._stamps, self._published):
-            kept.clear()
+        self._written.clear()
+        self._published.clear()
 
     def moved(self) -> set[torch.Tensor]:
         """The masters, and other tensors stepped in place of the model's, that user code wrote since `publish`.
 
         Writes through `.data` are not seen, neither here nor in the model: torch does not count them.
         """
-        now = write_stamps(list(self._published))
-        if now == list(self._published.values()):
-            return set()
-        return {target for (target, old), new in zip(self._published.items(), now, strict=True) if old != new}
+        return _changed(self._published)
 
     def adopt_external_writes(self, moved: Container[torch.Tensor] = ()) -> list[str]:
         """Copy to the masters what user code wrote into the model since the last `publish`, which the next would undo.
@@ -139,11 +132,10 @@ class MasterWeights:
         Returns the names of parameters whose master has `moved` too, to another value: either of the two may be the
         intended one.
         """
-        now = write_stamps(self._written)
-        if now == self._stamps:
+        written = _changed(self._written)
+        if not written:
             return []
-        written = [param for param, old, new in zip(self.masters, self._stamps, now, strict=True) if old != new]
-        pairs = [(param, self.masters[param]) for param in written]
+        pairs = [(p, master) for p, master in self.masters.items() if self._model_params[p] in written]
         unlike = set()
         for (param, master), value in zip(pairs, current_values(pairs), strict=True):
             if master not in moved:
@@ -151,7 +143,7 @@ class MasterWeights:
             elif value.data_ptr() != master.data_ptr():  # a merged copy
                 unlike.add(param)
         if not unlike:
-            self._stamps = now
+            _stamp(self._written, written)
         return [shard.name for shard in self.shards if shard.param in unlike]
 
     def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -163,7 +155,8 @@ class MasterWeights:
         return master.detach() if has_moved else current_value(tensor, master)
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """The masters by the parameter's name, with the writes of user code into the model."""
+        """The masters by the parameter's name, with what user code wrote into the model. Tells of `uncounted`."""
+        self.tell_uncounted()
         held = [shard for shard in self.trained if shard.param in self.masters]
         values = current_values([(shard.param, self.masters[shard.param]) for shard in held])
         return {shard.name: value for shard, value in zip(held, values, strict=True)}
@@ -172,14 +165,12 @@ class MasterWeights:
     def uncounted(self) -> list[str]:
         """The names of parameters that are not their rounded masters, although torch has counted no write into either
         since the last `publish`: it was through `.data`. Reads the device."""
-        moved, now = self.moved(), write_stamps(self._written)
-        same = {param for param, old, new in zip(self.masters, self._stamps, now, strict=True) if old == new}
-        held = [s for s in self.trained if s.param in same and self.masters[s.param] not in moved]
+        counted = self.moved() | _changed(self._written)
+        held = [s for s in self.trained if s.param in self.masters and not counted & {s.model_param, self.target(s)}]
         pairs = [(s.param, self.masters[s.param].to(s.param.dtype)) for s in held]
         flags = [((param != master) & ~param.isnan()).any().to(held[0].param.device) for param, master in pairs]
-        return (
-            [s.name for s, is_other in zip(held, torch.stack(flags).tolist(), strict=True) if is_other] if held else []
-        )
+        found = torch.stack(flags).tolist() if held else ()
+        return [shard.name for shard, is_other in zip(held, found, strict=True) if is_other]
 
     def tell_uncounted(self) -> None:
         """Warn, once, of `uncounted` writes."""
@@ -221,6 +212,20 @@ class MasterWeights:
                 "stages only. Add them before initialize (they may be frozen, and unfrozen later), or close the "
                 "engine and initialize again; take parameters from engine.model, not from a list made before"
             )
+
+
+def _stamp(stamps: dict[torch.Tensor, WriteStamp], tensors: Iterable[torch.Tensor]) -> None:
+    """Note that `tensors` are as they are now."""
+    tensors = list(tensors)
+    stamps.update(zip(tensors, write_stamps(tensors), strict=True))
+
+
+def _changed(stamps: dict[torch.Tensor, WriteStamp]) -> set[torch.Tensor]:
+    """The tensors that were written since `_stamp`."""
+    now = write_stamps(list(stamps))
+    if now == list(stamps.values()):
+        return set()
+    return {tensor for (tensor, old), new in zip(stamps.items(), now, strict=True) if old != new}
 
 
 def make_master(param: torch.Tensor) -> nn.Parameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import nn, optim
 from ..errors import InputError, shorten
 from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks, clear_grads
-from ..utils.torch_private import WriteStamp, write_stamps
 from .grad_norm import GradStats, clip_divisor, grad_stats
-from .loss_scaler import LossScales
+from .loss_scaler import LossScales, widen_grads
 from .master_weights import MasterWeights
 from .recipe import HALF, Recipe, UpdateOptions, wider_format
 from .step_result import SkipCounter, StepResult
@@ -38,11 +36,11 @@ class MixedPrecisionOptimizer:
         ranks: the ranks that take this update together.
         masters: fp32 masters made before the cast; the others are made from the parameters now.
         device: of the norm, `found_inf` and the loss scale; by default the parameters' device.
+        publisher: sends new weights to other ranks (zero1, fsdp).
 
     Attributes:
         found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it cannot be skipped.
         has_gradients: a backward of the next update has begun.
-        publisher: sends new weights to other ranks (zero1, fsdp).
         on_close: undoes the conversion of the model, in `close`.
 
     Raises:
@@ -81,9 +79,10 @@ class MixedPrecisionOptimizer:
         )
         self.found_inf: torch.Tensor | None = None
         self.publisher = publisher
+        self._sums_in_fp32 = recipe.wide_gradients or self.options.wide_gradients
         self.on_close: Callable[[], None] | None = None
-        # A norm for the next update, the gradients' statistics if they are complete, and their stamps.
-        self._clip_once: tuple[float, GradStats | None, list[WriteStamp]] | None = None
+        # The largest norm of the next update, and the norm before clipping, if that is of all of its gradients.
+        self._clip_once: tuple[float, torch.Tensor | None] | None = None
         self.has_gradients = False
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self._sync_groups())
         self._sync_groups()
@@ -109,14 +108,19 @@ class MixedPrecisionOptimizer:
     def before_backward(self) -> None:
         """Prepare for the gradients of one loss, which come until `after_backward`."""
         if self._clip_once is not None:
-            self._clip_once = (self._clip_once[0], None, [])  # the norm is no longer that of all gradients
+            self._clip_once = self._clip_once[0], None  # the norm is no longer that of all gradients
         self.has_gradients = True
         self.stepper.free_used()
-        self.loss_scales.before_backward(self.master_weights.receivers)
+        receivers, multi = self.master_weights.receivers, self.loss_scales.multi
+        if multi is not None:
+            multi.stash_grads(receivers)
+        elif self._sums_in_fp32:
+            widen_grads([shard.param for shard in receivers])
 
     def after_backward(self, loss_id: int = 0) -> None:
         """Take in the gradients of loss `loss_id`."""
-        self.loss_scales.after_backward(loss_id, self.master_weights.receivers)
+        if self.loss_scales.multi is not None:
+            self.loss_scales.multi.merge_grads(loss_id, self.master_weights.receivers)
 
     def gradients(self) -> Grads:
         """The local gradients of the parameters in the optimizer's groups, which an update would use now."""
@@ -130,7 +134,8 @@ class MixedPrecisionOptimizer:
     def _forget_grads(self) -> None:
         self._clip_once = None
         self.has_gradients = False
-        self.loss_scales.forget_grads()
+        if self.loss_scales.multi is not None:
+            self.loss_scales.multi.forget()
         self.skip_counter.forget()
         clear_grads(self.master_weights.grad_params)
 
@@ -142,10 +147,10 @@ class MixedPrecisionOptimizer:
         if not isinstance(max_norm, Real) or not max_norm > 0:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
         grads = self.gradients()
-        stats = self._measure(grads)
-        self._clip_once = (float(max_norm), stats, write_stamps(list(grads.values())))
+        norm = self._measure(grads).norm
+        self._clip_once = float(max_norm), norm
         _, total = self.loss_scales.grad_divisor(divisor)
-        return stats.norm if total is None else stats.norm / total
+        return norm if total is None else norm / total
 
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
@@ -164,10 +169,7 @@ class MixedPrecisionOptimizer:
         self.sync_writes()
         self.master_weights.adopt_external_writes()
         grads = self.gradients()
-        max_norm, stats, stamps = self._clip_once or (self.options.max_norm, None, [])
-        if stats is not None:  # user code may have changed gradients since: inf and nan are checked again
-            known = stats if write_stamps(list(grads.values())) == stamps else None
-            stats = replace(self._measure(grads, known), norm=stats.norm)
+        max_norm, clipped_norm = self._clip_once or (self.options.max_norm, None)
         buckets = self.stepper.buckets(grads, self.publisher is not None)
         sparse = {grad.layout for grad in grads.values()} - {torch.strided}
         if sparse:
@@ -178,9 +180,10 @@ class MixedPrecisionOptimizer:
         measured = grads
         if sparse and not wants_norm:
             measured = {shard: grad for shard, grad in grads.items() if grad.layout is torch.strided}
-        if stats is None and (wants_norm or self.skip_counter.due_for_check()):
-            stats = self._measure(measured)
+        stats = self._measure(measured) if wants_norm or self.skip_counter.due_for_check() else None
         if stats is not None:
+            if clipped_norm is not None:  # user code may have changed gradients since: inf and nan are those of now
+                stats.norm = clipped_norm
             raise_now = self.options.on_nonfinite == "raise"
             self.skip_counter.record(stats, measured, raise_now, self.loss_scales.explain)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
@@ -204,10 +207,10 @@ class MixedPrecisionOptimizer:
             self._forget_grads()
         return result
 
-    def _measure(self, grads: Grads, known: GradStats | None = None) -> GradStats:
+    def _measure(self, grads: Grads) -> GradStats:
         flags = self.skip_counter.flags() if self.loss_scales.multi is None else self.loss_scales.multi.flags()
         norm_type, count_zeros = self.options.norm_type, self.recipe.count_zeros
-        return grad_stats(grads, self._ranks, self.device, norm_type, count_zeros, flags, known)
+        return grad_stats(grads, self._ranks, self.device, norm_type, count_zeros, flags)
 
     def _apply(
         self,
@@ -298,7 +301,6 @@ class MixedPrecisionOptimizer:
         lost that is in an optimizer inside the user's."""
         saved_state(self.optimizer)
         self.sync_writes()
-        self.master_weights.tell_uncounted()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": self.master_weights.by_name(),

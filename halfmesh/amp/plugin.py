@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 
 from ..utils.registry import Registry
 from .recipe import Recipe
@@ -49,26 +48,6 @@ ALL_PARALLEL = frozenset({"tensor", "pipeline", "context", "expert", "replicate"
 """All built-in features, for modes that work with all of them."""
 
 
-class Backend:
-    """Casts the model and its calls by a recipe: halfmesh itself, unless a mode names another library."""
-
-    def find_problem(self, device: torch.device) -> str | None:
-        """The reason why it cannot work on `device`, before anything is changed; None if it can."""
-        return None
-
-    def cast_model(self, model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
-        """Cast parameters and floating-point buffers in place, except those whose ids are in `apart`."""
-        from .precision import cast_model  # here: a config needs none of it
-
-        cast_model(model, recipe, apart)
-
-    def precision(self, recipe: Recipe, device: torch.device) -> Precision:
-        """The object that runs model and criterion, after `cast_model`."""
-        from .precision import Precision
-
-        return Precision(recipe, device)
-
-
 class AMPPlugin(ABC):
     """One precision mode. Subclass, fill in the attributes and `recipe`, and register the class:
 
@@ -92,9 +71,11 @@ class AMPPlugin(ABC):
         """The recipe of `options` with `dtype`: torch.float16, torch.bfloat16 or torch.float8_e4m3fn (key `fp8`)."""
 
     @classmethod
-    def backend(cls, options: Options) -> Backend:
-        """The backend that casts. Override it only if another library casts."""
-        return Backend()
+    def precision(cls, options: Options, recipe: Recipe, device: torch.device) -> Precision:
+        """The object that casts the model and its calls. Override it only if another library casts."""
+        from .precision import Precision  # here: a config needs none of it
+
+        return Precision(recipe, device)
 
 
 def _no_mode(obj: object) -> str | None:

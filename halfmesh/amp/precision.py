@@ -41,7 +41,7 @@ FP16_MAX_SCALE = 2.0**15
 
 
 class Precision:
-    """Runs the model and the criterion in a recipe's formats, on one kind of device.
+    """Casts the model by a recipe, and runs it and the criterion in its formats, on one kind of device.
 
     Attributes:
         casts: O1's lists, with additions; None where torch.autocast or nothing casts.
@@ -52,6 +52,14 @@ class Precision:
         self.device = device
         self.casts = CastTable() if recipe.cast_lists == "apex" else None
         self._names: Sequence[str] = ()  # of the model's arguments
+
+    def find_problem(self) -> str | None:
+        """The reason why it cannot work on the device, before anything is changed; None if it can."""
+        return None
+
+    def cast_model(self, model: nn.Module, apart: Collection[int] = ()) -> None:
+        """Cast parameters and floating-point buffers in place, except those whose ids are in `apart`."""
+        cast_model(model, self.recipe, apart)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in; with `enabled=False` the scope that switches its casts off."""

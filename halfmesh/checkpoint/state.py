@@ -120,7 +120,6 @@ class ShardedState:
         """The model's parameters and buffers in full precision: masters where there are any, others in their original
         dtype. Copied only if they are held in another form."""
         self.update.sync_writes()
-        self.update.master_weights.tell_uncounted()
         state = self.model.state_dict()
         masters = self.update.master_weights.by_name()
         found: Shards = {}

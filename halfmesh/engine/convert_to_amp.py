@@ -73,7 +73,9 @@ def convert_to_amp(
     config = load_config({keys[dtype]: {"mode": mode, **(amp_config or {})}})
     assert config.precision is not None
     setup = Setup.of(config, 1)
-    recipe, backend = setup.recipe, AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
+    recipe, on_ranks = setup.recipe, dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if on_ranks:  # DistributedDataParallel takes gradients in the parameter's dtype only
+        recipe = dataclasses.replace(recipe, wide_gradients=False)
     if isinstance(model, nn.Module) and any(map(recording_of, model.parameters())):
         raise InputError(
             "model: its parameters were made under halfmesh.deferred_init(), and have no values; pass the model to "
@@ -89,19 +91,17 @@ def convert_to_amp(
     if problems:
         raise InputError(problem_list(problems, "what was passed to convert_to_amp"))
     compat.raise_for(compat.check_setup(setup, device.type))
-    unfit = [inputs.find_device_problem(device, recipe), backend.find_problem(device)]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        if recipe.loss_scale is not None and not recipe.keeps_scale:  # DDP averages one backward of each forward
-            unfit.append(
-                f"num_losses={recipe.num_losses} with a dynamic scale for each cannot be averaged by "
-                "DistributedDataParallel; use halfmesh.initialize, which averages them, or num_losses=1"
-            )
-        recipe = dataclasses.replace(recipe, wide_gradients=False)  # DDP takes gradients in the parameter's dtype only
+    precision = AMP_PLUGINS.get(config.precision.mode).precision(config.precision.options, recipe, device)
+    unfit = [inputs.find_device_problem(device, recipe), precision.find_problem()]
+    if on_ranks and recipe.loss_scale is not None and not recipe.keeps_scale:  # DDP averages one backward per forward
+        unfit.append(
+            f"num_losses={recipe.num_losses} with a dynamic scale for each cannot be averaged by "
+            "DistributedDataParallel; use halfmesh.initialize, which averages them, or num_losses=1"
+        )
     if any(unfit):
         raise IncompatibleConfigError([problem for problem in unfit if problem])
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-    update = convert(model, optimizer, shards, recipe, cast=backend.cast_model)
-    precision = backend.precision(recipe, device)
+    update = convert(model, optimizer, shards, precision)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision, update), AMPOptimizer(model, update, precision), wrapped
 

@@ -143,7 +143,7 @@ class GradientGuard:
     def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
         """The versions of `grads` and, in the first updates, sums of their bits (for which the host waits)."""
         looks = self._looks > 0 and self._why is not None and not is_captured(self._update.device)
-        return list(zip(versions(grads), [_sum_bits(grad) if looks else 0 for grad in grads], strict=True))
+        return list(zip(versions(grads), _sum_bits(grads) if looks else [0] * len(grads), strict=True))
 
     def _tell(self, text: str, *details: str) -> None:
         if text not in self._told:
@@ -153,13 +153,15 @@ class GradientGuard:
             )  # as ranks hold other parameters
 
 
-def _sum_bits(grad: Any) -> int:
-    """The sum of a gradient's elements, each taken for an integer: of inf and nan, too, and without rounding."""
-    own = grad.to_local() if hasattr(grad, "to_local") else grad
-    if type(own) is not torch.Tensor or own.layout is not torch.strided or not own.is_floating_point():
-        return 0  # also a placeholder, and a tensor without memory
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[own.itemsize]
-    return int(own.detach().view(bits).sum(dtype=torch.int64))
+def _sum_bits(grads: Sequence[Any]) -> list[int]:
+    """The sum of each gradient's elements, each taken for an integer: of inf and nan, too, and without rounding. 0 for
+    placeholders and tensors without memory."""
+    sums, integers = [], {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for grad in grads:
+        own = grad.to_local() if hasattr(grad, "to_local") else grad
+        is_plain = type(own) is torch.Tensor and own.layout is torch.strided and own.is_floating_point()
+        sums.append(int(own.detach().view(integers[own.itemsize]).sum(dtype=torch.int64)) if is_plain else 0)
+    return sums
 
 
 def _is_users(hook: Any) -> bool:

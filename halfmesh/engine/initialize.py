@@ -15,9 +15,9 @@ from torch import nn, optim
 from .. import compat
 from ..amp.convert import convert
 from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.plugin import AMP_PLUGINS, Backend
-from ..amp.precision import find_kept_problems
-from ..amp.recipe import UpdateOptions
+from ..amp.plugin import AMP_PLUGINS
+from ..amp.precision import Precision, find_kept_problems
+from ..amp.recipe import Recipe, UpdateOptions
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.state import ShardedState
 from ..config.composition import Setup, batch_size, find_advice
@@ -196,20 +196,9 @@ def _make_engine(
     shards = division.make_shards(model, given.optimizer, given.criterion, recipe)
     ends.callback(division.close)
     move_state(given.optimizer)
-    backend, data = _backend(config), division.data
-    update = convert(
-        model,
-        given.optimizer,
-        shards,
-        recipe,
-        context,
-        _update_options(config),
-        data.update_device,
-        backend.cast_model,
-        data.publisher,
-    )
+    precision, options, data = _precision(config, recipe, context.device), _update_options(config), division.data
+    update = convert(model, given.optimizer, shards, precision, context, options, data.update_device, data.publisher)
     ends.callback(update.close, undo=not division.divides)
-    precision = backend.precision(recipe, context.device)
     reducer = _make_reduction(model, update, context, config, division)
     if reducer is not None:
         ends.callback(reducer.close)
@@ -332,7 +321,7 @@ def _build(given: _Given, undo: ExitStack) -> _Given:
 def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:
     """Raise if anything is wrong with the arguments. Returns the plans to parallelize the model."""
     config, recipe = setup.config, setup.recipe
-    device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
+    device_problem = inputs.find_device_problem(device, recipe) or _precision(config, recipe, device).find_problem()
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     has_model = isinstance(given.model, nn.Module)
@@ -349,10 +338,10 @@ def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans
     return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, setup)
 
 
-def _backend(config: Config) -> Backend:
+def _precision(config: Config, recipe: Recipe, device: torch.device) -> Precision:
     if config.precision is None:
-        return Backend()
-    return AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
+        return Precision(recipe, device)
+    return AMP_PLUGINS.get(config.precision.mode).precision(config.precision.options, recipe, device)
 
 
 def _update_options(config: Config) -> UpdateOptions:

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import halfmesh
 from halfmesh.amp.apex_amp import ApexOptions
-from halfmesh.amp.apex_backend import ApexBackend
+from halfmesh.amp.apex_backend import ApexPrecision
+from halfmesh.amp.recipe import FP32
 from halfmesh.errors import IncompatibleConfigError
 from tests.support.apex_runs import LEVELS, SHAPES, BatchNormMLP, make_batches, make_optimizer, train
 from tests.support.apex_stand_in import install
@@ -53,7 +54,7 @@ def state_of(engine):
 
 
 def problem_on(device):
-    return ApexBackend(ApexOptions(backend="apex").model_dump()).find_problem(device)
+    return ApexPrecision(FP32, device, ApexOptions(backend="apex").model_dump()).find_problem()
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

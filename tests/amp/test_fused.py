@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from halfmesh.amp.convert import convert
+from halfmesh.amp.precision import Precision
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
@@ -183,7 +184,7 @@ def test_sparse_gradients_without_scaling_work_as_in_torch():
             optimizer = make(list(embedding.parameters()))
             if with_update:
                 shards = [ParamShard(n, p) for n, p in embedding.named_parameters()]
-                update = convert(embedding, optimizer, shards, FP32)
+                update = convert(embedding, optimizer, shards, Precision(FP32, torch.device("cpu")))
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # before the first of them
             for index in (1, 3, 1, 1, 4):
                 embedding.weight.grad = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from halfmesh.amp.convert import convert
+from halfmesh.amp.precision import Precision
 from halfmesh.amp.recipe import LossScale, Recipe
 from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
@@ -65,7 +66,12 @@ def test_existing_state_is_taken_along(name, master):
     params, optimizer = by_hand(OPTIMIZERS[name], 3)
     model = nn.ParameterList(params)
     recipe = Recipe(torch.bfloat16, torch.bfloat16 if master else None, not master, master)
-    update = convert(model, optimizer, [ParamShard(n, p) for n, p in model.named_parameters()], recipe)
+    update = convert(
+        model,
+        optimizer,
+        [ParamShard(n, p) for n, p in model.named_parameters()],
+        Precision(recipe, torch.device("cpu")),
+    )
     for step in (3, 4):
         take(update, params, step)
     tolerance = 2e-3 if master else 2e-6  # the gradients are rounded to bf16

@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from halfmesh.amp import stepper
 from halfmesh.amp.convert import convert
+from halfmesh.amp.precision import Precision
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import NonFiniteError
 from halfmesh.utils.param_shard import ParamShard
@@ -154,7 +155,7 @@ def test_an_update_in_parts_is_bitwise_one_step(name, monkeypatch):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
         shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-        update = convert(model, OPTIMIZERS[name](model.parameters()), shards, recipe)
+        update = convert(model, OPTIMIZERS[name](model.parameters()), shards, Precision(recipe, torch.device("cpu")))
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for param in model.parameters():

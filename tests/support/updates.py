@@ -7,6 +7,7 @@ from torch import nn, optim
 
 from halfmesh.amp.convert import convert
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
+from halfmesh.amp.precision import Precision
 from halfmesh.amp.recipe import FP32, LossScale, UpdateOptions
 from halfmesh.amp.step_result import StepResult
 from halfmesh.utils.param_shard import ParamShard
@@ -45,7 +46,8 @@ def make_update(params, make_optimizer, recipe=FP32, **options) -> MixedPrecisio
     for i, param in enumerate(params):
         model.register_parameter(f"p{i}", param)
     shards = [ParamShard(name, p) for name, p in model.named_parameters()]
-    return convert(model, make_optimizer(params), shards, recipe, options=UpdateOptions(**options))
+    precision = Precision(recipe, params[0].device)
+    return convert(model, make_optimizer(params), shards, precision, options=UpdateOptions(**options))
 
 
 def gradients(step: int) -> list[torch.Tensor]:
