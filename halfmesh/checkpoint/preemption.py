@@ -188,7 +188,7 @@ class PreemptionHook(EngineHook):
         reason = _describe([came for came, _ in everyone])
         if any(holds_gradients for _, holds_gradients in everyone):
             if reason:
-                _log.warning("told to end (%s), but not saved: some gradients have not been used by a step yet", reason)
+                _log.warning("stop signal (%s) in the middle of an accumulation cycle: no checkpoint written", reason)
         elif reason and self._progress.global_step != self._saved:
             self._save_last(reason)
         else:
@@ -210,7 +210,7 @@ class PreemptionHook(EngineHook):
             step = self._progress.global_step
             _log.info("interrupted; saved update %d in %s; run again with resume='auto' to go on", step, place)
         else:
-            _log.info("told to end (%s): saved to %s%s", reason, place, then)
+            _log.info("stop signal (%s): saved to %s%s", reason, place, then)
         return place
 
     def _save(self, in_background: bool = False) -> Path:

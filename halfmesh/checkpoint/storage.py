@@ -356,8 +356,8 @@ def as_bytes(content: Mapping[str, Any]) -> bytes:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         raise InputError(
-            f"the state in {', '.join(content)} holds {', '.join(sorted(unsafe))}, which are not read back because "
-            "that could run code; keep such objects out of state dicts, or save them yourself"
+            f"{', '.join(sorted(unsafe))} in the state of {', '.join(content)} cannot be saved: reading it back could "
+            "run code. Keep such objects out of state dicts, or save them yourself"
         )
     return buffer.getvalue()
 

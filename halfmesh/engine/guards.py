@@ -38,9 +38,9 @@ _UNDIVIDED = (
 _SHARDED = "where each rank has its shards of them only, so that a norm over them is not the model's"
 
 _STRAY = (
-    "gradients of %s were there before the first engine.backward of an update: a loss.backward() of your own, or "
-    "another engine's backward, left them. %s. Call engine.backward(loss) for every loss that trains these parameters, "
-    "and engine.zero_grad() before it to drop what other losses left"
+    "%s already have gradients before the first engine.backward of an update. A direct loss.backward(), or another "
+    "engine, left them there. %s. Call engine.zero_grad() first; and for every loss that trains these parameters call "
+    "engine.backward(loss)"
 )
 _CHANGED = (
     "gradients were changed between engine.backward and engine.step (of %s), %s; to clip them use clip_grad_norm in "

@@ -128,7 +128,7 @@ def test_told_to_end_after_the_last_boundary_it_is_saved_by_close(every, tmp_pat
     with caplog.at_level("INFO", "halfmesh"):
         engine.close()
     assert steps_in(tmp_path) == [12]
-    assert (f"told to end (SIGTERM): saved to {tmp_path / 'step-00000012'}" in caplog.text) == (every is None)
+    assert (f"stop signal (SIGTERM): saved to {tmp_path / 'step-00000012'}" in caplog.text) == (every is None)
     assert "stop signal arrived after training; exiting normally" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -141,9 +141,7 @@ def test_gradients_that_are_left_are_said(tmp_path, caplog):
     engine.preempt()
     engine.close()
     assert steps_in(tmp_path) == []
-    assert (
-        "told to end (engine.preempt()), but not saved: some gradients have not been used by a step yet" in caplog.text
-    )
+    assert "stop signal (engine.preempt()) in the middle of an accumulation cycle: no checkpoint written" in caplog.text
 
 
 def ends_in_with(engine):

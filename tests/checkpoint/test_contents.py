@@ -320,7 +320,9 @@ def test_attached_state_that_cannot_be_saved_or_found_is_refused(tmp_path):
     engine.attach("odd", Count(nn.Linear(1, 1)))
     with pytest.raises(InputError, match=r"attach\('odd', ...\): the name is taken by a Count"):
         engine.attach("odd", Count())
-    with pytest.raises(InputError, match=r"state in .*, attached holds torch.nn.modules.linear.Linear, which"):
+    with pytest.raises(
+        InputError, match=r"torch.nn.modules.linear.Linear in the state of .*, attached cannot be saved"
+    ):
         engine.save(tmp_path)
 
 
