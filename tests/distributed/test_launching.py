@@ -153,6 +153,8 @@ def test_launch_is_a_function_whatever_is_imported():
     ("names", "name"),
     [
         (RankNames(8), "rank 5"),
+        (RankNames(8, {"pp": 1, "dp": 8, "tp": 1}), "rank 5"),
+        (RankNames(8, {"pp": 1, "dp": 2, "tp": 3}), "rank 5"),  # sizes that do not fit
         (RankNames(8, {"pp": 1, "dp": 4, "tp": 2}), "rank 5 (dp 2, tp 1)"),
         (RankNames(8, {"pp": 2, "dp": 2, "tp": 2}), "rank 5 (pp 1, dp 0, tp 1)"),
     ],

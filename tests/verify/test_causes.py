@@ -47,8 +47,20 @@ class RankDependent(Model):
         return self.last(self.first(x) * (1 + rank))
 
 
+class Single(Model):
+    """Sums over rows in float32, whatever its weights are."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = F.linear(x.float(), self.first.weight.float(), self.first.bias.float())
+        return self.last(self.proj(h.to(x.dtype)).relu())
+
+
 def with_data(model: nn.Module) -> tuple[Any, ...]:
     return model, (torch.randn(8, 8), torch.randint(4, (8,))), nn.CrossEntropyLoss()
+
+
+def single() -> Any:
+    return with_data(Single())
 
 
 def keeping() -> Any:
@@ -90,6 +102,14 @@ def test_state_that_is_kept_from_call_to_call_is_named_in_the_first_update():
     first = halfmesh.verify({"gradient_accumulation": 2}, keeping, world_size=2, updates=1).first
     assert first is not None
     assert (first.step, first.cause[:38]) == (0, "something is kept from an earlier call")
+
+
+def test_sums_that_the_model_makes_in_float32_are_proven_in_float64():
+    report = halfmesh.verify({}, single, world_size=2, updates=1)
+    assert report.equal, str(report)
+    assert report.phases[0].notes == (
+        "the model computes in float32 in places; for the proof these were lifted to float64",
+    )
 
 
 @pytest.mark.parametrize("plan", [{"proj": "colwise_gather"}, {"first": "colwise", "proj": "rowwise"}])
