@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..data.loader import EngineDataLoader
     from ..engine.lr_scheduler import LRAdvance
 
-# .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
+# .dcp imports torch.distributed.checkpoint: only when there is something to save.
 
 _log = get_logger(__name__)
 
@@ -343,32 +343,6 @@ class Checkpointer:
         rank_state.set_rank_random(state["random"], self._context, self._state.division)
         for note in self.attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
-
-    # -- weights -----------------------------------------------------------------------------------------------
-
-    def save_weights(self, path: str | Path, format: Literal["safetensors", "torch"], max_file_gb: float) -> None:
-        """`Engine.save_weights`."""
-        from .export import save_weights
-
-        with self._own_call:
-            save_weights(self._state, self._context, Path(path), format, max_file_gb)
-
-    def full_state_dict(self, optimizer: bool, rank0_only: bool) -> dict[str, Any]:
-        """`Engine.full_state_dict`."""
-        from .export import full_state_dict
-
-        with self._own_call:
-            return full_state_dict(self._state, self._context, optimizer, rank0_only)
-
-    def load_weights(self, path: Path) -> None:
-        """`Engine.load_weights`."""
-        from .export import load_weights
-
-        with self._own_call:
-            load_weights(self._state, self._context, path)
-        if self._state.average.values:
-            self._state.average.restart()
-            _log.info("the average of the weights restarts from those of %s", path)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -19,9 +19,12 @@ from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..parallel.shard_spec import Shape
+from ..utils.log import get_logger
 from . import storage
 from .state import MODEL, ShardedState, Shards, WholeTensor, describe, find_tensors, join_groups, put_together
 from .validate import model_problems
+
+_log = get_logger(__name__)
 
 Format = Literal["safetensors", "torch"]
 FORMATS = ("safetensors", "torch")
@@ -159,6 +162,9 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
 
         run_on_all_ranks(context, f"{what} after some weights had changed; create the engine again", read)
     state.publish()
+    if state.average.values:
+        state.average.restart()
+        _log.info("the average of the weights restarts from those of %s", path)
 
 
 def _find_files(path: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from torch import nn, optim
 
 from ..amp.o1 import CastTable
 from ..amp.step_result import StepResult
+from ..checkpoint import export
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
@@ -454,7 +455,8 @@ class Engine:
         """
         self._refuse_if_closed()
         self.context.agree_on_call("engine.save_weights")
-        self._checkpointer.save_weights(path, format, max_file_gb)
+        with self._guard:
+            export.save_weights(self._state, self.context, Path(path), format, max_file_gb)
 
     def full_state_dict(self, *, optimizer: bool = False, rank0_only: bool = True) -> dict[str, Any]:
         """The full model's state dict, unsharded and in full precision, on the CPU. All ranks together.
@@ -477,7 +479,8 @@ class Engine:
         """
         self._refuse_if_closed()
         self.context.agree_on_call(f"engine.full_state_dict({optimizer=}, {rank0_only=})")
-        return self._checkpointer.full_state_dict(optimizer, rank0_only)
+        with self._guard:
+            return export.full_state_dict(self._state, self.context, optimizer, rank0_only)
 
     def load_weights(self, path: str | Path) -> None:
         """Load the model's weights, and masters, from a file with the same names. All ranks together.
@@ -486,7 +489,8 @@ class Engine:
         names or shapes do not fit; nothing has changed then.
         """
         self._before_call("engine.load_weights()")
-        self._checkpointer.load_weights(Path(path))
+        with self._guard:
+            export.load_weights(self._state, self.context, Path(path))
 
     def averaged_model(self, decay: float) -> AveragedModel:
         """Start an exponential moving average (EMA) of the weights; each update keeps the fraction `decay` of it.
