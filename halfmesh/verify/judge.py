@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..distributed.env import list_ranks
-from .causes import Place, explain
 from .compare import Measure, Measures, ratio
 from .record import Key, Store
-from .report import Phase
+from .report import Phase, Place, explain
 
 FLOOR = 1e-6
 """A tensor below this share of the largest of its kind is compared with that share: it may be all rounding."""

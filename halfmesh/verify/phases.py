@@ -24,11 +24,10 @@ from ..parallel.deferred.creation import named_tensors
 from ..utils.tensors import count_rows, dtype_name
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
-from .causes import direct_use
 from .compare import Measures
 from .judge import Limits, differences, direct_in, drawn_in, judge, loss_of
 from .record import Key, Store
-from .report import Difference, Phase, VerifyReport
+from .report import Difference, Phase, VerifyReport, direct_use
 from .run import Case, estimate, record_engine, record_plain, run_rank
 from .subject import Given, join
 
