@@ -190,7 +190,7 @@ def main() -> None:
         except MissingTextError as error:
             sys.exit(str(error) if is_main else 1)
         if is_main:
-            print(f"text: {data.size:,} bytes of {data.files} file(s)", flush=True)
+            print(f"text: {data.size:,} bytes, files: {data.files}", flush=True)
         with build_engine(args, launch, data) as engine:
             report = Report(engine.config.NUM_EPOCHS, len(engine.dataloader), shown=is_main)
             begin = time.perf_counter()
@@ -210,7 +210,7 @@ def main() -> None:
                 "seconds": seconds,
                 "sample": sample,
             }
-            report.write(picture, f"GPT, {name}, {launch.world_size} rank(s)", facts)
+            report.write(picture, f"GPT, {name}, ranks: {launch.world_size}", facts)
     if is_main:
         print(f"a sample:\n{sample}\n")
         print(f"trained in {seconds:.0f} s; wrote {picture}\n{report.test_text(loss)}", flush=True)

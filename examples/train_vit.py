@@ -191,7 +191,7 @@ def main() -> None:
             name = Path(args.config).stem
             picture = args.out or Path("runs", name, "training.png")
             facts = {"config": name, "seed": engine.config.seed, "test_accuracy": accuracy, "seconds": seconds}
-            report.write(picture, f"{args.data}, {name}, {launch.world_size} rank(s)", facts)
+            report.write(picture, f"{args.data}, {name}, ranks: {launch.world_size}", facts)
     if is_main:
         print(f"trained in {seconds:.0f} s; wrote {picture}\ntest accuracy: {accuracy:.1f} %", flush=True)
     if args.min_accuracy is not None and accuracy < args.min_accuracy:
