@@ -12,7 +12,7 @@ from ..errors import InputError, shorten
 from ..utils.log import get_logger
 from ..utils.optimizer_state import cast, repoint
 from ..utils.param_shard import ParamShard, foreign_params
-from ..utils.torch_private import WriteStamp, foreach_copy_, has_no_memory, write_stamps
+from ..utils.torch_private import WriteStamp, foreach_copy_, write_stamps
 from .recipe import HALF
 
 _log = get_logger(__name__)
@@ -269,7 +269,7 @@ class Originals:
     @torch.no_grad()
     def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Replace the original of `tensor` by `value`, if there is one."""
-        if tensor not in self._dtypes or has_no_memory(tensor):
+        if tensor not in self._dtypes:
             return
         value = value.detach().to(self._dtypes[tensor])
         self._values.pop(tensor, None)

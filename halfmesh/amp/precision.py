@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import InputError, did_you_mean, find_module, shorten
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, map_named, map_tensors, parameter_names, position_names
-from ..utils.torch_private import BATCH_NORMS, has_no_memory
+from ..utils.torch_private import BATCH_NORMS
 from .o1 import CastTable, O1Casts, o1_scope
 from .recipe import HALF, Recipe
 
@@ -209,7 +209,7 @@ def tensors_to_cast(
 def find_change(value: torch.Tensor, new: torch.Tensor) -> str | None:
     """Describe a change of `value` by the cast to `new` that is larger than an activation may have: to inf, or any
     change if there is at most one number for each sample, as a timestep."""
-    if new.dtype == value.dtype or value.layout != torch.strided or has_no_memory(value):
+    if new.dtype == value.dtype or value.layout != torch.strided:
         return None
     is_many = value.dim() > 1 and value.numel() > len(value)  # numbers for each sample
     changed = (new.isinf() if is_many else new != value) & value.isfinite() & (value > _MASK)

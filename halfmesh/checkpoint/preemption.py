@@ -22,7 +22,6 @@ from torch import nn
 from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, Interrupted, Preempted
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import is_simulated
 from ..parallel.rank_checks import run_on_rank_zero
 from ..utils.engine_hook import EngineHook, Progress
 from ..utils.log import get_logger
@@ -73,7 +72,7 @@ class PreemptionHook(EngineHook):
         self._step = self._saved = progress.global_step
         self._preempted = self._locked = self._tried = False
         self._handled = sys.exception()
-        self._several = context.size > 1 and not is_simulated()  # a dry run has one process
+        self._several = context.size > 1
         self._group = context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
         self._came: list[str] = []  # the requests to end the run, in order

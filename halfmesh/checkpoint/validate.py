@@ -15,7 +15,6 @@ from ..config.text import as_json
 from ..errors import InputError, bullet_list, cut, find_near, shorten, show
 from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
-from ..utils.torch_private import has_no_memory
 
 if TYPE_CHECKING:
     from ..engine.lr_scheduler import LRAdvance
@@ -187,6 +186,6 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _number(value: Any) -> Any:
     """`value` as a plain number, for numbers of other types such as a float32 tensor."""
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and not (value.dim() or has_no_memory(value))):
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and not value.dim()):
         value = value.item()
     return float(f"{value:.6g}") if isinstance(value, float) else value

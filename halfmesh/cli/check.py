@@ -66,7 +66,7 @@ def check(
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
     try:
         if picture is not None:
-            from ..dry_run.writing import refuse_target
+            from ..dry_run.rungs import refuse_target
 
             refuse_target("--picture", picture, ".svg", force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)

@@ -41,18 +41,18 @@ def plan(
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
     """
     from ..config.load import load_config
-    from ..dry_run import show, show_ladder, writing
+    from ..dry_run import rungs, show
+    from ..dry_run.dry_run import Workers, count_cores
     from ..dry_run.ladder import search_layouts
     from ..dry_run.rungs import PlanRequest
-    from ..dry_run.workers import Workers, count_cores
     from ..engine.summary import parse_bytes
 
     is_fresh = bool(context.obj)
     try:
         if out is not None:
-            writing.refuse_target("--out", out, ".py", force)
+            rungs.refuse_target("--out", out, ".py", force)
         if picture is not None:
-            writing.refuse_target("--picture", picture, ".svg", force)
+            rungs.refuse_target("--picture", picture, ".svg", force)
         with contextlib.redirect_stdout(sys.stderr):  # the output of the config or the model is not part of the answer
             loaded = load_config({} if config is None else config, overrides or ())
             limit = parse_bytes(gpu_memory)
@@ -61,15 +61,15 @@ def plan(
                 ladder = search_layouts(asked, workers, lambda text: print(text, file=sys.stderr, flush=True))
         chosen = ladder.chosen
         if chosen is not None and ladder.update is not None and out is not None:
-            writing.write(out, writing.config_text(chosen, asked, ladder.update), chosen.config)
+            rungs.write(out, rungs.config_text(chosen, asked, ladder.update), chosen.config)
     except (ConfigError, InputError) as error:
         raise typer.BadParameter(str(error)) from None
     if chosen is not None and chosen.run is not None and picture is not None:
         show.draw(picture, chosen.config, chosen.run, model, asked.batch, gpus_per_node)
     if as_json:
-        print(json.dumps(show_ladder.as_json(ladder, asked), indent=2))
+        print(json.dumps(show.ladder_as_json(ladder, asked), indent=2))
     else:
-        for line in show_ladder.lines(ladder, asked):
+        for line in show.ladder_lines(ladder, asked):
             say(line)
         if chosen is not None and out is not None:
             say(f"written: {out}")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +22,6 @@ from ..parallel.registries import SCHEDULES
 from .model_spec import build_model
 from .simulate_rank import Figures, simulate_rank
 from .tracker import Tracker, Traffic, dry_run_mode
-from .workers import Workers, count_cores
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -217,3 +221,45 @@ def _problems_of(error: Exception) -> list[str]:
         return str(error).splitlines()
     reason = " ".join(str(error).splitlines()[:1])
     return [f"the dry run failed with {type(error).__name__}: {reason}; a real run may still work"]
+
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Processes that work in parallel.
+
+    Args:
+        count: the most processes; 1 works in this process.
+        is_fresh: nothing of torch has run in this process, so that processes forked from it can work. Others import
+            torch first, which takes a few seconds.
+    """
+
+    def __init__(self, count: int, is_fresh: bool) -> None:
+        method = "fork" if is_fresh and sys.platform == "linux" else "spawn"
+        # Imported objects are not searched for garbage again: a tenth of a dry run.
+        self._pool = ProcessPoolExecutor(count, get_context(method), gc.freeze) if count > 1 else None
+
+    def run(self, function: Callable[..., T], calls: Iterable[Sequence[Any]]) -> list[T]:
+        """The result of `function` for each of the arguments, in their order."""
+        if self._pool is None:
+            return [function(*call) for call in calls]
+        running = [self._pool.submit(_alone, function, *call) for call in calls]
+        return [job.result() for job in running]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def count_cores() -> int:
+    """The number of cores, at least 1."""
+    return os.cpu_count() or 1
+
+
+def _alone(function: Callable[..., T], *call: Any) -> T:
+    torch.set_num_threads(1)  # a fork has no threads of its parent process
+    return function(*call)

@@ -31,8 +31,8 @@ from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
+    from .dry_run import Workers
     from .simulate_rank import Figures
-    from .workers import Workers
 
 _REASON = 200
 """Characters of a note: a reason may list all modules of a model."""

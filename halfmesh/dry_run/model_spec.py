@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import InputError, did_you_mean
 from ..utils.tensors import count_rows, map_tensors
-from ..utils.torch_private import has_no_memory, outside_of_dry_run
+from ..utils.torch_private import has_no_memory, with_memory
 
 _FORM = "write --batch 8,2048:int64 (rows of one data rank first, then the dtype; float32 if left out)"
 _LIBRARIES = str(Path(torch.__file__).parents[1]), f"{Path(__file__).parents[1]}{os.sep}", sysconfig.get_path("stdlib")
@@ -92,7 +92,7 @@ def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
         InputError: the function does not exist, fails, or returns something else.
     """
     build = find_function(reference)
-    with outside_of_dry_run(), torch.device("meta"):
+    with with_memory(), torch.device("meta"):
         how = "on the meta device, where tensors have no values: let it build the model without loading weights"
         built = call_builder(build, f"--model {reference}", how)
     (inputs, targets), criterion = built.batches[0] if built.batches else (None, None), built.criterion

@@ -99,6 +99,9 @@ def simulate_rank(
         config = config.model_copy(update=changed | left_out)
         with FewChunks():
             engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
+        engine._hooks.close(None)  # guards and probes look at values
+        for axis in engine._parallel.axes.values():
+            axis.skip_trial()
         return _Simulation(engine, given, tracker, length).run(limit)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..utils.torch_private import FakeTensorMode, has_no_memory, in_shapes_only
+from ..utils.torch_private import has_no_memory, shapes_only
 
 OTHER = "other"
 """Activations while the model computes; temporary memory while an update runs."""
@@ -46,10 +46,8 @@ class Traffic:
 def dry_run_mode() -> Iterator[None]:
     """A scope in which new tensors have no memory, and messages go to a process group of the backend "fake"."""
     with warnings.catch_warnings():
-        # Many functions compare memory addresses. Here all memory is at address 0, of which torch warns.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a real run shows them
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with shapes_only():
             yield
 
 
@@ -99,17 +97,17 @@ class Tracker(TorchDispatchMode):
                 self._add(label, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and has_no_memory(args[0]):
+        is_fake = any(isinstance(arg, torch.Tensor) and has_no_memory(arg) for arg in args[:2])
+        if is_fake and func is _DEVICE:
             return args[0].fake_device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor has no memory itself; its local tensor comes here again
-        if in_shapes_only():
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default and has_no_memory(args[0]):
+        if is_fake and func is torch.ops.aten._local_scalar_dense.default:
             return _value(args[0])
-        if func in _COMPARISONS and any(map(has_no_memory, args[:2])):
+        if is_fake and func in _COMPARISONS:
             return True
-        made = _grouped_product(*args) if _is_wide_grouped_product(func, args) else func(*args, **(kwargs or {}))
+        is_product = is_fake and func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32
+        made = _grouped_product(*args) if is_product else func(*args, **(kwargs or {}))
         for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout == torch.strided:
                 self._note(leaf.untyped_storage())
@@ -172,13 +170,9 @@ class Tracker(TorchDispatchMode):
             self.traffic.setdefault(group, Traffic()).add(Traffic(1, size))
 
 
-def _is_wide_grouped_product(func: Any, args: Any) -> bool:
-    """Return True if torch has kernels of this product, but infers its shape for half precision only."""
-    return func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32 and has_no_memory(args[0])
-
-
 def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
-    """The product of rows of `a` (or of all) with the matrices of `b`, where rows of each end at `ends`."""
+    """The product of rows of `a` (or of all) with the matrices of `b`, where rows of each end at `ends`. torch has fp32
+    kernels of it, but infers its shape for half precision only."""
     groups = ends.shape if a.dim() == b.dim() == 2 and ends is not None else a.shape[:1] if a.dim() == b.dim() else ()
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 

@@ -3,7 +3,7 @@
 initialize         from the user's objects and a config to an engine; launch: joins the ranks, before there is a model
 inputs             checks of model, optimizer and loaders
 parallel_plans     how the model will be sharded, compiled and recomputed, before anything changes
-parallelize        shards the model in place; activation, compilation: the modules to recompute, and to compile
+parallelize        shards the model in place; compilation: the modules to compile and to recompute
 engine             forward, backward, step. Below it:
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
 executor           forward and criterion in one process

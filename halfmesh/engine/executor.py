@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ class DirectExecutor:
 
     Args:
         scope: entered around each forward.
-        same: compare criterion calls over the ranks that compute one batch. (Hooks compare calls of the model.)
+        same: compare calls over the ranks that compute one batch.
     """
 
     stages = ()
@@ -46,8 +47,13 @@ class DirectExecutor:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
+        for ranks in self._same:
+            ranks.compare_inputs(self._model.training, args, kwargs)
         with self._scope():
-            return self._precision.forward(self._model, *args, **kwargs)
+            output = self._precision.forward(self._model, *args, **kwargs)
+        for ranks in self._same:
+            ranks.compare_outputs(self._model.training, output)
+        return output
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value."""
@@ -74,7 +80,7 @@ def make_executor(
     params = division.axes.get("pipeline")
     if params is None:
         return DirectExecutor(model, precision, division.around_call(model), division.same)
-    from ..parallel.pipeline.executor import Pipeline
+    from ..parallel.pipeline.runner import Pipeline
     from ..parallel.pipeline.stage import ForwardContext
     from ..parallel.pipeline.stage_params import StageParameters
     from ..parallel.registries import SCHEDULES
@@ -82,12 +88,8 @@ def make_executor(
 
     assert isinstance(params, StageParameters)
     cast_model(params.meta_model, update.recipe)
-    forward_context = ForwardContext(
-        precision.autocast,
-        lambda: division.drawing(model),
-        lambda: division.host_random,
-        division.saving(model),
-    )
+    forward_context = ForwardContext(precision.autocast, division.settle, division.saving(model))
     schedule = SCHEDULES.get(options.schedule)
     pipeline = Pipeline(model, params, schedule, context, forward_context)
-    return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, division.same)
+    scope = partial(division.random_numbers, model)
+    return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, scope, division.same)

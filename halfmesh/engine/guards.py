@@ -14,7 +14,6 @@ from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult, is_captured
 from ..errors import InputError, shorten
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import is_simulated
 from ..parallel.rank_checks import ADVICE, differ, is_checked, norms, same_on_ranks, same_trained
 from ..parallel.reducer import Reduction
 from ..utils.engine_hook import EngineHook
@@ -179,7 +178,7 @@ class SameTrained:
         self._update = update
         self._context = context
         self._trained: list[tuple[int, bool]] | None = self._find()
-        self._is_alone = len(context.stage_ranks) == 1 or is_simulated()
+        self._is_alone = len(context.stage_ranks) == 1
         if len(context.stage_ranks) < context.size and not self._is_alone:
             _ = context.stage_group  # now: later each stage compares when something has changed there
 
@@ -368,7 +367,7 @@ class SameInputs(EngineHook):
             return
         context = self._context
         inputs = tensors_of(self._inputs)
-        if not is_simulated() and same_on_ranks(inputs, context.dp_group) and inputs:
+        if same_on_ranks(inputs, context.dp_group) and inputs:
             _log.warning(
                 "all %d data ranks were given the same inputs in the first update: they seem to train on the same "
                 "batches. Shard the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed "

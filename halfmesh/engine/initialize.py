@@ -32,13 +32,11 @@ from ..errors import IncompatibleConfigError, InputError, problem_list
 from ..parallel.deferred.creation import build, convert_to_meta, refuse_early_state
 from ..parallel.deferred.materialize import Materializer, make_materializer
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import is_simulated
 from ..parallel.rank_checks import same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
 from ..utils.optimizer_state import move_state
-from ..utils.torch_private import has_no_memory
 from . import inputs
 from . import launch as launchers
 from .accumulation import Accumulation
@@ -227,12 +225,11 @@ def _make_engine(
     ends.callback(accumulation.clear)
     criterion, preemption = Criterion(given.criterion), None
     ends.push(lambda kind, error, _: hooks.close(error))
-    if config.debug == "sync" and context.size > 1 and not is_simulated():  # a dry run has one process
+    if config.debug == "sync" and context.size > 1:
         from ..debug.sync_check import SyncCheck
 
         hooks.add(SyncCheck(state, context, progress, train_loader))
-    if not any(map(has_no_memory, model.parameters())):  # as in a dry run
-        hooks.add(ForwardWrites(state, context))
+    hooks.add(ForwardWrites(state, context))
     hooks.add(NonFiniteProbes(state, executor.stages, criterion, accumulation, context, config, progress))
     if config.gradient_accumulation > 1:
         hooks.add(CountedBatches(model, train_loader, accumulation.length))

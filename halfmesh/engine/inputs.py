@@ -19,7 +19,7 @@ from ..errors import NO_BATCH, InputError, counted, shorten
 from ..parallel.deferred.creation import recorded
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
-from ..utils.torch_private import call_hooks, has_no_memory, is_compiled
+from ..utils.torch_private import call_hooks, is_compiled
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -59,7 +59,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: to
             "it after training"
         )
         return
-    sharded = [name for name, p in params.items() if type(p.data) is not torch.Tensor and not has_no_memory(p)]
+    sharded = [name for name, p in params.items() if hasattr(p.data, "__tensor_flatten__")]
     if sharded:
         yield (
             f"model: {shorten(sharded)} are {type(params[sharded[0]].data).__name__}s: the model was sharded already; "

@@ -3,8 +3,7 @@ batch, which one process trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import isclose, isfinite, isnan, nan
 from typing import Any
@@ -16,9 +15,9 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
-from ..parallel.pipeline.fx_trace import unchanged
-from ..parallel.pipeline.pieces import Call
-from ..parallel.rng import random_state, set_random_state
+from ..parallel.pipeline.partition import Call
+from ..parallel.pipeline.schedules import Given
+from ..parallel.trial import no_side_effects
 from ..utils.log import get_logger
 from ..utils.tensors import map_tensors, tensors_of
 from .accumulation import Accumulation, LossReduction
@@ -42,13 +41,14 @@ class CriterionCalls:
     """The criterion's call of each microbatch, with a handle instead of the output.
 
     Attributes:
-        stamps: versions of the tensors in `calls`, which may not change before backward.
+        given: the call that was split, and `versions` of its tensors, which may not change before backward.
         whole: the call for the full batch, if the losses of the microbatches are compared with it.
     """
 
     function: Callable[..., Any]
     calls: Sequence[Call]
-    stamps: Sequence[tuple[int, int]]
+    given: Given
+    versions: Sequence[int]
     whole: WholeBatch | None
 
 
@@ -90,7 +90,7 @@ class LastStage:
         if self._criterion.whole is not None:
             self._criterion.whole.keep(output, index)
         call = self._criterion.calls[index]
-        args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
+        args, kwargs = replace((call.args, dict(call.kwargs)), self._handle, output)
         value = self._precision.criterion(self._criterion.function, *args, **kwargs)
         total, weight = self._accumulation.check_loss(value)
         if self._params is not None and index == 0:
@@ -166,24 +166,23 @@ class WholeBatch:
 
         Also nan if the criterion draws random numbers, or fails on the joined outputs. Weighted: its sum / its weight.
         """
-        state = random_state(precision.device)
+        modules = self._criterion.modules() if isinstance(self._criterion, nn.Module) else ()
         try:
-            with torch.no_grad(), as_it_was(self._criterion):
+            with no_side_effects(modules, precision.device) as drew:
                 output = self._joined(precision.device)
-                args, kwargs = (replace(given, self._handle, output) for given in (self._args, self._kwargs))
+                args, kwargs = replace((self._args, self._kwargs), self._handle, output)
                 value = precision.criterion(self._criterion, *args, **kwargs)
+                if drew():
+                    return nan
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
             whole = float(total) / float(weight)
         except Exception as error:  # the criterion may accept microbatches of this size only
             _log.info("the criterion could not be compared on the whole batch (%s)", error)
             return nan
-        finally:
-            drew = differ(state, random_state(precision.device))
-            set_random_state(state, precision.device)
         rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
         size = max(abs(whole), sum(map(abs, losses)) / divisor)
         equal = abs(sum(losses) / divisor - whole) <= rtol * size + _ATOL
-        return nan if drew or equal or not isfinite(whole) else whole
+        return nan if equal or not isfinite(whole) else whole
 
     def _joined(self, device: torch.device) -> Any:
         """The output of the full batch."""
@@ -219,24 +218,3 @@ def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
     if len(dims) != 1 or whole[dims[0]] != len(parts) * part[dims[0]]:
         raise InputError(f"an output of shape {tuple(part)} has no batch dim")
     return dims[0]
-
-
-@contextmanager
-def as_it_was(function: Any) -> Iterator[None]:
-    """A scope that restores the modules of `function`, a model or a criterion, at its end."""
-    modules = list(function.modules()) if isinstance(function, nn.Module) else []
-    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
-    try:
-        with unchanged(modules):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
-def differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return True if random numbers were drawn between two states."""
-    plain = [(state["python"], state["numpy"][2:]) for state in (before, after)]
-    pairs = zip(tensors_of(before), tensors_of(after), strict=True)
-    return plain[0] != plain[1] or any(not torch.equal(one, other) for one, other in pairs)

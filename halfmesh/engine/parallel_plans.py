@@ -15,7 +15,7 @@ from ..parallel import optimizer_checks as elementwise
 from ..parallel.axis import PlanInputs
 from ..parallel.data_strategy import DataStrategy
 from ..parallel.registries import AXES
-from . import activation, compilation
+from . import compilation
 
 if TYPE_CHECKING:
     from ..parallel.pipeline.partition import Partition
@@ -65,10 +65,10 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
     recomputed: tuple[str, ...] = ()
     if config.compile.enabled:
         checkpoints = config.activation_checkpoint.enabled
-        compiled, more = compilation.resolve(model, config.compile, dims.world_size, partition, checkpoints)
+        compiled, more = compilation.resolve_compiled(model, config.compile, dims.world_size, partition, checkpoints)
         problems += more
     if config.activation_checkpoint.enabled:
-        recomputed, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
+        recomputed, more = compilation.resolve_recomputed(model, config.activation_checkpoint, partition, compiled)
         problems += more
     problems += strategy.find_problems(model, setup.recipe.param_dtype)
     if problems:

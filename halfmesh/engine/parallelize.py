@@ -95,11 +95,11 @@ class ParallelModel:
         seed = model_seed(config.seed, context, self.own_rng_axes)
         self.random = ModelRNG(seed, context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
-        """Python's and numpy's random numbers for pipeline stages, which may draw different amounts."""
+        """Python's and numpy's random numbers where ranks call the same layers, or different stages of one model."""
+        self._same_layers = any(AXES.get(name).same_rng for name in plans.axes)
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
-            random, is_split = self.random or ModelRNG(0, context.device), plans.partition is not None
-            inputs = AxisInputs(model, optimizer, plan, context, random, self.host_random, is_split)
+            inputs = AxisInputs(model, optimizer, plan, context, plans.partition is not None)
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
 
@@ -207,33 +207,27 @@ class ParallelModel:
             axis.settle()
 
     @contextmanager
-    def drawing(self, model: nn.Module) -> Iterator[None]:
-        """The scope of a stage's forward: it draws from the model's random number generators."""
-        assert self.random is not None
-        self.settle()
-        self.random.enter(model, always=True)
-        try:
-            yield
-        finally:
-            self.settle()
-            self.random.leave()
+    def random_numbers(
+        self, model: nn.Module, saving: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Iterator[None]:
+        """The scope of a forward, or of a batch's passes through stages: in training the model draws from its own
+        generators. (With stages in evaluation, too, where some modules may be in training mode.)"""
+        if self.random is None or not (model.training or self.plans.partition is not None):
+            with saving():
+                yield
+            return
+        self.settle()  # a backward may have left a fork open, which must not be restored
+        with self.host_random if self._same_layers else nullcontext(), self.random:
+            try:
+                with saving():
+                    yield
+            finally:
+                self.settle()
 
     def around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-        """The scope of a forward of the full model: its random number generators in training, and `saving`."""
+        """The scope of a forward of the full model: its random numbers, and `saving`."""
         saving = self.saving(model)
-        if self.random is None:
-            return saving
-        own, axes = partial(self.random.around, model), list(self.axes.values())
-
-        @contextmanager
-        def around() -> Iterator[None]:
-            scope: AbstractContextManager[Any] = own()
-            for axis in axes:
-                scope = axis.forward_scope(model, scope)
-            with scope, saving():
-                yield
-
-        return around
+        return saving if self.random is None else partial(self.random_numbers, model, saving)
 
     def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
         """The scope of a forward of `model`, or of a stage, that offloads what autograd saves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +16,17 @@ from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import gather_objects, is_simulated
-from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
-from ..parallel.pipeline.microbatches import Splitter, choose_count
-from ..parallel.pipeline.pieces import Call
+from ..parallel.objects import gather_objects
+from ..parallel.pipeline.partition import Call
+from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
+from ..parallel.pipeline.schedules import Given, Splitter, choose_count
 from ..parallel.rank_checks import SameCalls, is_checked
 from ..parallel.reducer import Reduction
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
-from ..utils.torch_private import BATCH_NORMS, edit_stamp, has_no_memory, unobserved
+from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
 from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
-from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput, replace
+from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 from .row_trial import NOT_BY_ROWS, refuse_mixed_rows
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class _Forward:
 
     Attributes:
         rows: samples of the batch.
-        stamps: versions of the tensors in `calls`, which may not change before backward; nor may the model's modes.
+        given: the call that was split, and `versions` of its tensors, which may not change before backward; nor may
+            the model's modes.
         whole: the model's output for the full batch, without memory, if the criterion is compared on it.
         trial: until the model was tried, the joint call of some microbatches, and their separate calls.
     """
@@ -46,7 +48,8 @@ class _Forward:
     calls: Sequence[Call]
     rows: int
     known: CallMetadata
-    stamps: Sequence[tuple[int, int]]
+    given: Given
+    versions: Sequence[int]
     whole: Any
     trial: tuple[Call, Sequence[Call]] | None
 
@@ -55,6 +58,7 @@ class PipelineExecutor:
     """The executor of a rank that holds some stages of the model.
 
     Args:
+        scope: of the passes of a batch, for the model's random numbers.
         same: compare calls over the ranks of a stage that compute one batch.
     """
 
@@ -67,6 +71,7 @@ class PipelineExecutor:
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
+        scope: Callable[[], AbstractContextManager[Any]],
         same: Sequence[SameCalls],
     ) -> None:
         self._model = model
@@ -77,7 +82,9 @@ class PipelineExecutor:
         self._precision = precision
         self._update = update
         self._accumulation = accumulation
-        self._over_pipeline = SameCalls(context.group("pp"), "pipeline")
+        self._scope = scope
+        self._group = context.group("pp")
+        self._computing = [SameCalls(self._group, "pipeline"), *same]  # ranks that compute one batch
         self._same = same
         self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._most_rows = 0  # of a microbatch so far
@@ -94,7 +101,8 @@ class PipelineExecutor:
         if self._model.training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
         everywhere = self._options.eval_outputs == "all"
-        output = self._pipeline.evaluate(call, self._compare_output, everywhere)
+        with self._scope():
+            output = self._pipeline.evaluate(call, self._compare_output, everywhere)
         if not everywhere and not self._pipeline.has_last:
             return LastStageOutput()
         return self._precision.cast_output(output)
@@ -108,13 +116,13 @@ class PipelineExecutor:
         if output.was_used:
             output.value()  # raises
         forward: _Forward = output.batch
-        self._compare_inputs("targets", *replace((args, kwargs), output, None))
-        call = Call(args, kwargs)
+        self._compare_inputs("targets", args, kwargs)
         splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
-        calls = splitter.split(call, len(forward.calls), forward.rows)
+        given = splitter.read(Call(args, kwargs))
+        calls = splitter.split(given, len(forward.calls), forward.rows)
         compares = forward.whole is not None and self._pipeline.has_last
-        whole = WholeBatch(criterion, call, output, forward.whole) if compares else None
-        return PipelineLoss(output, CriterionCalls(criterion, calls, _stamps(calls), whole))
+        whole = WholeBatch(criterion, given.call, output, forward.whole) if compares else None
+        return PipelineLoss(output, CriterionCalls(criterion, calls, given, given.versions(), whole))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse anything but an unused loss of this pipeline."""
@@ -154,7 +162,8 @@ class PipelineExecutor:
                     reducer.begin_last_backward(params)
 
         self._update.before_backward()
-        self._pipeline.train(forward.calls, forward.known, finish, on_last)
+        with self._scope():
+            self._pipeline.train(forward.calls, forward.known, finish, on_last)
         self._update.after_backward(loss_id)
         self._sent = []
         self._send_loss(loss, last, forward)
@@ -177,14 +186,14 @@ class PipelineExecutor:
 
     def _compare_inputs(self, of: str, args: Any, kwargs: Any) -> None:
         """Compare the call over the ranks that compute one batch."""
-        for ranks in (self._over_pipeline, *self._same):
+        for ranks in self._computing:
             ranks.compare_inputs(self._model.training, args, kwargs, of)
 
     def _refuse_changes(self, forward: _Forward, criterion: CriterionCalls) -> None:
         changed = ""
         if forward.known.modes != self._pipeline.modes():
             changed = "the model was changed (engine.eval(), engine.train(), an attribute)"
-        elif forward.stamps != _stamps(forward.calls) or criterion.stamps != _stamps(criterion.calls):
+        elif any(batch.given.versions() != batch.versions for batch in (forward, criterion)):
             changed = "an input or a target was changed in place"
         if changed:
             raise InputError(
@@ -198,19 +207,20 @@ class PipelineExecutor:
         Raises:
             InputError: it cannot be split, or the model returns a loss.
         """
-        if any(tensor.requires_grad for tensor in tensors_of((call.args, dict(call.kwargs)))):
+        given = self._splitter.read(call)
+        if any(tensor.requires_grad for _, tensor in given.tensors):
             raise InputError(
                 "an input of engine(...) requires gradients, which only the first stage could give it under a "
                 "pipeline; detach it"
             )
-        rows = self._splitter.batch_size(call)
+        rows = self._splitter.batch_size(given)
         if not rows:
             raise InputError(
                 "engine(...) was given no tensor with a batch dim to split into microbatches; give the model its batch "
                 "as a tensor"
             )
         count = self._count(rows)
-        calls = self._splitter.split(call, count, rows)
+        calls = self._splitter.split(given, count, rows)
         try:
             known = self._pipeline.look_up(calls[0])
         except InputError as error:
@@ -224,24 +234,20 @@ class PipelineExecutor:
         trial = None
         if count > 1 and not self._has_tried:
             # The first rows of a graph may happen not to be connected.
-            is_all = self._splitter.has_table(call, rows)
+            is_all = self._splitter.has_table(given, rows)
             some = count if is_all else next(n for n in range(2, count + 1) if count % n == 0)
-            trial = self._splitter.split(call, count // some, rows)[0], calls[:some]
-        return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count), trial)
+            trial = self._splitter.split(given, count // some, rows)[0], calls[:some]
+        return _Forward(calls, rows, known, given, given.versions(), self._whole(call, count), trial)
 
     def _whole(self, call: Call, count: int) -> Any:
         """The model's output for the full batch, without memory; None if the criterion is not compared on it."""
-        if count == 1 or is_simulated(self._context.group("pp")) or not is_checked(self._split_batches + 1):
+        if count == 1 or not self._pipeline.params.tries or not is_checked(self._split_batches + 1):
             return None
         return self._pipeline.look_up(call).stages[-1] if self._pipeline.can_run(call) else None
 
     def _try_rows(self, forward: _Forward) -> None:
         """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
-        if (
-            self._has_tried
-            or is_simulated(self._context.group("pp"))
-            or any(map(has_no_memory, self._model.parameters()))
-        ):
+        if self._has_tried or not self._pipeline.params.tries:
             return
         if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
             self._has_tried = True
@@ -272,8 +278,8 @@ class PipelineExecutor:
 
     def _broadcast(self, *tensors: torch.Tensor) -> list[dist.Work | None]:
         """Send from the last stage to the others, without waiting."""
-        source, group = self._pipeline.last_rank, self._context.group("pp")
-        works = [dist.broadcast(tensor, group_src=source, group=group, async_op=True) for tensor in tensors]
+        source = self._pipeline.last_rank
+        works = [dist.broadcast(tensor, group_src=source, group=self._group, async_op=True) for tensor in tensors]
         self._sent += works
         return works
 
@@ -319,11 +325,6 @@ class PipelineExecutor:
 
         handle.batch, handle.was_used = None, True
         handle.resolve(value)
-
-
-def _stamps(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    tensors = (tensor for call in calls for tensor in tensors_of((call.args, dict(call.kwargs))))
-    return [edit_stamp(tensor) for tensor in tensors]
 
 
 def _joined_shape(tensor: torch.Tensor, count: int) -> tuple[int, ...]:

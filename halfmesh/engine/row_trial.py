@@ -7,7 +7,6 @@ loss on microbatches than on the full batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from math import isnan, nan
 from typing import Any
@@ -16,14 +15,13 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..parallel.batch_shard.trial import HALF_TOLERANCE, TOLERANCE, find_gap, rounds_products
+from ..parallel.modules import unchanged
 from ..parallel.objects import gather_objects
-from ..parallel.pipeline.executor import Pipeline
-from ..parallel.pipeline.pieces import Call
-from ..parallel.rng import random_state, set_random_state
+from ..parallel.pipeline.partition import Call
+from ..parallel.pipeline.runner import Pipeline
+from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from ..utils.tensors import map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS
-from .last_stage import as_it_was, differ
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 NOT_BY_ROWS = (
@@ -51,7 +49,9 @@ def refuse_mixed_rows(
     calls = whole, *parts
     trial = _RowTrial(model, pipeline, calls, device)
     for evaluated in ((*BATCH_NORMS, *_DROPOUT), (nn.Module,)):
-        with _as_in_evaluation(model, evaluated):
+        with unchanged(model.modules()):
+            for module in model.modules():
+                module.training = module.training and not isinstance(module, evaluated)
             if not all(gather_objects(all(map(pipeline.can_run, calls)))):
                 continue
             gaps, rounds = zip(*gather_objects((trial.find_gap(), half or rounds_products())), strict=True)
@@ -84,13 +84,8 @@ class _RowTrial:
 
     def find_gap(self) -> float:
         """The largest difference of the outputs, on the last stage (else 0); nan if this rank drew random numbers."""
-        before = random_state(self._device)
-        try:
-            outputs = list(self._outputs())
-            drew = differ(before, random_state(self._device))
-        finally:
-            set_random_state(before, self._device)
-        return nan if drew else _gap_of(*outputs) if self._pipeline.has_last else 0.0
+        outputs, drew = zip(*self._run(), strict=True)
+        return nan if any(drew) else _gap_of(*outputs) if self._pipeline.has_last else 0.0
 
     def find_module(self, limit: float) -> tuple[int, str] | None:
         """The first module of this rank whose outputs differ by more than `limit`: its index among all, and name."""
@@ -105,7 +100,7 @@ class _RowTrial:
             for place, (name, module) in enumerate(self._model.named_modules())
         ]
         try:
-            ends = [len(seen) for _ in self._outputs()]
+            ends = [len(seen) for _ in self._run()]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -115,11 +110,12 @@ class _RowTrial:
                 return place, name
         return None
 
-    def _outputs(self) -> Iterator[Any]:
+    def _run(self) -> Iterator[tuple[Any, bool]]:
+        """The output of each call, and True if it drew random numbers."""
         for call in self._calls:
-            with as_it_was(self._model), self._pipeline.without_own_random():
-                output = self._pipeline.evaluate(call, everywhere=False)
-            yield output
+            with no_side_effects(self._model.modules(), self._device) as has_drawn:
+                output, drew = self._pipeline.evaluate(call, everywhere=False), has_drawn()
+            yield output, drew
 
 
 def _gap_of(together: Any, *apart: Any) -> float:
@@ -132,15 +128,3 @@ def _gap_of(together: Any, *apart: Any) -> float:
         elif whole.dim():  # without rows: the same for all, such as a table (0-dim: a loss term, which is averaged)
             gaps += [find_gap(whole, part) for part in parts]
     return max(gaps)
-
-
-@contextmanager
-def _as_in_evaluation(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        for module in modes:
-            module.training = module.training and not isinstance(module, kinds)
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -22,7 +22,6 @@ from ..utils.torch_private import assigns
 from .mesh import ParallelContext
 from .optimizer_checks import refuse_other_state
 from .rank_checks import SameCalls
-from .rng import IsolatedRNG, ModelRNG
 from .shard_spec import Split
 
 if TYPE_CHECKING:
@@ -50,8 +49,6 @@ class AxisInputs:
         optimizer: over its parameters.
         plan: the result of `Axis.plan`.
         context: the mesh.
-        random: the model's random number generators, the same on all ranks of this axis.
-        host_random: the same for python and numpy.
         is_split: another axis removes modules from ranks.
     """
 
@@ -59,8 +56,6 @@ class AxisInputs:
     optimizer: optim.Optimizer
     plan: Any
     context: ParallelContext
-    random: ModelRNG
-    host_random: IsolatedRNG
     is_split: bool
 
 
@@ -121,14 +116,6 @@ class AppliedAxis:
         is_whole = value.shape == split.whole_shape(param.shape, self.size)
         return split.cut(value, self.rank, self.size) if is_whole else value
 
-    def compare_calls(self, model: nn.Module) -> None:
-        """Add hooks that compare inputs and outputs of the model over the axis."""
-        if (same := self.same) is not None:
-            model.register_forward_pre_hook(
-                lambda m, args, kwargs: same.compare_inputs(m.training, args, kwargs), with_kwargs=True
-            )
-            model.register_forward_hook(lambda m, args, output: same.compare_outputs(m.training, output))
-
     # -- for the engine ----------------------------------------------------------------------------------------
 
     def replicas(self, param: nn.Parameter) -> int:
@@ -161,15 +148,14 @@ class AppliedAxis:
     def check_loss(self, loss: Any) -> None:
         """Raise InputError if `loss`, after its backward, differs from the loss that this rank should have."""
 
-    def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        """The context of a forward of the full model; `default` draws from the model's random number generators."""
-        return default
-
     def settle(self) -> None:
-        """Reset after a forward or backward that may have failed."""
+        """Reset before a forward, and after it: a forward or backward may have failed."""
 
     def explain(self, error: RuntimeError) -> None:
         """Raise InputError if an `error` of forward or backward is due to something that this axis does not support."""
+
+    def skip_trial(self) -> None:
+        """Compare nothing with the model as it was: tensors have no values (in a dry run)."""
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> Mapping[str, str]:
         """Rows of the effective plan. "layout" describes what this rank holds.

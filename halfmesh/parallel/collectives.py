@@ -16,7 +16,7 @@ An activation, or its gradient, is "replicated", the same on every rank; "sharde
 | `exchange` | sharded along one dim -> sharded along another | the reverse |
 | `send_rows` | rows in order of the rank that they are for -> those for this rank | the reverse |
 
-Tensors without memory (halfmesh.parallel.pipeline.shape_inference) are not sent. torch.compile breaks its graph at each
+Tensors without memory (`shapes_only`) are not sent. torch.compile breaks its graph at each
 of these.
 
 (The pairs of Megatron-LM, https://arxiv.org/abs/1909.08053 section 3 and https://arxiv.org/abs/2205.05198 section 4.2.)
@@ -33,7 +33,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..utils.torch_private import all_gather, in_shapes_only, reduce_scatter
+from ..utils.torch_private import all_gather, reduce_scatter
 
 
 @torch.compiler.disable
@@ -134,8 +134,7 @@ class _Reduce(Function):
         if not x.is_contiguous() or _get_current_dispatch_mode() is not None:
             return _summed(x, group)
         ctx.mark_dirty(x)
-        if not in_shapes_only():
-            dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
@@ -146,8 +145,7 @@ class _Reduce(Function):
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)  # a sum in place would change an `x` that is used elsewhere
-    if not in_shapes_only():
-        dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -159,8 +157,7 @@ def _gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
     size = group.size()
     # The collective concatenates along dim 0: [size, ...].
     shards = x.new_empty((size * x.shape[0], *x.shape[1:])) if dim == 0 else x.new_empty((size, *x.shape))
-    if not in_shapes_only():
-        all_gather(shards.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+    all_gather(shards.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
     return shards if dim == 0 else shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -168,21 +165,18 @@ def _summed_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.
     size = group.size()
     shards = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(shards[0])
-    if not in_shapes_only():
-        reduce_scatter(mine, shards.flatten(0, 1), group=group)
+    reduce_scatter(mine, shards.flatten(0, 1), group=group)
     return mine
 
 
 def _exchanged(x: torch.Tensor, whole: int, sharded: int, group: dist.ProcessGroup) -> torch.Tensor:
     sent = x.unflatten(whole, (group.size(), -1)).movedim(whole, 0).contiguous()  # [rank, ...]
     received = torch.empty_like(sent)
-    if not in_shapes_only():
-        dist.all_to_all_single(received, sent, group=group)
+    dist.all_to_all_single(received, sent, group=group)
     return received.movedim(0, sharded).flatten(sharded, sharded + 1)
 
 
 def _sent(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     rows = x.new_empty((sum(received), *x.shape[1:]))
-    if not in_shapes_only():
-        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
+    dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
     return rows

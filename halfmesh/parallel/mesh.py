@@ -18,7 +18,7 @@ from ..errors import InputError, did_you_mean
 from ..utils.tensors import is_dense
 from .dims import ParallelDims
 from .initial_state import broadcast_initial_state
-from .objects import broadcast_object, gather_objects, is_simulated, join_rows
+from .objects import broadcast_object, gather_objects, host_backend, join_rows
 from .rank_checks import NamedCalls
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class ParallelContext:
     def _gloo_group(self, key: str) -> dist.ProcessGroup | None:
         if self.size == 1:
             return None
-        return self._made(key, lambda: dist.new_group(backend="gloo", timeout=self._timeout))
+        return self._made(key, lambda: dist.new_group(backend=host_backend(), timeout=self._timeout))
 
     @property
     def stage_ranks(self) -> list[int]:
@@ -164,7 +164,7 @@ class ParallelContext:
         """The `stage_ranks`, over gloo. Created on first use, by all ranks together."""
         if self.pp_size == 1:
             return self.host_group
-        return self._made("stage", lambda: self._new_groups(self._grid.flatten(1).tolist(), "gloo"))
+        return self._made("stage", lambda: self._new_groups(self._grid.flatten(1).tolist(), host_backend()))
 
     @property
     def groups(self) -> dict[str, str]:
@@ -249,7 +249,7 @@ class ParallelContext:
         Raises:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
-        if self.size > 1 and not is_simulated():
+        if self.size > 1:
             broadcast_initial_state(model, optimizer, self.broadcast, self.rank_names)
 
     @torch.no_grad()
@@ -281,7 +281,7 @@ class ParallelContext:
         Args:
             owner: of the process group; knows which ranks have ended.
         """
-        if self.size > 1 and not is_simulated():
+        if self.size > 1:
             name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
             ended = dict if owner is None else owner.failures.ended
             self._calls = NamedCalls(name, self.rank, self.size, self._timeout.total_seconds(), ended)

@@ -1,14 +1,19 @@
-"""Helpers of plans and partitioners: the class of a module, and copies without memory."""
+"""Helpers of plans and partitioners: the class of a module, copies without memory, and runs without data."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+
+from ..utils.tensors import map_tensors
+from ..utils.torch_private import shapes_only, unobserved
 
 
 def comes_from(module: nn.Module, kinds: Collection[type[nn.Module] | str]) -> bool:
@@ -48,3 +53,53 @@ def _rebind(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
     new = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     new.__kwdefaults__ = function.__kwdefaults__
     return new
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the attributes and buffers of `modules` afterwards, with the contents of lists, dicts and dataclasses."""
+    containers: dict[int, Any] = {}
+    for module in modules:
+        containers[id(vars(module))] = own = vars(module)
+        _find_containers(list(own.values()), containers)
+    before = [(container, copy.copy(container)) for container in containers.values()]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            now.clear()
+            (now.extend if isinstance(now, list) else now.update)(then)
+
+
+def _find_containers(value: Any, found: dict[int, Any]) -> None:
+    """Add the lists, dicts and sets in `value`, and the dicts of dataclasses, by their ids."""
+    inner = vars(value) if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else value
+    if isinstance(value, type) or id(inner) in found or type(inner) not in (dict, list, set, tuple):
+        return
+    if type(inner) is not tuple:
+        found[id(inner)] = inner
+    for item in list(inner.values() if isinstance(inner, dict) else inner):
+        _find_containers(item, found)
+
+
+def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    """The result of `run(*args)` for tensors of these shapes, as if on `device`. Nothing is computed or sent.
+
+    Args:
+        model: whose modules `run` calls. It stays as it is.
+
+    Raises:
+        Exception: `run` needs values.
+    """
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+
+    whole = nn.Module()  # functional_call takes a module
+    whole.model, whole.forward = model, run
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    with torch.inference_mode(False), torch.enable_grad(), unchanged(model.modules()), unobserved(), shapes_only():
+        weights = {name: fake(tensor) for name, tensor in tensors.items()}
+        return torch.func.functional_call(whole, weights, map_tensors(fake, args))

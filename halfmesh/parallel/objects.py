@@ -16,6 +16,11 @@ def is_simulated(group: dist.ProcessGroup | None = None) -> bool:
     return dist.get_backend(group) == "fake"
 
 
+def host_backend() -> str:
+    """The backend of groups whose messages are between hosts."""
+    return "fake" if is_simulated() else "gloo"
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The `value` of each rank of `group` (None: all ranks), on each of them. A single process needs no group."""
     if not dist.is_initialized():

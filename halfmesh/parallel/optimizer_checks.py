@@ -12,7 +12,8 @@ from torch import nn, optim
 
 from ..errors import InputError
 from ..utils.tensors import is_compound
-from ..utils.torch_private import outside_of_dry_run
+from .rng import CPU
+from .trial import no_side_effects
 
 _STEPS = 2
 _SIDE = 256  # of the matrix; some optimizers look at rows and columns of large ones only
@@ -39,7 +40,7 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     """
     name = type(optimizer).__name__
     try:
-        with outside_of_dry_run(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with no_side_effects((), CPU), torch.enable_grad():
             cells = itertools.product(optimizer.param_groups, (0, 1))
             differs = any(_differs(optimizer, group, dim) for group, dim in cells)
     except InputError as error:

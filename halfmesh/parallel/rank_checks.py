@@ -23,8 +23,8 @@ from ..distributed.env import RankNames, list_ranks
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, tensors_of
-from ..utils.torch_private import foreach_norms
-from .objects import gather_objects, is_simulated
+from ..utils.torch_private import foreach_norms, has_no_memory
+from .objects import gather_objects
 
 if TYPE_CHECKING:
     from .mesh import ParallelContext
@@ -54,10 +54,15 @@ def digest(tree: Any) -> bytes:
 
 
 def add_tensor(found: Any, tensor: torch.Tensor) -> None:
-    """Add `tensor` to a digest of hashlib; of a sparse or nested one only dtype and shape."""
+    """Add `tensor` to a digest of hashlib; of a sparse, a nested one or one without memory only dtype and shape."""
     found.update(describe_form(tensor).encode())
-    if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
+    if _has_values(tensor) and tensor.numel():
         found.update(as_bytes(tensor).numpy())
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Return True if `tensor` has elements in memory that can be compared one by one."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not has_no_memory(tensor)
 
 
 def describe_form(tensor: torch.Tensor) -> str:
@@ -147,7 +152,6 @@ class SameCalls:
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self._group = group
         self._what = what
-        self._is_simulated = is_simulated(group)
         self._inputs_seen: Counter[tuple[bool, str]] = Counter()
         self._outputs_seen: set[bool] = set()
 
@@ -156,7 +160,7 @@ class SameCalls:
     def are_same(self, tree: Any, of: str, training: bool = True) -> bool:
         """Return True if all ranks have the same tensors in `tree`, or if this call, of its kind, is not checked."""
         self._inputs_seen[training, of] += 1
-        is_due = is_checked(self._inputs_seen[training, of]) and not self._is_simulated
+        is_due = is_checked(self._inputs_seen[training, of])
         return not is_due or same_on_ranks(tensors_of(tree), self._group)
 
     def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
@@ -172,7 +176,7 @@ class SameCalls:
     @torch.no_grad()
     def compare_outputs(self, training: bool, output: Any) -> None:
         """Raise InputError on all ranks if outputs differ by more than rounding."""
-        if self._is_simulated or training in self._outputs_seen:
+        if training in self._outputs_seen:
             return
         self._outputs_seen.add(training)
         mine = [(tuple(tensor.shape), _norms_of_parts(tensor)) for tensor in tensors_of(output)]
@@ -186,7 +190,7 @@ class SameCalls:
 
 def _norms_of_parts(tensor: torch.Tensor) -> tuple[float, ...]:
     """Norms of a tensor and of seven chunks of it, to distinguish two tensors."""
-    if tensor.layout != torch.strided or not tensor.is_floating_point():
+    if not _has_values(tensor) or not tensor.is_floating_point():
         return ()
     flat = tensor.detach().reshape(-1).float()
     return tuple(float(torch.linalg.vector_norm(part)) for part in (flat, *flat.chunk(7)))

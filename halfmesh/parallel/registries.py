@@ -54,7 +54,7 @@ for _name, _style in {
     "region": "GatherSequence",
 }.items():
     TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.sequence_styles:{_style}")
-TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.tensor.attention:Attention")
+TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.tensor.sequence_styles:Attention")
 BUILTIN_TENSOR_PLANS = {
     "timm_attention": "timm:ATTENTION",
     "timm_mlp": "timm:MLP",
@@ -67,8 +67,8 @@ BUILTIN_TENSOR_PLANS = {
     "torch_encoder_layer": "torch_nn:ENCODER_LAYER",
     "torch_decoder_layer": "torch_nn:DECODER_LAYER",
     "hugging_face": "transformers:OWN_PLAN",
-    "torchvision_vit_block": "torchvision:VIT_BLOCK",
-    "torchvision_swin_block": "torchvision:SWIN_BLOCK",
+    "torchvision_vit_block": "torch_nn:VIT_BLOCK",
+    "torchvision_swin_block": "torch_nn:SWIN_BLOCK",
     "gpt2_attention": "transformers:GPT2_ATTENTION",
     "gpt2_mlp": "transformers:GPT2_MLP",
     "bert_attention": "transformers:BERT_ATTENTION",

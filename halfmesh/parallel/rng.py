@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from ..utils.torch_private import in_shapes_only, outside_of_dry_run
+from ..utils.torch_private import in_shapes_only, with_memory
 from .mesh import ParallelContext
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it differ widely
@@ -23,7 +21,7 @@ CPU = torch.device("cpu")
 _REMEMBERED = 1024  # forks that a recomputation may still go back into, of 5 kB each on the CPU
 
 
-@outside_of_dry_run()
+@with_memory()
 def random_state(device: torch.device) -> dict[str, Any]:
     """The state of every random generator that training may use on this rank."""
     legacy: Any = np.random.get_state(legacy=True)
@@ -36,7 +34,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-@outside_of_dry_run()
+@with_memory()
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Undo the draws made since `random_state`."""
     version, internal, gauss = state["python"]
@@ -118,46 +116,31 @@ def model_seed(seed: int, context: ParallelContext, own_rng_axes: Iterable[str] 
 
 
 class ModelRNG:
-    """The random numbers of the model's forward in training, on several ranks: a separate sequence, so that ranks of a
-    tensor group drop the same elements and data ranks different ones, even if user code of one rank draws (to log a
-    sample, for example). The user's generators continue as if the model had drawn nothing.
+    """The random numbers of the model's forward in training, on several ranks, as a scope: a separate sequence, so that
+    ranks of a tensor group drop the same elements and data ranks different ones, even if user code of one rank draws
+    (to log a sample, for example). The user's generator continues as if the model had drawn nothing.
 
     Args:
         seed: the same on all ranks of a tensor group.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._device = device
-        self._generator = _cuda_generator(device) if device.type == "cuda" else torch.default_generator
+        self._on_cuda = device.type == "cuda"
+        self._generator = _cuda_generator(device) if self._on_cuda else torch.default_generator
         self.state = torch.Generator(device).manual_seed(seed).get_state()
-        """The state of the sequence between two calls of the model."""
+        """The state of the sequence between two forwards."""
         self._outside: torch.Tensor | None = None
 
-    @torch.compiler.disable
-    def enter(self, model: nn.Module, *_: Any, always: bool = False) -> None:
-        """A forward pre-hook of the model. `always`: also in evaluation, where some modules may be in training mode."""
-        if not (model.training or always) or self._outside is not None:
-            return
-        if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # a graph keeps its seed
+    def __enter__(self) -> None:
+        if not (self._on_cuda and torch.cuda.is_current_stream_capturing()):  # a graph keeps its seed
             self._outside = self._generator.get_state()
             self._generator.set_state(self.state)
 
-    @torch.compiler.disable
-    def leave(self, *_: Any) -> None:
-        """A forward hook of the model."""
+    def __exit__(self, *_: object) -> None:
         if self._outside is not None:
             self.state = self._generator.get_state()
             self._generator.set_state(self._outside)
             self._outside = None
-
-    @contextmanager
-    def around(self, model: nn.Module) -> Iterator[None]:
-        """The same as a scope around a call of the model."""
-        self.enter(model)
-        try:
-            yield
-        finally:
-            self.leave()
 
 
 class RandomFork:

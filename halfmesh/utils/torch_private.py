@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -155,30 +156,29 @@ DATA_NEEDED = (
 """Raised if an operator needs the values of such tensors."""
 
 
-class _ShapesOnly(fake_tensor.FakeTensorMode):
-    """The mode of `shapes_only`, distinct from that of a dry run, which does everything that a run does."""
-
-
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Infer shapes: new tensors have no memory, collectives send nothing, and no random numbers are drawn."""
+    """A scope in which new tensors have no memory, and torch's collectives on them send nothing."""
     log = logging.getLogger(fake_tensor.__name__)  # it writes the stack of an error that the caller may expect
     was_disabled, log.disabled = log.disabled, True
     try:
-        with _ShapesOnly(allow_non_fake_inputs=True):
-            yield
+        with warnings.catch_warnings():
+            # Many functions compare memory addresses. Here all memory is at address 0, of which torch warns.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                yield
     finally:
         log.disabled = was_disabled
 
 
 def in_shapes_only() -> bool:
-    """Return True if this is within `shapes_only`."""
-    return isinstance(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), _ShapesOnly)
+    """Return True if this is within `shapes_only`: in a dry run, or where a pipeline infers shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextmanager
-def outside_of_dry_run() -> Iterator[None]:
-    """A scope in which new tensors have memory, also in a dry run."""
+def with_memory() -> Iterator[None]:
+    """A scope in which new tensors have memory, also within `shapes_only`."""
     with fake_tensor.unset_fake_temporarily():
         yield
 

@@ -10,7 +10,7 @@ from halfmesh.config.load import load_config
 from halfmesh.parallel.axis import PlanInputs
 from halfmesh.parallel.context.axis import ContextOptions, ContextParallelism
 from halfmesh.parallel.expert.axis import ExpertOptions, ExpertParallelism
-from halfmesh.parallel.tensor.checks import resolve
+from halfmesh.parallel.tensor.plans import resolve
 
 from .cells import Cell, every
 from .workloads import find_workload

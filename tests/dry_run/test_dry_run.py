@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from halfmesh import load_config
-from halfmesh.dry_run.dry_run import dry_runs, needed
+from halfmesh.dry_run.dry_run import Workers, dry_runs, needed
 from halfmesh.dry_run.simulate_rank import FewChunks, simulate_rank
 from halfmesh.dry_run.tracker import Traffic, _grouped_product, dry_run_mode
-from halfmesh.dry_run.workers import Workers
 from tests.support.llama import SMALL
 
 

@@ -10,12 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError, load_config
 from halfmesh.compat import check
-from halfmesh.dry_run.dry_run import dry_runs, needed
+from halfmesh.dry_run.dry_run import Workers, dry_runs, needed
 from halfmesh.dry_run.ladder import search_layouts
-from halfmesh.dry_run.rungs import PlanRequest
-from halfmesh.dry_run.show_ladder import lines
-from halfmesh.dry_run.workers import Workers
-from halfmesh.dry_run.writing import config_text, write
+from halfmesh.dry_run.rungs import PlanRequest, config_text, write
+from halfmesh.dry_run.show import ladder_lines as lines
 from tests.support import llama
 from tests.support.llama import SMALL
 from tests.support.ranks import rank_device, run_ranks

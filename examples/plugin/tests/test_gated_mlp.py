@@ -25,7 +25,7 @@ def test_two_ranks_train_as_one_process(mode: dict[str, Any]) -> None:
 
 
 def test_which_are_divided() -> None:
-    from halfmesh.parallel.tensor.checks import resolve
+    from halfmesh.parallel.tensor.plans import resolve
 
     found, problems = resolve(nn.Sequential(GatedMLP(8, 12)), 2, "auto", False)
     assert found

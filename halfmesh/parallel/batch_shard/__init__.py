@@ -2,6 +2,5 @@
 
 shard       a rank's shard of a batch
 calls       calls of the model with this rank's shard, and a trial before the first; the base of such axes
-trial       helpers of the trial
 losses      losses of the full batch, from each rank's outputs
 """

@@ -17,12 +17,11 @@ from ...utils.param_shard import ParamShard
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import BACKWARD, without_override
 from ..axis import AppliedAxis, AxisInputs
-from ..objects import is_simulated
 from ..rank_checks import SameCalls
 from ..reducer import SharedGradients
+from ..trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from .losses import classify, compare, count_targets
-from .shard import ROWS, BatchShard
-from .trial import HALF_TOLERANCE, TOLERANCE, Seen, find_gap, rounds_products, shorten_call
+from .shard import ROWS, BatchShard, Seen, shorten_call
 
 Run = Callable[[Mapping[str, Any]], Any]
 _Functions = Mapping[Any, Callable[..., torch.Tensor]]
@@ -64,7 +63,10 @@ class SplitBatch(AppliedAxis):
         self.mode = _Mode({**_LOSSES, **self.functions})
         self.has_stages = inputs.is_split
         self._names, self._context = names, inputs.context
-        self._is_tried = is_simulated(self.group)
+        self._is_tried = False
+
+    def skip_trial(self) -> None:
+        self._is_tried = True
 
     def scope(self) -> AbstractContextManager[Any]:
         return self.mode
@@ -103,10 +105,9 @@ class SplitBatch(AppliedAxis):
             InputError: they differ.
         """
         short = shorten_call(given, self.shard_of(given))
-        training = [module for module in model.modules() if module.training]
         whole, sharded = Seen(), Seen()
         try:
-            with torch.no_grad():
+            with no_side_effects(model.modules(), self._context.device):
                 model.eval()
                 self.mode.shard, self.mode.seen = None, whole
                 with self.mode:
@@ -116,8 +117,6 @@ class SplitBatch(AppliedAxis):
                 gap = find_gap(expected, map_tensors(shard.join_if_own, output))
         finally:
             self.mode.seen = None
-            for module in training:
-                module.training = True
         self.check_functions(sharded.functions)
         if whole.counts != sharded.counts:
             gap = 1.0  # targets were lost, which a loss hardly shows

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InputError
-from ...utils.torch_private import in_shapes_only
 from .. import collectives
 from .shard import TOKENS, BatchShard
 
@@ -47,8 +46,7 @@ def classify(
     if reduction == "mean":
         counted = target != ignore_index
         count = counted.sum(dtype=total.dtype) if weight is None else weight[target[counted]].sum(dtype=total.dtype)
-        if not in_shapes_only():
-            dist.all_reduce(count, group=shard.group)
+        dist.all_reduce(count, group=shard.group)
         total = total / count
     return collectives.total_loss(total, shard.group).to(losses.dtype)
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...utils.tensors import map_tensors
 from .. import collectives
 
 ROWS, TOKENS = 0, 1
 """Dims of a model's arguments: [batch, ...], or [batch, sequence, ...]."""
+_HALF = (torch.float16, torch.bfloat16)
+ROWS_OF_RANK, TOKENS_OF_RANK = 1, 8
+"""In a trial."""
 
 
 @dataclass(frozen=True)
@@ -74,3 +81,40 @@ class BatchShard:
             return count % self.own == 0
         total = self.rows * self.own
         return count == total or (self.splits_rows and 0 < count < total and total % count == 0)
+
+
+# -- the trial before the first update -----------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """The observations of one run of a trial.
+
+    Attributes:
+        functions: the functions of torch that were called.
+        counts: for each loss, the number of targets that count on all ranks.
+        half: something was computed in half precision.
+    """
+
+    functions: set[Any] = field(default_factory=set)
+    counts: list[int] = field(default_factory=list)
+    half: bool = False
+
+    def note(self, function: Any, args: Any) -> None:
+        tensors = [value for value in args if isinstance(value, torch.Tensor) and not value.is_meta]
+        self.functions.add(function)
+        self.half |= any(t.dtype in _HALF or torch.is_autocast_enabled(t.device.type) for t in tensors)
+
+
+def shorten_call(given: Mapping[str, Any], shard: BatchShard) -> dict[str, Any]:
+    """The arguments for a few rows or the first tokens, of [batch, sequence, ...] and of masks [..., sequence]."""
+    kept = min(shard.whole, shard.size * (ROWS_OF_RANK if shard.dim == ROWS else TOKENS_OF_RANK))
+    return {name: map_tensors(partial(_shorten, shard, kept), value) for name, value in given.items()}
+
+
+def _shorten(shard: BatchShard, kept: int, tensor: torch.Tensor) -> torch.Tensor:
+    is_mask = shard.dim != ROWS and tensor.dim() > 3
+    for dim in (tensor.dim() - 2, tensor.dim() - 1) if is_mask else (shard.dim,):
+        if tensor.dim() > dim and tensor.shape[dim] == shard.whole:
+            tensor = tensor.narrow(dim, 0, kept)
+    return tensor

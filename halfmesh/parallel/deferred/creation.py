@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from ...errors import InputError, bullet_list, shorten
 from ...utils.tensors import map_tensors
-from ...utils.torch_private import FakeTensorMode, has_grad_hooks, outside_of_dry_run
+from ...utils.torch_private import has_grad_hooks
 from .operations import View
 from .recording import Recording, recording_of
 
@@ -100,7 +100,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that the user has set on `tensor`, without torch's own attributes."""
-    with FakeTensorMode():
+    with Recording():
         of_torch = vars(nn.Parameter(torch.empty(0))).keys()
     return {name: value for name, value in vars(tensor).items() if name not in of_torch}
 
@@ -162,13 +162,11 @@ def deferred_init() -> Iterator[None]:
             model = LlamaForCausalLM(config)
         engine = halfmesh.initialize(model, lambda params: AdamW(params, lr=1e-4), config="config.py")
     """
-    with outside_of_dry_run():
-        recording = Recording()
-        with warnings.catch_warnings():
-            # Copies of tensors ask for their address first.
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            with recording:
-                yield
+    with warnings.catch_warnings():
+        # Copies of tensors ask for their address first.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with Recording():
+            yield
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""torch.nn: its transformer layers, and nn.Sequential as stages."""
+"""torch.nn: its transformer layers, and nn.Sequential as stages; the MLPs of torchvision's Transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ...utils.torch_private import call_hooks
 from ..modules import comes_from
-from ..pipeline.pieces import Call, Piece, children_of
+from ..pipeline.partition import Call, Piece, children_of
 from ..tensor.plans import LayerPlan
 
 _SOFTMAXES = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
@@ -73,3 +73,19 @@ class SequentialPartition:
 
 
 SEQUENTIAL_STAGES = SequentialPartition()
+
+
+_MLP = {"mlp.0": "colwise", "mlp.3": "rowwise"}
+
+VIT_BLOCK = LayerPlan(
+    layers=("torchvision.models.vision_transformer.EncoderBlock",),
+    styles=_MLP,
+)
+SWIN_BLOCK = LayerPlan(
+    layers=(
+        "torchvision.models.swin_transformer.SwinTransformerBlock",
+        "torchvision.models.swin_transformer.SwinTransformerBlockV2",
+    ),
+    styles=_MLP,
+)
+"""Its attention reads the weights of its layers without calling them, and stays unsharded."""

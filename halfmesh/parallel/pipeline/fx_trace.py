@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 import linecache
 import operator
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -22,8 +19,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import InputError
-from ...utils.tensors import map_tensors, tensors_of
-from ...utils.torch_private import shapes_only
+from ...utils.tensors import tensors_of
+from ..modules import run_without_data, unchanged
 
 UPDATES = tuple(getattr(operator, name) for name in fx.graph.inplace_methods if name != "setitem")
 """`x += y` and the like, which change a tensor in place but replace a number."""
@@ -90,56 +87,6 @@ def plain_values(modules: Iterable[nn.Module]) -> str:
     """The numbers, flags and strings on modules, which a trace treats as constants."""
     kinds = (bool, int, float, str, NoneType)
     return repr([{n: value for n, value in vars(module).items() if isinstance(value, kinds)} for module in modules])
-
-
-@contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes and buffers of `modules` afterwards, with the contents of lists, dicts and dataclasses."""
-    containers: dict[int, Any] = {}
-    for module in modules:
-        containers[id(vars(module))] = own = vars(module)
-        _find_containers(list(own.values()), containers)
-    before = [(container, copy.copy(container)) for container in containers.values()]
-    try:
-        yield
-    finally:
-        for now, then in before:
-            now.clear()
-            (now.extend if isinstance(now, list) else now.update)(then)
-
-
-def _find_containers(value: Any, found: dict[int, Any]) -> None:
-    """Add the lists, dicts and sets in `value`, and the dicts of dataclasses, by their ids."""
-    inner = vars(value) if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else value
-    if isinstance(value, type) or id(inner) in found or type(inner) not in (dict, list, set, tuple):
-        return
-    if type(inner) is not tuple:
-        found[id(inner)] = inner
-    for item in list(inner.values() if isinstance(inner, dict) else inner):
-        _find_containers(item, found)
-
-
-def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
-    """The result of `run(*args)` for tensors of these shapes, as if on `device`. Nothing is computed or sent.
-
-    Args:
-        model: whose modules `run` calls. It stays as it is.
-
-    Raises:
-        Exception: `run` needs values.
-    """
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
-        )
-
-    whole = nn.Module()  # functional_call takes a module
-    whole.model, whole.forward = model, run
-    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
-    with torch.inference_mode(False), torch.enable_grad(), unchanged(model.modules()), shapes_only():
-        weights = {name: fake(tensor) for name, tensor in tensors.items()}
-        return torch.func.functional_call(whole, weights, map_tensors(fake, args))
 
 
 class _Proxy(fx.Proxy):

@@ -1,11 +1,14 @@
-"""The schedules: the order in which a rank runs the forwards and backwards of its microbatches."""
+"""The microbatches of a batch, and the schedules: the order in which a rank runs their forwards and backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -15,6 +18,121 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+
+from ...errors import InputError
+from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
+from ...utils.torch_private import versions
+from .partition import Call
+
+
+@dataclass(frozen=True)
+class Given:
+    """A call to split.
+
+    Attributes:
+        values: its arguments, by their names.
+        tensors: their tensors, each with the name of its argument.
+    """
+
+    call: Call
+    values: Sequence[tuple[str, Any]]
+    tensors: Sequence[tuple[str, torch.Tensor]]
+
+    def versions(self) -> list[int]:
+        """Numbers that change when a tensor is written in place."""
+        return versions([tensor for _, tensor in self.tensors])
+
+
+class Splitter:
+    """Splits calls of one function along the batch, which is dim 0 of each tensor.
+
+    Args:
+        what: the function, whose signature names the positional arguments.
+        non_split: names of arguments without a batch dim, which every microbatch gets unsplit.
+        name: the function's name in messages.
+    """
+
+    def __init__(self, what: Callable[..., Any], non_split: Collection[str], name: str) -> None:
+        self._names = parameter_names(what)
+        self.non_split = frozenset(non_split)
+        self.name = name
+
+    def read(self, call: Call) -> Given:
+        """The call with its tensors, found once for all that is asked of them."""
+        names = position_names(self._names, len(call.args))
+        values = [*zip(names, call.args, strict=True), *call.kwargs.items()]
+        return Given(call, values, [(name, tensor) for name, value in values for tensor in tensors_of(value)])
+
+    def batch_size(self, given: Given) -> int | None:
+        """Rows of the first tensor that is split; None if there is none."""
+        return next((t.shape[0] for name, t in given.tensors if name not in self.non_split and t.dim()), None)
+
+    def split(self, given: Given, count: int, rows: int) -> list[Call]:
+        """The call as `count` calls, each with an equal number of the `rows` rows.
+
+        Raises:
+            InputError: a tensor has another number of rows, or something that is not a tensor has an item per row.
+        """
+        for name, value in given.values if count > 1 else ():
+            if name not in self.non_split and _has_items_of_rows(value, rows):
+                raise InputError(
+                    f"{self.name}: {name} has {rows} items, as many as the batch has rows, but is not a tensor, and "
+                    "only tensors are split into microbatches; pass one tensor with a row for each sample (padded, if "
+                    "they differ in size). If it is the same for all samples, name it in "
+                    f"parallel.pipeline.non_split=({name!r},)"
+                )
+        chunks = [self._chunks(name, tensor, count, rows) for name, tensor in given.tensors]
+        calls = []
+        for parts in zip(*chunks, strict=True) if chunks else [()] * count:
+            following = iter(parts)
+            calls.append(Call(*map_tensors(partial(_replaced, following), (given.call.args, dict(given.call.kwargs)))))
+        return calls
+
+    def has_table(self, given: Given, rows: int) -> bool:
+        """Return True if an argument that is not split has a dim of `rows`, such as the adjacency matrix of a graph."""
+        return any(name in self.non_split and rows in tensor.shape for name, tensor in given.tensors)
+
+    def _chunks(self, name: str, tensor: torch.Tensor, count: int, rows: int) -> Sequence[torch.Tensor]:
+        if name in self.non_split or tensor.dim() == 0:
+            return [tensor] * count
+        if tensor.shape[0] != rows:
+            raise InputError(
+                f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {rows}; arguments are split "
+                "into microbatches along their first dim. Name those without a batch dim in "
+                f"parallel.pipeline.non_split=({name!r},). (A graph, such as nodes with an edge_index, cannot be "
+                "split: train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe')"
+            )
+        return tensor.chunk(count)
+
+
+def _replaced(following: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+    return next(following)
+
+
+def _has_items_of_rows(tree: Any, rows: int) -> bool:
+    """Return True if `tree` holds a list or array with an item for each row: names of samples, boxes of each image.
+    (A list of tensors that each have all rows does not count.)"""
+    if isinstance(tree, np.ndarray):
+        return tree.ndim > 0 and len(tree) == rows
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    is_row = isinstance(tree, (list, tuple)) and len(tree) == rows and not hasattr(tree, "_fields")
+    if is_row and not any(_is_of_rows(item, rows) for item in items):
+        return True
+    return any(_has_items_of_rows(item, rows) for item in items)
+
+
+def _is_of_rows(item: Any, rows: int) -> bool:
+    """Return True if an item of a list has all rows, or may have them later (a handle of the model's output)."""
+    if isinstance(item, torch.Tensor):
+        return item.dim() > 0 and item.shape[0] == rows
+    return not isinstance(item, (int, float, str, list, tuple, dict, np.ndarray, type(None)))
+
+
+def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | None:
+    """The number of equal microbatches of `rows` rows: the lowest that `fits` accepts with at most `most` rows each,
+    else the highest that it accepts, else None."""
+    counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
+    return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
 
 
 class Schedule(Protocol):

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from ...errors import InputError
 from ...utils.tensors import tensors_of
-from ...utils.torch_private import has_no_memory
-from .pieces import Call, Piece
+from ...utils.torch_private import has_no_memory, in_shapes_only
+from .partition import Call, Piece
 from .transport import on_wire, pack, require_gradients, unpack
 
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -27,15 +27,12 @@ class ForwardContext:
 
     Attributes:
         autocast: around each forward.
-        random: around each forward, for the model's random numbers.
-        host_random: around a batch, for random numbers of python and numpy, whose state takes longer to set than a
-            small stage takes to run.
+        settle: called before each forward, and before the criterion: a backward may have ended early.
         saving: around each forward, for the tensors that autograd saves.
     """
 
     autocast: Scope
-    random: Scope
-    host_random: Scope = nullcontext
+    settle: Callable[[], None]
     saving: Scope = nullcontext
 
 
@@ -79,11 +76,11 @@ class StageModule(nn.Module):
     def compute(self, call: Call, activations: Any) -> Any:
         """Run the stage's forward. Returns the input of the next stage, or the model's output."""
         call, context = call.afresh(), self._context
-        with context.random(), context.autocast(), context.saving():
+        context.settle()
+        with context.autocast(), context.saving():
             for piece in self.pieces:
                 activations = piece.run(self._model[0], call, activations)
-        given = tensors_of((call.args, dict(call.kwargs)))
-        if any(map(has_no_memory, tensors_of(activations))) and not any(map(has_no_memory, given)):  # else a dry run
+        if not in_shapes_only() and any(map(has_no_memory, tensors_of(activations))):
             raise InputError(
                 "the forward keeps a tensor outside of the model (in a global dict, say), which it made when a "
                 "pipeline found the shapes between its stages, and which has no data; keep it on a module "
@@ -98,8 +95,8 @@ class StageModule(nn.Module):
         activations = self.compute(batch.calls[number], activations)
         if self.is_last:
             # float64 holds any loss and gradient without rounding.
-            with self._context.random():  # the criterion runs here only, and may draw, too
-                loss = batch.finish(activations, number)
+            self._context.settle()
+            loss = batch.finish(activations, number)
             return require_gradients([loss.double().reshape(1)], link)
         return require_gradients(pack(activations, batch.metadata[self.index]), link)
 

@@ -17,7 +17,7 @@ from ..mesh import ParallelContext
 from ..reducer import CompleteGradients, SharedGradients
 from ..registries import SCHEDULES
 from .partition import Partition, all_tensors, first_names
-from .shape_inference import make_meta_model
+from .transport import make_meta_model
 
 
 class StageParameters(AppliedAxis):
@@ -30,6 +30,7 @@ class StageParameters(AppliedAxis):
 
     Attributes:
         meta_model: a copy of the full model without data, to infer shapes.
+        tries: the first outputs and losses are compared with those of the whole batch.
         ties: the parameters of this rank that other ranks hold too, with the pipeline ranks of all holders.
     """
 
@@ -37,6 +38,7 @@ class StageParameters(AppliedAxis):
         self, model: nn.Module, optimizer: optim.Optimizer, partition: Partition, context: ParallelContext
     ) -> None:
         super().__init__(context, "pp")
+        self.tries = True
         self.partition = partition
         self.meta_model = make_meta_model(model)
         self.first_names = first_names(model)
@@ -63,6 +65,9 @@ class StageParameters(AppliedAxis):
             if group is not None
         ]
         return CompleteGradients(sums) if sums else None
+
+    def skip_trial(self) -> None:
+        self.tries = False
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         """Schedule, bubble, the rank and fraction of parameters of each stage, and tensors that stages share."""

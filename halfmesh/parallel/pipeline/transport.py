@@ -1,4 +1,5 @@
-"""Sends a stage's output to the next: the tensors of a tree, in a form that torch's stages can send.
+"""What crosses from stage to stage: the shapes of outputs, found without data, and the tensors of a tree in a form that
+torch's stages can send.
 
 torch.distributed.pipelining sends tuples of floating-point tensors that all require gradients, and expects a gradient
 for each. (Its versions differ in their handling of other tensors.) So integers are sent as the bits of a float, and
@@ -8,14 +9,179 @@ rank knows a stage's output, as a tree of tensors on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Function
 
-from ...errors import InputError
+from ...errors import InputError, shorten
 from ...utils.tensors import map_tensors, tensors_of
+from ...utils.torch_private import DATA_NEEDED
+from ..modules import meta_copy, run_without_data
+from .partition import Call, Partition
+
+_PLAIN = (bool, int, float, str)
+_CACHED = type(functools.lru_cache(len))
+
+
+def make_meta_model(model: nn.Module) -> nn.Module:
+    """A copy of the full model on the meta device, with layers that may be sharded over a tensor group.
+
+    Nothing is frozen in it: another rank may unfreeze its parameters later.
+
+    Raises:
+        InputError: something in the model cannot be copied.
+    """
+    try:
+        return meta_copy(model, model)
+    except Exception as error:
+        raise InputError(
+            f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
+            "remove from the model what copy.deepcopy refuses"
+        ) from error
+
+
+@contextmanager
+def _caches_as_before() -> Iterator[None]:
+    """A scope after which functions under functools.cache hold no tensors without memory."""
+    before = _cache_misses()
+    try:
+        yield
+    finally:
+        for function, misses in _cache_misses().items():
+            if misses != before.get(function, 0):
+                function.cache_clear()
+
+
+def _cache_misses() -> dict[Any, int]:
+    found = (each for each in gc.get_objects() if type(each) is _CACHED)
+    return {each: each.cache_info().misses for each in found if not str(each.__module__).startswith("torch.")}
+
+
+@_caches_as_before()
+def infer_stages(
+    meta_model: nn.Module,
+    model: nn.Module,
+    partition: Partition,
+    call: Call,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> list[Any]:
+    """Each stage's output for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
+
+    The forward runs on a copy of `meta_model`, whose attributes it may change.
+
+    Args:
+        model: the model that `meta_model` is a copy of, in training mode or not.
+        autocast: the scope of the stages' forward.
+
+    Raises:
+        InputError: the forward needs values.
+    """
+    meta_model = meta_copy(meta_model, meta_model)
+    _update(meta_model, model)
+    for piece in partition.pieces:
+        if piece.prepare is not None:
+            piece.prepare(meta_model, call)
+
+    def run_stages(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        activations, trees = None, []
+        before = {name for name, _ in _plain_tensors(meta_model)}  # such as the weight that weight_norm computes
+        for stage in partition.stages:
+            each = Call(args, kwargs)
+            with autocast():
+                for piece in stage:
+                    activations = piece.run(meta_model, each, activations)
+            trees.append(activations)
+            activations = map_tensors(_receive, activations)
+        for name, value in _plain_tensors(meta_model):
+            if name not in before and value.requires_grad and not value.is_leaf:
+                raise InputError(
+                    f"{name} is kept on the model with its graph, perhaps for a loss term, but the criterion runs on "
+                    "the last stage only, which cannot reach it; return it as a part of the output, or keep it detached"
+                )
+        return trees
+
+    try:
+        trees = run_without_data(meta_model, run_stages, device, call.args, dict(call.kwargs))
+    except DATA_NEEDED as error:
+        raise InputError(
+            "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but the "
+            f"shapes between stages must not depend on them: {str(error).splitlines()[0]}"
+        ) from error
+    except RuntimeError as error:
+        raise InputError(
+            "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
+            f"stages: {str(error).splitlines()[0]}"
+        ) from error
+    return [map_tensors(_without_memory, tree) for tree in trees]
+
+
+def _update(meta_model: nn.Module, model: nn.Module) -> None:
+    """Copy the state that may have changed in the model.
+
+    Raises:
+        InputError: it has other modules than at initialize.
+    """
+    changed = sorted(dict(meta_model.named_modules()).keys() ^ dict(model.named_modules()).keys())
+    if changed:
+        raise InputError(
+            f"{shorten(changed)}: modules that were added to the model after initialize, or removed; under a pipeline "
+            "each rank holds its stages of the model as it was then. Change it before initialize (a layer may be "
+            "frozen, and unfrozen later), or close the engine, change the model, and initialize again"
+        )
+    own = vars(nn.Module()).keys() - {"training"}
+    for mine, theirs in zip(meta_model.modules(), model.modules(), strict=True):
+        tensors = [*mine.named_parameters(recurse=False), *mine.named_buffers(recurse=False)]
+        is_held = all(getattr(theirs, name, None) is not None for name, _ in tensors)
+        # All together: a table must fit the length that it was made for.
+        data = {
+            name: value
+            for name, value in vars(theirs).items()
+            if name not in own and (_is_data(value) if is_held else isinstance(value, _PLAIN))
+        }
+        vars(mine).update(copy.deepcopy(data, {id(tensor): tensor for tensor in tensors_of(data)}))
+        for name, buffer in theirs.named_buffers(recurse=False):
+            if hasattr(mine, name):
+                setattr(mine, name, buffer)
+            else:
+                mine.register_buffer(name, buffer)
+
+
+def _is_data(value: Any) -> bool:
+    """Return True if `value` consists of tensors, other than parameters, and plain values."""
+    if isinstance(value, Mapping):
+        return all(map(_is_data, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_data, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_is_data(getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    return value is None or (isinstance(value, (torch.Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter))
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors on modules that are neither parameters nor buffers."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield ".".join(filter(None, (path, name))), value
+
+
+def _receive(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as the next stage receives it: contiguous, and not a leaf, so that it may be changed in place."""
+    received = tensor.detach().contiguous()
+    return received.requires_grad_().clone() if tensor.requires_grad else received
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def on_wire(tree: Any) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from ...utils.param_shard import ParamShard
-from ...utils.torch_private import has_grad_hooks, outside_of_dry_run, write_stamps
+from ...utils.torch_private import has_grad_hooks, with_memory, write_stamps
 from ..mesh import ParallelContext
 from ..rank_checks import norms
 
@@ -55,7 +55,7 @@ def can_be_sharded(param: torch.Tensor) -> bool:
     return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
 
 
-@outside_of_dry_run()  # a mesh reads its table of ranks
+@with_memory()  # a mesh reads its table of ranks
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     """The mesh of the data ranks for FSDP2: one dim, or two with `hybrid` ranks to a replica. All ranks together."""
     kind = context.device.type

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...errors import InputError
-from ...utils.torch_private import edit_stamp, in_shapes_only
+from ...utils.torch_private import edit_stamp
 from .. import collectives
 from ..axis import AppliedAxis
 from ..mesh import ParallelContext
@@ -40,7 +40,7 @@ class TensorAxis(AppliedAxis):
     @torch.compiler.disable
     def copy_to_tp(self, x: torch.Tensor) -> torch.Tensor:
         """`x` for layers that each give a partial gradient. Layers with the same input (q, k, v) share one sum."""
-        if not (x.requires_grad and torch.is_grad_enabled()) or in_shapes_only():
+        if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         stamp = edit_stamp(x)
         if self._copied is None or self._copied[0] is not x or self._copied[1] != stamp:

@@ -20,10 +20,10 @@ from torch import nn
 from ...errors import InputError, bullet_list, counted, find_module, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
-from ...utils.torch_private import in_shapes_only
 from ..modules import meta_copy
-from ..objects import gather_objects, is_simulated
+from ..objects import gather_objects
 from ..registries import BUILTIN_TENSOR_PLANS
+from ..trial import find_gap, no_side_effects
 from .feature_styles import Rowwise
 from .layers import TensorAxis
 from .plans import Assignment, caller, is_within
@@ -76,7 +76,7 @@ class PlanTrial:
 
     def __init__(self, model: nn.Module, assignments: Sequence[Assignment], axis: TensorAxis) -> None:
         self._axis = axis
-        self._kinds = [] if is_simulated(axis.group) else _find_kinds(model, assignments)
+        self._kinds = _find_kinds(model, assignments)
         self._model = model
         self._watched: dict[nn.Module, _Kind] = {}
         self._hooks: list[Any] = []
@@ -88,7 +88,7 @@ class PlanTrial:
         @torch.compiler.disable
         def note(block: nn.Module, args: Any, kwargs: Any) -> None:
             kind = self._watched.get(block)  # None: a block of a copy of the model
-            trains = block.training and torch.is_grad_enabled() and not in_shapes_only()
+            trains = block.training and torch.is_grad_enabled()
             if trains and kind is not None and kind.call is None:
                 kind.live, kind.call = block, map_tensors(_without_activations, (args, kwargs))
 
@@ -99,6 +99,11 @@ class PlanTrial:
         for hook in self._hooks:
             hook.remove()
         self._watched.clear()
+
+    def skip(self) -> None:
+        """Compare nothing."""
+        self.close()
+        self._kinds = []
 
     def explain(self, error: RuntimeError) -> None:
         """Name the module of an error; in the first forwards the cause is most often a size of the full model."""
@@ -149,18 +154,13 @@ class PlanTrial:
         Both run in evaluation mode, in fp32 (fp64 stays), with full sequences. Random states are restored.
         """
         device = self._axis.device
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
-            self._axis.end_tp_region()
+        self._axis.end_tp_region()
+        with no_side_effects((), device) as drew, torch.autocast(device.type, enabled=False):
             problem, whole = "", list[torch.Tensor]()
             try:
                 block = _with_random_weights(kind, device)
-                before = _random_state(device)
                 whole = _outputs(block, kind.call, device)
-                if not torch.equal(before, _random_state(device)):
+                if drew():
                     problem = "it draws random numbers in evaluation, too"
             except Exception as error:  # any error of the block
                 problem = f"computing it whole failed: {error!r}"
@@ -169,7 +169,11 @@ class PlanTrial:
                     return str(theirs)
             try:
                 _shard(block, kind, self._axis)
-                return _gap(whole, _outputs(block, kind.call, device))
+                pairs = [
+                    (a, b) for a, b in zip(whole, _outputs(block, kind.call, device), strict=True) if a.shape == b.shape
+                ]
+                # Outputs of another shape, such as attention weights of this rank's heads, are left out.
+                return find_gap(*zip(*pairs, strict=True)) if pairs else 1.0
             except Exception as error:
                 return f"computing it sharded failed: {error!r}"
             finally:
@@ -270,21 +274,6 @@ def _outputs(block: nn.Module, call: Any, device: torch.device) -> list[torch.Te
     return [output for output in tensors_of(block(*args, **kwargs)) if output.is_floating_point()]
 
 
-def _gap(whole: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]) -> float:
-    """The largest difference of two outputs, relative to the norm of the unsharded one. Outputs of another shape
-    (attention weights of this rank's heads) are left out."""
-    gaps = []
-    for a, b in zip(whole, sharded, strict=True):
-        if a.shape == b.shape:
-            a, b = (output.nan_to_num(0.0, 0.0, 0.0) for output in (a, b))
-            gaps.append(float((b - a).norm() / a.norm().clamp_min(1e-30)))
-    return max(gaps, default=1.0)
-
-
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     """The dtype of `tensor`, at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -12,7 +12,7 @@ from torch import nn
 
 from halfmesh import TENSOR_PLANS, LayerPlan
 from halfmesh.errors import InputError
-from halfmesh.parallel.tensor.checks import resolve
+from halfmesh.parallel.tensor.plans import resolve
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import divide, refused
 

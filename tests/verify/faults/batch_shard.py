@@ -13,7 +13,7 @@ from halfmesh.parallel import collectives
 from halfmesh.parallel.batch_shard import losses
 from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
-from halfmesh.parallel.context import attention
+from halfmesh.parallel.context import axis as attention
 from halfmesh.parallel.context.axis import ContextParallel
 from halfmesh.parallel.expert import axis
 from halfmesh.parallel.reducer import SharedGradients

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from halfmesh.parallel import collectives
 from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.rng import ModelRNG
+from halfmesh.parallel.tensor.apply import TensorGradients
 from halfmesh.parallel.tensor.feature_styles import FusedColwise
-from halfmesh.parallel.tensor.gradients import TensorGradients
 from halfmesh.parallel.tensor.layers import RowwiseLinear, TensorAxis, VocabEmbedding
 
 from . import trains

@@ -72,7 +72,6 @@ class WideLayers(AppliedAxis):
             layer.register_forward_pre_hook(lambda _, args: (_SumGradient.apply(args[0], group),))
             layer.register_forward_hook(lambda _, args, output: _Gather.apply(output, group))
         self.take_whole_states(inputs.model, inputs.optimizer)
-        self.compare_calls(inputs.model)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         return {"layout": f"1/{self.size} of {self._layers} linear layers"}

@@ -1,9 +1,9 @@
-"""Batches through the stages: forward and backward by torch's schedules, and evaluation."""
+"""Runs batches through the stages: forward and backward by torch's schedules, and evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,12 +15,11 @@ from torch import nn
 from ...errors import InputError
 from ..mesh import ParallelContext
 from .fx_trace import plain_values
-from .pieces import Call, signature_of
+from .partition import Call, signature_of
 from .schedules import Schedule
-from .shape_inference import infer_stages
 from .stage import Batch, ForwardContext, Stage, StageModule
 from .stage_params import StageParameters
-from .transport import on_wire, pack, restore
+from .transport import infer_stages, on_wire, pack, restore
 
 _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
@@ -53,6 +52,7 @@ class Pipeline:
         forward_context: the scopes of the stages' forward.
 
     Attributes:
+        params: those of this rank.
         stages: those of this rank.
         last_rank: the pipeline rank that has the last stage.
         has_last: this rank has it.
@@ -66,6 +66,7 @@ class Pipeline:
         context: ParallelContext,
         forward_context: ForwardContext,
     ) -> None:
+        self.params = params
         self._partition = partition = params.partition
         self._schedule = schedule
         self._model = model
@@ -112,9 +113,8 @@ class Pipeline:
         if key not in self._known:
             if len(self._known) == _MOST_SHAPES:
                 self._known.clear()
-            stages = infer_stages(
-                self._meta_model, self._model, self._partition, call, self._context.device, self._forward_context
-            )
+            autocast = self._forward_context.autocast
+            stages = infer_stages(self._meta_model, self._model, self._partition, call, self._context.device, autocast)
             self._known[key] = CallMetadata(modes, stages)
         return self._known[key]
 
@@ -197,22 +197,10 @@ class Pipeline:
             return output if self.has_last else restore(tensors, stages[-1])
 
     @contextmanager
-    def without_own_random(self) -> Iterator[None]:
-        """A scope in which the model draws from the generators of this process, not from the model's sequence."""
-        context = self._forward_context
-        own = context.random, context.host_random
-        try:
-            context.random = context.host_random = nullcontext
-            yield
-        finally:
-            context.random, context.host_random = own
-
-    @contextmanager
     def _one_batch(self) -> Iterator[None]:
         """A scope that notes an error: the other ranks may then still wait for, or receive, messages of this batch."""
         try:
-            with self._forward_context.host_random():
-                yield
+            yield
         except BaseException as error:
             self._error = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise
