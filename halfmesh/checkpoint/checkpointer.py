@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..config.text import as_json
 from ..distributed.env import list_ranks
-from ..errors import HalfmeshError, InputError, bullet_list, refuse_below
+from ..errors import HalfmeshError, InputError, bullet_list, counted, refuse_below
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
@@ -257,7 +257,8 @@ class Checkpointer:
         if len(scalers) == len(losses.scalers):
             losses.load_state_dict(scalers)
         elif losses.scalers:
-            yield f"it has {len(scalers)} loss scale(s), and this run {len(losses.scalers)}: they start from the config"
+            saved = counted(len(scalers), "loss scale")
+            yield f"it has {saved}, and this run {len(losses.scalers)}: they start from the config"
         if lr.scheduler is not None and common["lr_scheduler"] is None:
             yield "it has no learning-rate scheduler: this run's keeps its state"
         lr.load_state_dict(common["lr_scheduler"])

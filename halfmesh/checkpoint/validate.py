@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..config.text import as_json
-from ..errors import InputError, bullet_list, cut, find_near, shorten, show
+from ..errors import InputError, bullet_list, counted, cut, find_near, shorten, show
 from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
 
@@ -40,8 +40,8 @@ def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
     saved = len(update["scalers"])
     if saved != scalers:
         raise InputError(
-            f"the state was saved with {saved} loss scale(s), and this run trains with {scalers}; take the precision "
-            "and num_losses that it was saved with, or load the model's state alone: model.load_state_dict"
+            f"the state was saved with {counted(saved, 'loss scale')}, and this run trains with {scalers}; take the "
+            "precision and num_losses that it was saved with, or load the model's state alone: model.load_state_dict"
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..compat import check
 from ..config.load import load_config
 from ..config.text import as_python
-from ..errors import InputError, readable
+from ..errors import InputError, counted, readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from .dry_run import DryRun, needed
 
@@ -61,7 +61,8 @@ class PlanRequest:
                 raise InputError(f"{option} {number}: it must be from 1 to {MOST_RANKS:,}")
         if findings := check(self.config, self.world_size, self.device):
             reasons = "".join(f"\n  - {finding}" for finding in findings)
-            raise InputError(f"the config cannot run on {self.world_size} rank(s), whatever the memory:{reasons}")
+            ranks = counted(self.world_size, "rank")
+            raise InputError(f"the config cannot run on {ranks}, whatever the memory:{reasons}")
 
     @property
     def room(self) -> int:
@@ -249,7 +250,8 @@ def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> No
 def config_text(rung: Candidate, asked: PlanRequest, update: Update) -> str:
     """The config of `rung` as a .py file, with comments on its purpose and its memory."""
     lines = [
-        f"# Made by halfmesh plan for {asked.model} on {asked.world_size} rank(s) of {readable(asked.limit)}, AdamW.",
+        f"# Made by halfmesh plan for {asked.model} on {counted(asked.world_size, 'rank')} "
+        f"of {readable(asked.limit)}, AdamW.",
         f"# Give each data rank's loader a batch size of {rung.rows}; an update takes {update.rows} rows in all.",
         f"# In a dry run a rank needed {readable(rung.needs)}.",
         "",

@@ -10,7 +10,7 @@ import torch
 
 from ..config.composition import Setup, find_advice
 from ..engine.parallel_plans import make_plans
-from ..errors import readable
+from ..errors import counted, readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from ..report import mesh_picture
 from .dry_run import DryRun, needed
@@ -150,8 +150,8 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
         yield from (f"  {problem}" for problem in ladder.rungs[0].refused.splitlines())
         return
     yield (
-        f"{asked.world_size} rank(s), {ladder.update.rows} rows in an update; a rank may use {readable(asked.room)} of "
-        f"{readable(asked.limit)}: a tenth is left to CUDA, NCCL and the allocator"
+        f"{counted(asked.world_size, 'rank')}, {ladder.update.rows} rows in an update; a rank may use "
+        f"{readable(asked.room)} of {readable(asked.limit)}: a tenth is left to CUDA, NCCL and the allocator"
     )
     for number, rung in enumerate(ladder.rungs, 1):
         yield f"{number}. {' '.join(rung.changes) or 'the config as it is'}"
@@ -220,7 +220,7 @@ def costs(rung: Candidate, update: Update) -> Iterator[str]:
         yield f"activation_checkpoint={rung.recompute}: {_RECOMPUTED[rung.recompute]}"
     now, before = update.rows // run.sizes["dp"] // rung.passes, update.at_once
     if now < before:
-        yield f"batches: {now} row(s) go through the model at once instead of {before}: smaller matrix products"
+        yield f"batches: {counted(now, 'row')} at once through the model instead of {before}: smaller matrix products"
 
 
 def ladder_as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:

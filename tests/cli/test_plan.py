@@ -24,7 +24,7 @@ def test_a_config_that_fits_is_written_and_drawn(tmp_path):
     result = run(*args, "--out", out, "--picture", picture)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("1 rank(s), 8 rows in an update; a rank may use 9.0 MiB of 10.0 MiB")
+    assert lines[0].startswith("1 rank, 8 rows in an update; a rank may use 9.0 MiB of 10.0 MiB")
     assert lines[1] == "1. the config as it is"
     assert lines[2].startswith("     fits: rank 0 needs ")
     assert lines[-1] == f"written: {out}"
