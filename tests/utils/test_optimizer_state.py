@@ -9,6 +9,7 @@ import torch
 from torch import optim
 
 from halfmesh.errors import InputError
+from halfmesh.utils.optimizer_state import change_state
 from tests.support.checkpoint_runs import differing, make_engine, make_small, train, weights
 from tests.support.ranks import run_ranks
 
@@ -152,3 +153,16 @@ def on_each(rank, world_size, folder):
 def test_all_ranks_refuse_it(tmp_path):
     for said in run_ranks(on_each, 2, str(tmp_path)):
         assert all("Sharpness holds another optimizer, AdamW" in words for words in said)
+
+
+def test_the_step_counter_of_a_scalar_parameter_is_no_value_of_it():
+    param = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = optim.Adam([param])
+    param.grad = torch.tensor(2.0)
+    optimizer.step()
+    change_state(optimizer, param, torch.zeros_like)
+    assert {name: value.item() for name, value in optimizer.state[param].items()} == {
+        "step": 1.0,
+        "exp_avg": 0.0,
+        "exp_avg_sq": 0.0,
+    }
