@@ -89,7 +89,9 @@ def test_files_and_commands_that_pages_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES[:-1]:
         text = page.read_text()
-        rooms = "halfmesh|amp|parallel|engine|verify|dry_run|trainer|report|migration|checkpoint|debug|data|config|utils"
+        rooms = (
+            "halfmesh|amp|parallel|engine|verify|dry_run|trainer|report|migration|checkpoint|debug|data|config|utils"
+        )
         rooms += "|distributed|cli|tests|benchmarks|configs|examples"  # amp/: within halfmesh/
         named = set(re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w/]+\.(?!md\b)\w+)", text)) - new
         exists = {name for name in named if (ROOT / name).exists() or (ROOT / "halfmesh" / name).exists()}
