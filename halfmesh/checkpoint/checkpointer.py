@@ -250,7 +250,7 @@ class Checkpointer:
                 ones, from which the order of the next epochs is drawn; others keep theirs.
         """
         context, common, about = self._context, stored.common, stored.manifest
-        state, division, lr, loader = self._state, self._state.division, self._lr, self._loader
+        state, parallel_model, lr, loader = self._state, self._state.parallel_model, self._lr, self._loader
         state.set_extras(common["extras"])
         state.update.skip_counter.load_state_dict(common["skips"])
         losses, scalers = state.update.loss_scales, common["scalers"]
@@ -266,7 +266,7 @@ class Checkpointer:
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
         if not same:
-            rank_state.seed_anew(self._config.seed + _SEED_STEP * common["global_step"], context, division)
+            rank_state.seed_anew(self._config.seed + _SEED_STEP * common["global_step"], context, parallel_model)
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
@@ -277,7 +277,7 @@ class Checkpointer:
                 note = loader.load_state_dict(own["dataloader"], own=same)
             yield from [] if note is None else [note]
         if same:
-            rank_state.set_rank_random(own["random"], context, division)
+            rank_state.set_rank_random(own["random"], context, parallel_model)
         if state.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
             yield "it has no average of the weights (engine.averaged_model): the average restarts from these weights"
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
@@ -310,15 +310,15 @@ class Checkpointer:
     def _own_state(self) -> dict[str, Any]:
         """State that differs between ranks."""
         return {
-            "random": rank_state.rank_random(self._context, self._state.division),
+            "random": rank_state.rank_random(self._context, self._state.parallel_model),
             "dataloader": None if self._loader is None else self._loader.state_dict(),
             "attached": self.attached.state_dict(),
         }
 
     def _part(self) -> dict[str, int]:
-        division = self._state.division
-        sharding = {axis.dim for axis in division.axes.values() if axis.splits}
-        return validate.layout(self._context, sharding | ({"dp"} if division.data.shards_state else set()))
+        parallel_model = self._state.parallel_model
+        sharding = {axis.dim for axis in parallel_model.axes.values() if axis.splits}
+        return validate.layout(self._context, sharding | ({"dp"} if parallel_model.data.shards_state else set()))
 
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         """Raise InputError if `state` is no state dict of the same rank of the same layout."""
@@ -341,7 +341,7 @@ class Checkpointer:
             note = self._loader.load_state_dict(state["dataloader"], same_rank)
             if note is not None:
                 _log.warning("%s", note)
-        rank_state.set_rank_random(state["random"], self._context, self._state.division)
+        rank_state.set_rank_random(state["random"], self._context, self._state.parallel_model)
         for note in self.attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
 

@@ -75,7 +75,7 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
 def _aliases(state: ShardedState) -> dict[str, list[str]]:
     """For the first name of each tensor of the full model, all of its names there (of tied weights)."""
     aliases: dict[str, list[str]] = {}
-    for alias, first in state.division.first_names(state.model).items():
+    for alias, first in state.parallel_model.first_names(state.model).items():
         aliases.setdefault(first, []).append(alias)
     return aliases
 
@@ -139,7 +139,7 @@ Readers = dict[str, tuple[Shape, Callable[[tuple[slice, ...]], torch.Tensor]]]
 def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> None:
     """`Engine.load_weights`: each rank reads its shards."""
     what = f"loading weights from {path} failed"
-    targets, first = state.weight_targets(), state.division.first_names(state.model)
+    targets, first = state.weight_targets(), state.parallel_model.first_names(state.model)
     with ExitStack() as opened:
         saved: Readers = {}
 

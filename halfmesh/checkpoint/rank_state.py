@@ -79,31 +79,31 @@ class AttachedState:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def rank_random(context: ParallelContext, division: ParallelModel) -> dict[str, Any]:
+def rank_random(context: ParallelContext, parallel_model: ParallelModel) -> dict[str, Any]:
     """All random numbers of this rank."""
     return random_state(context.device) | {
         "rank": context.rank,
-        "model": None if division.random is None else division.random.state,
-        "host": division.host_random.state,
+        "model": None if parallel_model.random is None else parallel_model.random.state,
+        "host": parallel_model.host_random.state,
     }
 
 
-def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division: ParallelModel) -> None:
+def set_rank_random(state: Mapping[str, Any], context: ParallelContext, parallel_model: ParallelModel) -> None:
     """Restore the random state that the same rank saved. (Another rank's would repeat its dropout: it is ignored.)"""
     if state["rank"] != context.rank:
         return
     set_random_state(state, context.device)
-    if division.random is not None and state["model"] is not None:  # older checkpoints of data ranks have none
-        division.random.state = state["model"].cpu()
-        division.host_random.state = state["host"]
+    if parallel_model.random is not None and state["model"] is not None:  # older checkpoints of data ranks have none
+        parallel_model.random.state = state["model"].cpu()
+        parallel_model.host_random.state = state["host"]
 
 
-def seed_anew(seed: int, context: ParallelContext, division: ParallelModel) -> None:
+def seed_anew(seed: int, context: ParallelContext, parallel_model: ParallelModel) -> None:
     """Seed the model's random numbers again: on several ranks its separate sequence, as initialize does from the
     config's seed; in one process those of the GPU. (The CPU's also decide the order of the data.)"""
-    if division.random is not None:
-        apart = model_seed(seed, context, division.own_rng_axes)
-        division.random.state = torch.Generator(context.device).manual_seed(apart).get_state()
-        division.host_random.seed, division.host_random.state = model_seed(seed, context), None
+    if parallel_model.random is not None:
+        apart = model_seed(seed, context, parallel_model.own_rng_axes)
+        parallel_model.random.state = torch.Generator(context.device).manual_seed(apart).get_state()
+        parallel_model.host_random.seed, parallel_model.host_random.state = model_seed(seed, context), None
     elif context.device.type == "cuda":
         torch.cuda.manual_seed(model_seed(seed, context))

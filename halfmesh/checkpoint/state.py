@@ -100,14 +100,14 @@ class ShardedState:
 
     model: nn.Module
     update: MixedPrecisionOptimizer
-    division: ParallelModel
+    parallel_model: ParallelModel
     average: WeightAverage
 
     # -- weights -----------------------------------------------------------------------------------------------
 
     def names(self) -> list[tuple[ParamShard, str]]:
         """Every parameter of this rank, with its first name in the full model (of tied weights)."""
-        first = self.division.first_names(self.model)
+        first = self.parallel_model.first_names(self.model)
         return [(shard, first.get(shard.name, shard.name)) for shard in self.update.master_weights.shards]
 
     def trained(self) -> list[tuple[ParamShard, str]]:
@@ -130,7 +130,7 @@ class ShardedState:
                 value = state[shard.name]
             else:
                 value = shard.param
-            found[name] = TensorShard(value.detach(), self.division.placement(shard))
+            found[name] = TensorShard(value.detach(), self.parallel_model.placement(shard))
         for name, key in self._buffers(state).items():
             found[name] = TensorShard(state[key].detach(), whole(state[key].shape))
         return found
@@ -142,7 +142,7 @@ class ShardedState:
         found = {
             name: TensorShard(
                 masters[shard.param].detach() if shard.param in masters else originals.target(shard.param),
-                self.division.placement(shard),
+                self.parallel_model.placement(shard),
             )
             for shard, name in self.names()
         }
@@ -167,19 +167,19 @@ class ShardedState:
         masters.originals.publish()
         masters.publish(masters.trained)
         if others or not self._gets_weights:
-            self.division.publish(masters.trained)
+            self.parallel_model.publish(masters.trained)
         masters.mark_published()
 
     @property
     def _gets_weights(self) -> bool:
         """True if the model has full weights of which other ranks step shards (zero1)."""
-        return self.division.data.shards_state and not self.division.data.shards_model
+        return self.parallel_model.data.shards_state and not self.parallel_model.data.shards_model
 
     def averages(self) -> Shards:
         """The moving average of the weights, if there is one."""
         values = self.average.values
         return {
-            AVERAGE + name: TensorShard(values[shard], self.division.placement(shard))
+            AVERAGE + name: TensorShard(values[shard], self.parallel_model.placement(shard))
             for shard, name in self.trained()
             if shard in values
         }
@@ -203,7 +203,7 @@ class ShardedState:
 
     def _buffers(self, state: dict[str, Any]) -> dict[str, str]:
         """For the first name of each buffer in `state`, the model's state dict, its name there."""
-        first, found = self.division.first_names(self.model), dict[str, str]()
+        first, found = self.parallel_model.first_names(self.model), dict[str, str]()
         for key, _ in self.model.named_buffers(remove_duplicate=False):
             if key in state:
                 found.setdefault(first.get(key, key), key)
@@ -236,7 +236,7 @@ class ShardedState:
             )
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
-            target, placement = masters.target(shard), self.division.placement(shard)
+            target, placement = masters.target(shard), self.parallel_model.placement(shard)
             for key, value in state.get(target, {}).items() if 0 not in placement.shape else ():
                 is_tensor = isinstance(value, torch.Tensor)
                 if is_tensor and value.shape == target.shape and key != "step" and not is_compound(value):
@@ -261,7 +261,7 @@ class ShardedState:
         """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and all of
         that state by parameter and key, with values that are no tensors."""
         optimizer, shards = self.update.master_weights.optimizer, Shards()
-        mine = {name: shard for shard, name in self.trained() if 0 not in self.division.placement(shard).shape}
+        mine = {name: shard for shard, name in self.trained() if 0 not in self.parallel_model.placement(shard).shape}
         values = {name: dict(plain.get(name, {})) for name in mine}
         for full, tensor in saved.items():
             kind, key, name = [*full.split(".", 2), "", ""][:3]
@@ -271,7 +271,10 @@ class ShardedState:
             if f"{kind}." == COUNTERS:
                 memory, placement = torch.empty(tensor.size, dtype=dtype), whole(tensor.size)
             else:
-                target, placement = self.update.master_weights.target(mine[name]), self.division.placement(mine[name])
+                target, placement = (
+                    self.update.master_weights.target(mine[name]),
+                    self.parallel_model.placement(mine[name]),
+                )
                 if dtype.is_floating_point and target.is_floating_point():
                     dtype = target.dtype  # as torch does
                 memory = optimizer.state.get(target, {}).get(key)

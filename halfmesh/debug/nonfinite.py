@@ -177,7 +177,7 @@ class NonFiniteProbes(Probes):
         config: Config,
         progress: Progress,
     ) -> None:
-        super().__init__(state.model, state.division, stages, criterion)
+        super().__init__(state.model, state.parallel_model, stages, criterion)
         self._update = state.update
         self._accumulation = accumulation
         self._context = context

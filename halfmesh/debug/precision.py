@@ -239,7 +239,7 @@ class PrecisionSurvey(Probes):
     """Measures each layer until `finish`, which fills `report`."""
 
     def __init__(self, state: ShardedState, stages: Collection[nn.Module], progress: Progress) -> None:
-        super().__init__(state.model, state.division, stages)
+        super().__init__(state.model, state.parallel_model, stages)
         self._update = update = state.update
         self._progress = progress
         self.report = PrecisionReport(dtype_name(update.recipe.compute_dtype))

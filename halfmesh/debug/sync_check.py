@@ -89,10 +89,10 @@ class SyncCheck(EngineHook):
 
     def _random(self) -> Iterator[ReplicatedValue]:
         """The model's random numbers, if the ranks of a tensor group draw the same."""
-        division, stage = self._sharded.division, (self._context.coordinate("pp"), *self._batch())
-        if division.random is not None:
-            yield ReplicatedValue("the model's random numbers (torch)", division.random.state, stage)
-            host = division.host_random.state
+        parallel_model, stage = self._sharded.parallel_model, (self._context.coordinate("pp"), *self._batch())
+        if parallel_model.random is not None:
+            yield ReplicatedValue("the model's random numbers (torch)", parallel_model.random.state, stage)
+            host = parallel_model.host_random.state
             if host is not None:
                 name, keys, *rest = host["numpy"]
                 drawn = host["python"], name, keys.tolist(), *rest
@@ -100,7 +100,7 @@ class SyncCheck(EngineHook):
 
     def _batch(self) -> tuple[int, ...]:
         """The coordinates that determine this rank's shard of a batch."""
-        return self._context.dp_rank, *map(self._context.coordinate, self._sharded.division.own_rng_axes)
+        return self._context.dp_rank, *map(self._context.coordinate, self._sharded.parallel_model.own_rng_axes)
 
     def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
         update = self._sharded.update
@@ -123,19 +123,19 @@ class SyncCheck(EngineHook):
 
     def _weights(self) -> Iterator[ReplicatedValue]:
         """The weights that the model computes with, then the masters."""
-        division, masters = self._sharded.division, self._sharded.update.master_weights.masters
+        parallel_model, masters = self._sharded.parallel_model, self._sharded.update.master_weights.masters
         for shard, name in self._sharded.names():
-            whole = division.data.compared(shard)
-            yield ReplicatedValue(f"the weight {name}", whole.param.detach(), division.placement(whole))
+            whole = parallel_model.data.compared(shard)
+            yield ReplicatedValue(f"the weight {name}", whole.param.detach(), parallel_model.placement(whole))
         for shard, name in self._sharded.names():
             if shard.param in masters:
                 yield ReplicatedValue(
-                    f"the fp32 master of {name}", masters[shard.param].detach(), division.placement(shard)
+                    f"the fp32 master of {name}", masters[shard.param].detach(), parallel_model.placement(shard)
                 )
 
     def _buffers(self) -> Iterator[ReplicatedValue]:
         """Buffers that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
-        first = self._sharded.division.first_names(self._sharded.model)
+        first = self._sharded.parallel_model.first_names(self._sharded.model)
         for name, buffer in self._sharded.model.named_buffers():
             among = None if name.rpartition(".")[2] in _AVERAGED else self._batch()
             yield ReplicatedValue(f"the buffer {first.get(name, name)}", buffer.detach(), among)
@@ -143,7 +143,7 @@ class SyncCheck(EngineHook):
     def _optimizer_state(self) -> Iterator[ReplicatedValue]:
         update = self._sharded.update
         for shard, name in self._sharded.trained():
-            placement = self._sharded.division.placement(shard)
+            placement = self._sharded.parallel_model.placement(shard)
             if placement.regions:  # else this rank holds nothing of it
                 state = update.optimizer.state.get(update.master_weights.target(shard), {})
                 yield ReplicatedValue(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)

@@ -80,7 +80,7 @@ class Engine:
         self.plan = plan
         self._state = state
         self._update = state.update
-        self._parallel = state.division
+        self._parallel = state.parallel_model
         self._average = state.average
         self._criterion = criterion
         self._precision = precision

@@ -68,7 +68,7 @@ class DirectExecutor:
 
 
 def make_executor(
-    division: ParallelModel,
+    parallel_model: ParallelModel,
     model: nn.Module,
     precision: Precision,
     update: MixedPrecisionOptimizer,
@@ -77,9 +77,9 @@ def make_executor(
     options: PipelineConfig,
 ) -> DirectExecutor | PipelineExecutor:
     """The executor for a model that was cast and parallelized."""
-    params = division.axes.get("pipeline")
+    params = parallel_model.axes.get("pipeline")
     if params is None:
-        return DirectExecutor(model, precision, division.around_call(model), division.same)
+        return DirectExecutor(model, precision, parallel_model.around_call(model), parallel_model.same)
     from ..parallel.pipeline.runner import Pipeline
     from ..parallel.pipeline.stage import ForwardContext
     from ..parallel.pipeline.stage_params import StageParameters
@@ -88,8 +88,10 @@ def make_executor(
 
     assert isinstance(params, StageParameters)
     cast_model(params.meta_model, update.recipe)
-    forward_context = ForwardContext(precision.autocast, division.settle, division.saving(model))
+    forward_context = ForwardContext(precision.autocast, parallel_model.settle, parallel_model.saving(model))
     schedule = SCHEDULES.get(options.schedule)
     pipeline = Pipeline(model, params, schedule, context, forward_context)
-    scope = partial(division.random_numbers, model)
-    return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, scope, division.same)
+    scope = partial(parallel_model.random_numbers, model)
+    return PipelineExecutor(
+        model, pipeline, options, context, precision, update, accumulation, scope, parallel_model.same
+    )

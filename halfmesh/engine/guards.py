@@ -236,17 +236,17 @@ class ModelGuard:
         optimizer: optim.Optimizer,
         recipe: Recipe,
         device: torch.device,
-        division: ParallelModel,
+        parallel_model: ParallelModel,
     ) -> None:
         self.own_calls = 0
         """Above 0 while the engine itself calls the model or the optimizer."""
         self._removers: list[Callable[[], Any]] = []
-        if division.plans.partition is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
+        if parallel_model.plans.partition is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
             warn = _DirectCall(self, recipe, device)  # stages refuse it themselves
             self._removers.append(model.register_forward_pre_hook(warn).remove)
-        if division.divides_model:
+        if parallel_model.divides_model:
             model.register_state_dict_pre_hook(_PartialState(self, "model"))  # these stay: after `close`, too
-        if division.divides:
+        if parallel_model.divides:
             optimizer.register_state_dict_pre_hook(_PartialState(self, "optimizer"))
 
     def __enter__(self) -> None:
@@ -396,7 +396,7 @@ class ForwardWrites(EngineHook):
 
     def before_step(self) -> None:
         self._steps += 1
-        data = self._state.division.data
+        data = self._state.parallel_model.data
         if is_checked(self._steps):
             uncounted = self._state.update.master_weights.uncounted()
             found = data.find_lost_writes(False), uncounted, self._find_unlike()
@@ -407,9 +407,9 @@ class ForwardWrites(EngineHook):
 
     def _find_unlike(self) -> set[str]:
         """Those that differ between ranks that should have the same."""
-        context, division = self._context, self._state.division
+        context, parallel_model = self._context, self._state.parallel_model
         held, found = dict(self._state.model.named_parameters()), set[str]()
-        apart = [axis for axis in division.axes.values() if axis.dim in division.own_rng_axes]
+        apart = [axis for axis in parallel_model.axes.values() if axis.dim in parallel_model.own_rng_axes]
         groups: list[Any] = [(context.dp_group, set(held))] if context.dp_size > 1 else []
         groups += [(context.group(a.dim), {n for n, p in held.items() if a.replicas(p) == a.size}) for a in apart]
         values = norms(held.values() if groups else (), context.device)

@@ -108,24 +108,24 @@ def initialize(
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
     launch = config if isinstance(config, Launch) else None
     settings = launch.config if launch is not None else _load(config)
-    place = launch.device if launch is not None and device is None else launchers.choose_device(device)
+    device = launch.device if launch is not None and device is None else launchers.choose_device(device)
     setup = Setup.of(settings, launchers.expected_world_size())
-    compat.raise_for(compat.check_setup(setup, place.type))
+    compat.raise_for(compat.check_setup(setup, device.type))
     if settings.global_batch_size is not None:
         setup = setup.accumulate(batch_size(given.dataloader))
-        compat.raise_for(compat.check_setup(setup, place.type))  # with the length of a cycle
+        compat.raise_for(compat.check_setup(setup, device.type))  # with the length of a cycle
     settings = setup.config
     with ExitStack() as undo:  # after an error the model can be given again
         given = _build(given, undo)
-        plans = _refuse_problems(given, setup, place)
+        plans = _refuse_problems(given, setup, device)
         group = launchers.ensure_process_group(
-            place,
+            device,
             settings.timeout,
-            launchers.choose_backend(settings, place),
+            launchers.choose_backend(settings, device),
             setup.dims.rank_names,
             alone=plans.strategy.shards_model,
         )
-        context, loaders, late = _prepare(given, setup, place, group)
+        context, loaders, late = _prepare(given, setup, device, group)
         undo.pop_all()
     context.broadcast_initial_state(given.model, given.optimizer)
     ends = ExitStack()  # what closes the engine
@@ -190,27 +190,27 @@ def _make_engine(
     config, recipe, model = setup.config, setup.recipe, given.model
     ends.push(lambda kind, *_: context.close() if kind is None else context.leave())
     # Before the model goes to the device, which may not have room for all of it.
-    division = ParallelModel(model, given.optimizer, plans, config, context, late)
-    shards = division.make_shards(model, given.optimizer, given.criterion, recipe)
-    ends.callback(division.close)
+    parallel_model = ParallelModel(model, given.optimizer, plans, config, context, late)
+    shards = parallel_model.make_shards(model, given.optimizer, given.criterion, recipe)
+    ends.callback(parallel_model.close)
     move_state(given.optimizer)
-    precision, options, data = _precision(config, recipe, context.device), _update_options(config), division.data
+    precision, options, data = _precision(config, recipe, context.device), _update_options(config), parallel_model.data
     update = convert(model, given.optimizer, shards, precision, context, options, data.update_device, data.publisher)
-    ends.callback(update.close, undo=not division.divides)
-    reducer = _make_reduction(model, update, context, config, division)
+    ends.callback(update.close, undo=not parallel_model.divides)
+    reducer = _make_reduction(model, update, context, config, parallel_model)
     if reducer is not None:
         ends.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
     has_divisor = config.gradient_accumulation > 1 or config.loss_reduction == "weighted"
-    gradients = GradientGuard(update, model, sharded=bool(division.axes), has_divisor=has_divisor)
+    gradients = GradientGuard(update, model, sharded=bool(parallel_model.axes), has_divisor=has_divisor)
     accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
-    executor = make_executor(division, model, precision, update, accumulation, context, config.parallel.pipeline)
+    executor = make_executor(parallel_model, model, precision, update, accumulation, context, config.parallel.pipeline)
     ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
-    division.checkpoint_and_compile(model)
+    parallel_model.checkpoint_and_compile(model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
-    state, progress, hooks = ShardedState(model, update, division, WeightAverage(update)), Progress(), Hooks()
+    state, progress, hooks = ShardedState(model, update, parallel_model, WeightAverage(update)), Progress(), Hooks()
     ends.callback(state.average.values.clear)
-    guard = ModelGuard(model, update.optimizer, recipe, context.device, division)
+    guard = ModelGuard(model, update.optimizer, recipe, context.device, parallel_model)
     ends.callback(guard.remove)
     needs_end = config.gradient_accumulation > 1  # with 1, each batch ends its cycle
     train, evaluation = loaders
@@ -267,15 +267,17 @@ def _make_reduction(
     update: MixedPrecisionOptimizer,
     context: ParallelContext,
     config: Config,
-    division: ParallelModel,
+    parallel_model: ParallelModel,
 ) -> Reduction | None:
     """The reducer that completes gradients over the data ranks and the other axes."""
     reductions: list[Reduction] = []
-    if context.dp_size > 1 or division.data.shards_model:
-        withholds = update.loss_scales.scale is not None or bool(division.axes) or config.loss_reduction == "weighted"
+    if context.dp_size > 1 or parallel_model.data.shards_model:
+        withholds = (
+            update.loss_scales.scale is not None or bool(parallel_model.axes) or config.loss_reduction == "weighted"
+        )
         trained, buffers = update.master_weights.trained, dict(model.named_buffers())
-        reductions.append(division.data.make_reducer(trained, buffers, withholds))
-    reductions += division.make_reductions(update.master_weights.trained)
+        reductions.append(parallel_model.data.make_reducer(trained, buffers, withholds))
+    reductions += parallel_model.make_reductions(update.master_weights.trained)
     return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
 
 
@@ -285,9 +287,9 @@ def _resume(engine: Engine) -> None:
         return
     from ..checkpoint.preemption import find_resumed
 
-    place = find_resumed(engine.config, engine.context)
-    if place is not None:
-        engine.load(place)
+    folder = find_resumed(engine.config, engine.context)
+    if folder is not None:
+        engine.load(folder)
 
 
 def _load(config: Any) -> Config:

@@ -138,7 +138,7 @@ def make_plan(
     config: Config, context: ParallelContext, state: ShardedState, lr: LRAdvance, recipe: Recipe, loader: Any
 ) -> EffectivePlan:
     """The plan of an engine whose model is parallelized and cast; `loader` is the user's."""
-    model, update, division = state.model, state.update, state.division
+    model, update, parallel_model = state.model, state.update, state.parallel_model
     size, cycle = batch_size(loader), config.gradient_accumulation
     reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dp_size > 1 else None
     held = state_bytes(model, update, reduced)
@@ -154,10 +154,10 @@ def make_plan(
     rows = {
         "precision": _precision(config, context, model, recipe),
         "loss scale": _loss_scale(recipe),
-        **_layout(config, context, model, division),
-        "compile": _compile(config, model, division),
-        "activations": _activations(config, division),
-        "values": None if division.late is None else division.late.description,
+        **_layout(config, context, model, parallel_model),
+        "compile": _compile(config, model, parallel_model),
+        "activations": _activations(config, parallel_model),
+        "values": None if parallel_model.late is None else parallel_model.late.description,
         "batch": batch,
         "update": _update(config, state, lr),
         "memory": memory,
@@ -198,32 +198,34 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(config: Config, context: ParallelContext, model: nn.Module, division: ParallelModel) -> dict[str, str]:
+def _layout(
+    config: Config, context: ParallelContext, model: nn.Module, parallel_model: ParallelModel
+) -> dict[str, str]:
     """The mesh, this rank's coordinates in it, and notes of the axes."""
     parallel = config.parallel
     mesh = in_words(context.sizes) + f" on {context.device.type}"
     if context.size == 1:
-        return {"layout": f"{mesh}; one process holds all of the model{division.data.text}"}
-    came = {part.source.param: part.model_param for part in division.data.shards if part.source is not None}
+        return {"layout": f"{mesh}; one process holds all of the model{parallel_model.data.text}"}
+    came = {part.source.param: part.model_param for part in parallel_model.data.shards if part.source is not None}
     held = dict(model.named_parameters())
     params = {name: came.get(param, param) for name, param in held.items()}
     sizes = {name: param.numel() for name, param in held.items()}
     rows, layouts = dict[str, str](), list[str]()
-    for name, axis in reversed(division.axes.items()):
+    for name, axis in reversed(parallel_model.axes.items()):
         row = dict(axis.describe(params, sizes, getattr(parallel, name)))
         layouts += [row.pop("layout")] if "layout" in row else []
         rows |= row
     text = ", ".join(layouts) or "every rank holds all of the model"
-    text += division.data.text
+    text += parallel_model.data.text
     if context.dp_size > 1:
         text += f", gradients averaged in {parallel.data.reduce_dtype}"
     return {"layout": f"{mesh}; {text}", **rows}
 
 
-def _compile(config: Config, model: nn.Module, division: ParallelModel) -> str | None:
+def _compile(config: Config, model: nn.Module, parallel_model: ParallelModel) -> str | None:
     """The compiled modules of this rank and the options, in words."""
-    options, compiled = config.compile, division.compiled
-    if not division.plans.compiled:
+    options, compiled = config.compile, parallel_model.compiled
+    if not parallel_model.plans.compiled:
         return None
     what = "the whole model"
     if compiled != [model]:
@@ -234,14 +236,14 @@ def _compile(config: Config, model: nn.Module, division: ParallelModel) -> str |
     return ", ".join([f"{what} with {options.backend}, when first called", *settings])
 
 
-def _activations(config: Config, division: ParallelModel) -> str | None:
+def _activations(config: Config, parallel_model: ParallelModel) -> str | None:
     """The modules of this rank that are recomputed in backward, and the activations offloaded to the host."""
     options = config.activation_checkpoint
     words = []
-    if division.plans.recomputed:
-        what = counted(len(division.checkpointed), "module" if options.patterns else "block")
+    if parallel_model.plans.recomputed:
+        what = counted(len(parallel_model.checkpointed), "module" if options.patterns else "block")
         words.append(f"{what} checkpointed ({options.label})")
-    if division.offload is not None:
+    if parallel_model.offload is not None:
         words.append("offloaded")
     return ", ".join(words) or None
 

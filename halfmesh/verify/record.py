@@ -216,14 +216,14 @@ class EngineRecorder(Recorder):
 
     def _step(self, step: Any, divisor: Any = 1.0) -> StepResult:
         """The gradients of an update are complete: unscaled, and before clipping."""
-        update, division = self._engine._update, self._engine._parallel
+        update, parallel_model = self._engine._update, self._engine._parallel
         names = {id(shard): name for shard, name in self._state.names()}
         _, total = update.loss_scales.grad_divisor(divisor)
         for shard, grad in update.gradients().items():
             grad = grad.to_dense() if grad.layout is not torch.strided else grad
             grad = grad.double() if total is None else grad.double() / total.to(grad.device)
             key = Key(self.update, 0, "gradient", names[id(shard)])
-            self.sink.parameter(key, grad, division.placement(shard))
+            self.sink.parameter(key, grad, parallel_model.placement(shard))
         result: StepResult = step(divisor)
         return result
 
@@ -239,12 +239,12 @@ class EngineRecorder(Recorder):
     @torch.no_grad()
     def weights(self, what: str, update: int) -> None:
         """Record what the optimizer holds, and the buffers. (A state dict would let fsdp free what it gathered.)"""
-        division, masters = self._engine._parallel, self._engine._update.master_weights
+        parallel_model, masters = self._engine._parallel, self._engine._update.master_weights
         for shard, name in self._state.names():
             held = masters.target(shard).detach()
             if held.is_floating_point():
-                self.sink.parameter(Key(update, 0, what, name), held, division.placement(shard))
-        first = division.first_names(self._engine.model)
+                self.sink.parameter(Key(update, 0, what, name), held, parallel_model.placement(shard))
+        first = parallel_model.first_names(self._engine.model)
         for name, buffer in self._engine.model.named_buffers():
             if buffer.is_floating_point():
                 self.sink.parameter(Key(update, 0, "buffer", first.get(name, name)), buffer, whole(buffer.shape))

@@ -246,7 +246,7 @@ CHECKPOINT = (
     Fault(
         "random numbers are not restored",
         "checkpoint/checkpointer.py",
-        '            rank_state.set_rank_random(own["random"], context, division)\n',
+        '            rank_state.set_rank_random(own["random"], context, parallel_model)\n',
         "            pass\n",
         (RESUME,),
     ),
