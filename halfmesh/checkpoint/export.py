@@ -279,7 +279,7 @@ def full_state_dict(state: ShardedState, context: ParallelContext, optimizer: bo
     aliases = _aliases(state)
     model = {alias: value for name, value in weights.items() for alias in aliases.get(name, [name])}
     for theirs in reversed(extras):
-        model |= theirs
+        model |= copy.deepcopy(theirs)
     if not optimizer:
         return model
     for theirs in reversed(plains):

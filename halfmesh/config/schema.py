@@ -305,8 +305,9 @@ class ParallelConfig(Options):
 
     def dims(self, world_size: int) -> ParallelDims:
         """The mesh of `world_size` ranks: pp, dp, others, tp. `halfmesh.compat.check` says whether the sizes fit."""
-        kinds = [(AXES.get(name), size) for name, size in reversed(self.sizes.items())]
-        outermost, *others = sorted(kinds, key=lambda item: not item[0].splits_modules)
+        kinds = [(AXES.get(name), size) for name, size in self.sizes.items()]
+        outermost, *more = sorted(kinds, key=lambda item: not item[0].splits_modules)
+        others = reversed(more)
         dp = self.data.size or max(1, world_size // math.prod(self.sizes.values()))
         named = [(kind.dim, size) for kind, size in others]
         return ParallelDims(world_size, dict([(outermost[0].dim, outermost[1]), ("dp", dp), *named]))

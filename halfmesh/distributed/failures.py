@@ -59,6 +59,7 @@ class FailureWatch:
         self._failed = self._lost = ""  # the first error of each kind
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ending = threading.Event()  # this rank is exiting on its own
+        self._pid = os.getpid()
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_error
         # Processes of multiprocessing call this, and nothing that is registered with atexit.
         multiprocessing.util.Finalize(None, self._on_exit, exitpriority=0)
@@ -67,7 +68,7 @@ class FailureWatch:
 
     def watch(self, engine: Any) -> None:
         """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains."""
-        self._engines.add(engine)
+        self._engines = weakref.WeakSet([*self._engines, engine])  # not changed: the thread goes through it
 
     def remove(self) -> None:
         """This rank needs the others no longer. A hook that was installed on top of this one stays."""
@@ -77,8 +78,12 @@ class FailureWatch:
 
     def ended(self) -> dict[int, str]:
         """The other ranks that are known to have ended: "failed", "lost", or "ended" without an error."""
+        return {rank: word for rank, word in self.told().items() if word != "running"}
+
+    def told(self) -> dict[int, str]:
+        """The last word of each other rank that has told one: as of `ended`, or "running", in answer to a failure."""
         self._exchange()
-        return {rank: word for rank, word in self._told.items() if rank != self._rank and word != "running"}
+        return {rank: word for rank, word in self._told.items() if rank != self._rank}
 
     def _exchange(self, word: str = "", error: str = "") -> None:
         """Tell the others this rank's `word`, and `error` if it is the first; read what they tell."""
@@ -116,14 +121,17 @@ class FailureWatch:
             self._wait_for_others(LINGER_S, or_failure=False)
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_rank = os.getpid() == self._pid and not self._ending.is_set()  # a forked child is none
+        is_lost, lines = may_be_of_peer(error), "".join(traceback.format_exception(error)).rstrip()
+        if is_rank and not is_lost and self._names.has_places:
+            error.add_note(f"raised on {self._name}")
         self._previous_hook(kind, error, trace)
-        if self._ending.is_set():
+        if not is_rank:
             return
         if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: at shutdown no Python code runs
             signal.alarm(EXIT_LIMIT_S)
-        until, is_lost = time.monotonic() + ANSWER_S, may_be_of_peer(error)
-        lines = "".join(traceback.format_exception(error)).rstrip()
+        until = time.monotonic() + ANSWER_S
         self._end("lost" if is_lost else "failed", f"[{self._name}] {lines}")
         if is_lost:
             self._wait_for_others(ANSWER_S, or_failure=True)
@@ -147,8 +155,9 @@ class FailureWatch:
             found = [f"no answer from {host}, which hosts the store (killed, out of memory?)"]
         elif not self._failed:
             texts = {"": "no answer from {} (killed, out of memory, or stopped?)", "running": "still running: {}"}
+            others = [rank for rank in range(names.world_size) if rank != self._rank]
             for word, text in (texts | {"ended": "ended without an error: {}"}).items():
-                if ranks := [rank for rank in range(names.world_size) if told.get(rank, "") == word]:
+                if ranks := [rank for rank in others if told.get(rank, "") == word]:
                     found.append(text.format(names.names(ranks)))
         if first := self._failed or self._lost:
             is_own = first.startswith(f"[{self._name}] ")
@@ -187,8 +196,10 @@ class FailureWatch:
 
 
 def may_be_of_peer(error: BaseException) -> bool:
-    """Return True if `error` is of a kind that torch raises where another rank is gone or late."""
-    return isinstance(error, (RuntimeError, OSError)) and not isinstance(error, HalfmeshError)
+    """Return True if `error` is of a kind that torch raises where another rank is gone or late, or explains one."""
+    if isinstance(error, HalfmeshError):
+        return error.__cause__ is not None and may_be_of_peer(error.__cause__)
+    return isinstance(error, (RuntimeError, OSError))
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> bytes:
 
 def _describe(rank: int, error: BaseException) -> RankError:
     """For the parent."""
-    echo = may_be_of_peer(error.__cause__ or error)
+    echo = may_be_of_peer(error)
     refusal = str(error) if isinstance(error, HalfmeshError) else ""
     reason, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     return RankError(rank, reason, trace, False, refusal, echo, getattr(error, "measures", None), time.monotonic())

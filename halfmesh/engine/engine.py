@@ -175,11 +175,12 @@ class Engine:
                 "(loss.backward() does not count)"
             )
         updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
+        if updates:
+            self._lr.settle()
         accumulation.count_microbatch()
         if not updates:
             return None
         try:
-            self._lr.settle()
             result = accumulation.step()
         except NonFiniteError as error:
             self._hooks.run("on_error", error)
@@ -515,8 +516,8 @@ class Engine:
         """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
         A model that is not sharded is restored to its original dtype, with the trained weights, and the optimizer holds
-        its parameters again. A sharded model stays sharded, and cannot be used any more: before that call `save`,
-        `save_weights` or `full_state_dict`.
+        its parameters again. A sharded model stays sharded, and must not be trained or saved any more: before that call
+        `save`, `save_weights` or `full_state_dict`.
 
         Raises:
             CheckpointError: after closing, if a save in the background failed.
@@ -529,7 +530,7 @@ class Engine:
                 self._update.sync_writes()
         finally:
             self._closed = True
-            self._ends.close()
+            self._end(None, None)
 
     def __enter__(self) -> Engine:
         return self
@@ -540,8 +541,19 @@ class Engine:
             self.close()
         else:
             self._closed = True
+            self._end(kind, error)
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        """Run the ends. After an error of the loop, or of one of them, a `close` that follows frees the groups."""
+        was_error = error is not None
+        try:
             self._ends.__exit__(kind, error, None)
-            self._ends.callback(self.context.close)  # for a `close` that follows
+        except BaseException:
+            was_error = True
+            raise
+        finally:
+            if was_error:
+                self._ends.callback(self.context.close)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(

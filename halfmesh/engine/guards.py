@@ -56,7 +56,8 @@ _HOOKED = (
     "clip with clip_grad_norm in the config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
 )
 _LOOKS = 3
-"""The first updates, in which writes through `grad.data` are seen, too, which torch does not count."""
+"""The first updates with finite gradients, in which writes through `grad.data` are seen, too, which torch does not
+count."""
 
 
 class GradientGuard:
@@ -134,33 +135,41 @@ class GradientGuard:
             is_reduced = shard.param.grad is not None or old is None  # else the written gradient is still to be summed
             if shard.source is not None and is_reduced and (new is not old or stamp[0] != old_stamp[0]):
                 shard.rebind_grad()
-        self._looks -= self._looks > 0 and divisor is not None
+        if divisor is not None and self._looks and self._watches_bits:
+            self._looks -= all(bool(own.isfinite().all()) for own in map(_elements, now) if own is not None)
         is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
         if names and self._why is not None and (self._why is not _UNDIVIDED or is_divided):
             self._tell(_CHANGED, shorten(names), self._why)
 
     def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
         """The versions of `grads` and, in the first updates, sums of their bits (for which the host waits)."""
-        looks = self._looks > 0 and self._why is not None and not is_captured(self._update.device)
-        return list(zip(versions(grads), _sum_bits(grads) if looks else [0] * len(grads), strict=True))
+        looks = self._looks > 0 and self._watches_bits
+        return list(zip(versions(grads), [_sum_bits(grad) if looks else 0 for grad in grads], strict=True))
+
+    @property
+    def _watches_bits(self) -> bool:
+        return self._why is not None and not is_captured(self._update.device)
 
     def _tell(self, text: str, *details: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            _log.warning(
-                text, *details, ranks=None if self._why is _SHARDED else (0,)
-            )  # as ranks hold other parameters
+            ranks = None if self._why is _SHARDED else (0,)  # shards of different parameters
+            _log.warning(text, *details, ranks=ranks)
 
 
-def _sum_bits(grads: Sequence[Any]) -> list[int]:
-    """The sum of each gradient's elements, each taken for an integer: of inf and nan, too, and without rounding. 0 for
-    placeholders and tensors without memory."""
-    sums, integers = [], {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for grad in grads:
-        own = grad.to_local() if hasattr(grad, "to_local") else grad
-        is_plain = type(own) is torch.Tensor and own.layout is torch.strided and own.is_floating_point()
-        sums.append(int(own.detach().view(integers[own.itemsize]).sum(dtype=torch.int64)) if is_plain else 0)
-    return sums
+def _elements(grad: Any) -> torch.Tensor | None:
+    """This rank's elements of `grad`; None for placeholders and tensors without memory."""
+    own = grad.to_local() if hasattr(grad, "to_local") else grad
+    is_plain = type(own) is torch.Tensor and own.layout is torch.strided and own.is_floating_point()
+    return own.detach() if is_plain else None
+
+
+def _sum_bits(grad: Any) -> int:
+    """The sum of the elements, each taken for an integer: of inf and nan, too, and without rounding."""
+    own = _elements(grad)
+    if own is None:
+        return 0
+    return int(own.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[own.itemsize]).sum(dtype=torch.int64))
 
 
 def _is_users(hook: Any) -> bool:
@@ -241,8 +250,9 @@ class ModelGuard:
         self.own_calls = 0
         """Above 0 while the engine itself calls the model or the optimizer."""
         self._removers: list[Callable[[], Any]] = []
-        if parallel_model.plans.partition is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
-            warn = _DirectCall(self, recipe, device)  # stages refuse it themselves
+        casts = bool(recipe.autocast or recipe.param_dtype or recipe.output_dtype)
+        if parallel_model.plans.partition is None and (casts or parallel_model.axes):  # stages refuse it themselves
+            warn = _DirectCall(self, recipe, device, bool(parallel_model.axes))
             self._removers.append(model.register_forward_pre_hook(warn).remove)
         if parallel_model.divides_model:
             model.register_state_dict_pre_hook(_PartialState(self, "model"))  # these stay: after `close`, too
@@ -276,12 +286,17 @@ class _Warning:
 class _DirectCall(_Warning):
     """Before a forward: warns of `model(x)` in training. (Compiled code leaves it out.)"""
 
-    def __init__(self, guard: ModelGuard, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, guard: ModelGuard, recipe: Recipe, device: torch.device, shares_batch: bool) -> None:
         super().__init__(guard)
-        self._autocast_on = device.type if recipe.autocast else None
-        dtype = dtype_name(recipe.compute_dtype)
-        if recipe.param_dtype is not None:
-            does, or_else = f"its inputs are not cast to {dtype}, which its weights are in, nor its outputs back", ""
+        self._autocast_on = device.type if recipe.autocast and not shares_batch else None
+        dtype, or_else = dtype_name(recipe.compute_dtype), ""
+        if shares_batch:
+            does = (
+                "the ranks that compute a batch together do not compare its inputs, and draw its dropout from each "
+                "rank's own generators"
+            )
+        elif recipe.param_dtype is not None:
+            does = f"its inputs are not cast to {dtype}, which its weights are in, nor its outputs back"
         else:
             does = f"it computes in float32, and not in {dtype} as the config says"
             or_else = ", or call it within `with engine.autocast():`"

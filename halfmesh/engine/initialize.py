@@ -140,12 +140,12 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         context.begin_calls(owner)
         _resume(engine)
     except BaseException as error:
-        ends.__exit__(type(error), error, None)
         if plans.axes or plans.strategy.shards_state:
             error.add_note(
                 "model and optimizer were sharded by then and cannot be given back: before you call initialize again, "
                 "build new ones"
             )
+        ends.__exit__(type(error), error, None)
         raise
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
         _log.warning(

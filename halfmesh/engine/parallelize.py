@@ -67,7 +67,7 @@ class ParallelModel:
     Attributes:
         axes: each applied axis larger than 1, in the order of application.
         data: the applied data strategy.
-        apart: axes of the mesh whose ranks compute different things, with different random numbers.
+        own_rng_axes: axes of the mesh whose ranks compute different things, with different random numbers.
         random: the model's random number generators, if there are several ranks.
         compiled: the modules that `compile` has compiled.
         checkpointed: the replaced forwards of modules that are recomputed.
@@ -212,7 +212,8 @@ class ParallelModel:
     ) -> Iterator[None]:
         """The scope of a forward, or of a batch's passes through stages: in training the model draws from its own
         generators. (With stages in evaluation, too, where some modules may be in training mode.)"""
-        if self.random is None or not (model.training or self.plans.partition is not None):
+        trains = model.training or self.plans.partition is not None
+        if self.random is None or self.random.is_open or not trains:  # open: a criterion that calls the engine
             with saving():
                 yield
             return

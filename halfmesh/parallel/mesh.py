@@ -18,7 +18,7 @@ from ..errors import InputError, did_you_mean
 from ..utils.tensors import is_dense
 from .dims import ParallelDims
 from .initial_state import broadcast_initial_state
-from .objects import broadcast_object, gather_objects, host_backend, join_rows
+from .objects import broadcast_object, gather_objects, host_backend, is_simulated, join_rows
 from .rank_checks import NamedCalls
 
 if TYPE_CHECKING:
@@ -281,10 +281,10 @@ class ParallelContext:
         Args:
             owner: of the process group; knows which ranks have ended.
         """
-        if self.size > 1:
+        if self.size > 1 and not is_simulated():  # a dry run has one process
             name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
-            ended = dict if owner is None else owner.failures.ended
-            self._calls = NamedCalls(name, self.rank, self.size, self._timeout.total_seconds(), ended)
+            told = dict if owner is None else owner.failures.told
+            self._calls = NamedCalls(name, self.rank, self.size, self._timeout.total_seconds(), told)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""

@@ -23,9 +23,9 @@ def host_backend() -> str:
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The `value` of each rank of `group` (None: all ranks), on each of them. A single process needs no group."""
-    if not dist.is_initialized():
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    if size == 1:
         return [value]
-    size = dist.get_world_size(group)
     if is_simulated(group):
         return [value] * size
     everyone: list[Any] = [None] * size

@@ -6,20 +6,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..distributed.env import RankNames, list_ranks
+from ..distributed.failures import ANSWER_S
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, tensors_of
@@ -215,16 +214,16 @@ class NamedCalls:
     Args:
         name: the engine's, the same on all ranks.
         timeout_s: the seconds that a rank waits for the other ranks.
-        ended: the ranks that have ended, with the word for how: see `FailureWatch.ended`.
+        told: the last word of each other rank that has told one: see `FailureWatch.told`.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, str]]) -> None:
+    def __init__(self, name: str, rank: int, size: int, timeout_s: float, told: Callable[[], dict[int, str]]) -> None:
         group: Any = dist.group.WORLD
         store = group.get_group_store().clone()  # a separate connection: the other one may be blocked in a wait
         self._store = dist.PrefixStore(f"halfmesh/calls/{name}", store)
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
-        self._ended = ended
+        self._told = told
         self._number = 0
 
     def agree_on(self, call: str) -> None:
@@ -252,19 +251,27 @@ class NamedCalls:
             )
 
     def _wait_for(self, key: str, call: str) -> None:
-        begun, has_warned = time.monotonic(), False
-        while True:
-            with contextlib.suppress(RuntimeError):  # not within that time; or the store is gone, as `check` raises
-                self._store.wait([key], timedelta(seconds=LOOK_S))
-            if self._store.check([key]):
-                return
+        begun, pause, look, silent_since, has_warned = time.monotonic(), 0.001, LOOK_S, 0.0, False
+        while not self._store.check([key]):  # no `wait`: torch prints each time that it ends without the key
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
             waited = time.monotonic() - begun
-            ended = self._ended()
-            failed = [rank for rank, word in ended.items() if word == "failed"]
+            if waited < look:
+                continue
+            look = waited + LOOK_S
+            told = self._told()
+            failed = [rank for rank, word in told.items() if word == "failed"]
             if failed:  # the report of failures has the reason
                 raise ConnectionResetError(f"{call}: connection reset by peer: {list_ranks(failed)} failed meanwhile")
-            if any(self._is_missing(rank) for rank in ended):
-                raise self._refuse(call, "ended, or waited elsewhere, without it")
+            missing = list(filter(self._is_missing, range(self._size)))
+            if any(told.get(rank, "running") != "running" for rank in missing):
+                silent = [rank for rank in missing if rank not in told]
+                if not silent:
+                    raise self._refuse(call, "ended, or waited elsewhere, without it")
+                silent_since = silent_since or waited
+                if waited > silent_since + ANSWER_S:  # killed? the report of failures names them
+                    lost = f"no answer from {list_ranks(silent)}"
+                    raise ConnectionResetError(f"{call}: connection reset by peer: {lost}")
             if waited > self._timeout_s:
                 raise self._refuse(call, f"did not within {self._timeout_s:g} s (config key timeout)")
             if waited > PATIENCE_S and not has_warned:

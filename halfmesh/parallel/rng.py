@@ -131,6 +131,11 @@ class ModelRNG:
         """The state of the sequence between two forwards."""
         self._outside: torch.Tensor | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """True within the scope."""
+        return self._outside is not None
+
     def __enter__(self) -> None:
         if not (self._on_cuda and torch.cuda.is_current_stream_capturing()):  # a graph keeps its seed
             self._outside = self._generator.get_state()

@@ -24,15 +24,16 @@ def no_side_effects(modules: Iterable[nn.Module], device: torch.device) -> Itera
     """A scope without gradients after which all random generators, and the attributes, modes and buffers of `modules`,
     are as before. It gives a function that returns True if random numbers were drawn in the scope so far."""
     held = list(modules)
-    buffers = [(buffer, buffer.clone()) for module in held for buffer in module.buffers(recurse=False)]
     state = random_state(device)
     with with_memory(), torch.no_grad(), unchanged(held):
+        before = [(buffer, buffer.clone()) for module in held for buffer in module.buffers(recurse=False)]
         try:
             yield lambda: _differ(state, random_state(device))
         finally:
             set_random_state(state, device)
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for buffer, value in before:  # some cannot be written: expanded, or made in inference mode
+                if buffer.layout is not torch.strided or not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

@@ -373,6 +373,7 @@ def save_pretrained(rank, world_size, parallel, folder):
     plain = make_llama()
     given = {"engine": engine, "plain": plain, "plain_optimizer": adamw(plain)}
     run(snippet("checkpoints.md", "save_pretrained.py").replace('"model"', repr(folder)), given)
+    assert len(given["weights"]) == (0 if rank else len(plain.state_dict()))
     run(snippet("checkpoints.md", "go_on_alone.py"), given)
     engine.close()
     steps = {float(state["step"]) for state in given["plain_optimizer"].state.values()}

@@ -123,3 +123,14 @@ def test_ranks_initialize_again():
     for layout in ("dp2", "zero1", "fsdp"):
         one, other = run_ranks(again_on_ranks, 2, layout, timeout=60)
         assert one == other
+
+
+def test_an_end_that_fails_keeps_a_second_close_from_nothing():
+    """fsdp in one process makes a process group, which ends with the engine."""
+    model = Net()
+    engine = start(model, adamw(model.parameters()), {"parallel": {"data": "fsdp"}})
+    engine._ends.callback(broken)
+    with pytest.raises(ZeroDivisionError):
+        engine.close()
+    engine.close()
+    assert not torch.distributed.is_initialized()

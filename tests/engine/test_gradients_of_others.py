@@ -200,6 +200,20 @@ def test_gradients_that_are_inf_and_made_finite_through_data_are_told(config, ca
     assert caplog.text.count("gradients were changed between engine.backward and engine.step") == 1
 
 
+@pytest.mark.parametrize("config", SCALED)
+def test_updates_that_overflow_are_none_of_the_first_three(config, caplog):
+    mode = config["fp16"] | {"initial_scale" if config is FP16_NAIVE else "init_scale": 2.0**30, "growth_interval": 100}
+    engine = make_engine({"fp16": mode})
+    results = []
+    for _ in range(30):
+        backward(engine)
+        if len(results) > 3 and not results[-1].skipped:
+            clips_data(engine.model)
+        results.append(engine.step())
+    assert sum(result.skipped for result in results[:4]) == 4
+    assert caplog.text.count("gradients were changed between engine.backward and engine.step") == 1
+
+
 def test_gradients_that_are_only_read_are_not_told(caplog):
     engine = make_engine(FP16_NAIVE | {"gradient_accumulation": 2})
     for _ in range(8):

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from halfmesh import InputError
 from tests.support.models import MODES, full_weights, make_data, make_engine, step_on
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
 HALVES = (slice(0, 4), slice(4, 8))
@@ -49,6 +49,24 @@ class Within(nn.Module):
 
     def forward(self, x):
         return self.model(x.to(self.model.first.weight.dtype))
+
+
+def call_directly(rank, world_size, parallel):
+    """What is logged when the model is called in place of the engine, in fp32."""
+    heard = []
+    logging.getLogger("halfmesh.engine.guards").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    engine = make_engine({"parallel": parallel})
+    step_on(engine, X, Y)
+    assert heard == []
+    engine.model(here(X))
+    engine.close()
+    return heard
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_a_batch_are_told_in_fp32_too():
+    heard = run_ranks(call_directly, 2, {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}})
+    assert all(DIRECT in text and "own generators" in text for (text,) in heard)
 
 
 @pytest.mark.parametrize("mode", ["torch_bf16", "naive_bf16"])

@@ -181,6 +181,8 @@ def test_whatever_goes_wrong_the_others_name_the_rank(name, outcomes):
         assert outcome.codes[1] in (1, -signal.SIGALRM), "not SIGABRT, by gloo"
         call = case.how.partition("(")[0]
         assert all(f"InputError: {call} was called on rank 1 only; call it on every rank" in s for s in outcome.said)
+    if name == "raises":
+        assert outcome.said[3].rstrip().endswith("raised on rank 3 (dp 1, tp 1)")
 
 
 BAD_CONFIG = """

@@ -62,3 +62,17 @@ def test_nothing_is_left_of_a_trial_that_fails():
         model(torch.rand(4))
     assert torch.equal(torch.get_rng_state(), state)
     assert model.calls == 0
+
+
+def test_buffers_that_cannot_be_written_or_are_in_a_graph_stay_as_they_are():
+    model = nn.Module()
+    model.register_buffer("expanded", torch.ones(1).expand(3))
+    with torch.inference_mode():
+        model.register_buffer("table", torch.ones(3))
+    model.register_buffer("scale", torch.ones(3))
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * model.scale).sum()
+    with no_side_effects(model.modules(), CPU):
+        model.expanded + model.table + model.scale
+    loss.backward()
+    assert torch.equal(weight.grad, torch.ones(3))
