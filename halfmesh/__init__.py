@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .options import Options
     from .parallel.deferred.creation import deferred_init, model_creation
     from .parallel.mesh import ParallelContext
-    from .parallel.pipeline.partition import BlockPartition, Call, Piece
+    from .parallel.pipeline.pieces import BlockPartition, Call, Piece
     from .parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor.plans import LayerPlan
     from .report.folder import RunFolder
@@ -89,7 +89,7 @@ _NAMES = {
     "utils.log": "get_logger",
     "options": "Options",
     "parallel.mesh": "ParallelContext",
-    "parallel.pipeline.partition": "BlockPartition Call Piece",
+    "parallel.pipeline.pieces": "BlockPartition Call Piece",
     "parallel.registries": "AXES DATA_STRATEGIES PARTITIONERS SCHEDULES TENSOR_PLANS TENSOR_STYLES",
     "parallel.tensor.plans": "LayerPlan",
     "utils.registry": "Registry",

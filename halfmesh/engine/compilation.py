@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import shorten
 from ..parallel.activations.checkpoint import Checkpointed
-from ..parallel.pipeline.partition import children_of
+from ..parallel.pipeline.pieces import children_of
 from ..parallel.tensor.plans import generalise, near_names
 from ..utils.torch_private import is_compiled
 

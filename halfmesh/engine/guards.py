@@ -136,7 +136,7 @@ class GradientGuard:
             if shard.source is not None and is_reduced and (new is not old or stamp[0] != old_stamp[0]):
                 shard.rebind_grad()
         if divisor is not None and self._looks and self._watches_bits:
-            self._looks -= all(bool(own.isfinite().all()) for own in map(_elements, now) if own is not None)
+            self._looks -= all(bool(own.isfinite().all()) for own in _elements(now) if own is not None)
         is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
         if names and self._why is not None and (self._why is not _UNDIVIDED or is_divided):
             self._tell(_CHANGED, shorten(names), self._why)
@@ -144,7 +144,7 @@ class GradientGuard:
     def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
         """The versions of `grads` and, in the first updates, sums of their bits (for which the host waits)."""
         looks = self._looks > 0 and self._watches_bits
-        return list(zip(versions(grads), [_sum_bits(grad) if looks else 0 for grad in grads], strict=True))
+        return list(zip(versions(grads), _sum_bits(grads) if looks else [0] * len(grads), strict=True))
 
     @property
     def _watches_bits(self) -> bool:
@@ -157,19 +157,21 @@ class GradientGuard:
             _log.warning(text, *details, ranks=ranks)
 
 
-def _elements(grad: Any) -> torch.Tensor | None:
-    """This rank's elements of `grad`; None for placeholders and tensors without memory."""
-    own = grad.to_local() if hasattr(grad, "to_local") else grad
-    is_plain = type(own) is torch.Tensor and own.layout is torch.strided and own.is_floating_point()
-    return own.detach() if is_plain else None
+def _elements(grads: Sequence[Any]) -> list[torch.Tensor | None]:
+    """This rank's elements of each gradient; None for placeholders and tensors without memory."""
+    own = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    return [
+        x.detach() if type(x) is torch.Tensor and x.layout is torch.strided and x.is_floating_point() else None
+        for x in own
+    ]
 
 
-def _sum_bits(grad: Any) -> int:
-    """The sum of the elements, each taken for an integer: of inf and nan, too, and without rounding."""
-    own = _elements(grad)
-    if own is None:
-        return 0
-    return int(own.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[own.itemsize]).sum(dtype=torch.int64))
+def _sum_bits(grads: Sequence[Any]) -> list[int]:
+    """The sum of each gradient's elements, each taken for an integer: of inf and nan, too, and without rounding."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return [
+        0 if own is None else int(own.view(integers[own.itemsize]).sum(dtype=torch.int64)) for own in _elements(grads)
+    ]
 
 
 def _is_users(hook: Any) -> bool:

@@ -15,7 +15,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
-from ..parallel.pipeline.partition import Call
+from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.schedules import Given
 from ..parallel.trial import no_side_effects
 from ..utils.log import get_logger

@@ -17,7 +17,7 @@ from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.mesh import ParallelContext
 from ..parallel.objects import gather_objects
-from ..parallel.pipeline.partition import Call
+from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.schedules import Given, Splitter, choose_count
 from ..parallel.rank_checks import SameCalls, is_checked

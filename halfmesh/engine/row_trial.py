@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import InputError
 from ..parallel.modules import unchanged
 from ..parallel.objects import gather_objects
-from ..parallel.pipeline.partition import Call
+from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import Pipeline
 from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from ..utils.tensors import map_tensors, tensors_of

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError
-from ..pipeline.partition import BlockPartition
+from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
 from .torch_nn import check_activation
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...errors import InputError
 from ...utils.param_shard import compute_dtype
-from ..pipeline.partition import BlockPartition
+from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
 from .torch_nn import check_activation
 

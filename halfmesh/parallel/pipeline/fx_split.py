@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from ...errors import InputError, did_you_mean
 from .fx_trace import UPDATES, at, is_models_own, place_of_error, plain_values, trace
-from .partition import Call, Piece, signature_of
+from .pieces import Call, Piece, signature_of
 
 _KEY = "parallel.pipeline.partition"
 _REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"

@@ -1,167 +1,18 @@
-"""A model's forward as a sequence of pieces, and their partition into stages, found before the model is changed."""
+"""The partition of a model's pieces into stages, found before the model is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ...errors import InputError, RegistryError, counted, shorten
-from ...utils.tensors import map_tensors
 from ...utils.torch_private import call_hooks
-from ..modules import comes_from
 from ..registries import PARTITIONERS, SCHEDULES
-
-
-@dataclass
-class Call:
-    """The arguments that all ranks of a pipeline call the model with: a microbatch, or a batch to evaluate."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """The result of `make`, which only the first piece of a stage calls."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-    def afresh(self) -> Call:
-        """The same call without results of `once`."""
-        return Call(self.args, self.kwargs)
-
-
-def signature_of(call: Call) -> str:
-    """A key that is equal for calls with the same shapes, dtypes and plain values."""
-    return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A step of a model's forward.
-
-    Attributes:
-        name: its name in messages and the plan; the name of its module if it is one.
-        uses: names of the modules, parameters and buffers that it needs, including everything below them.
-        run: called as run(model, call, activations) with the output of the previous piece (None in the first one).
-            Returns the input of the next piece, or the model's output in the last one. Tensors may be anywhere in
-            lists, tuples, dicts and dataclasses. It must take modules from `model` only: it also runs on copies.
-        prepare: called as prepare(model, call) with a full model, before calls of a new kind.
-    """
-
-    name: str
-    uses: tuple[str, ...]
-    run: Callable[[nn.Module, Call, Any], Any] = field(repr=False)
-    prepare: Callable[[nn.Module, Call], None] | None = field(default=None, repr=False)
-
-
-class Partitioner(Protocol):
-    """A partitioner, as registered in PARTITIONERS: knows the pieces of some models."""
-
-    def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        """The pieces in the order of the forward; None for a model that it does not know.
-
-        Raises:
-            InputError: it knows that the model cannot be split.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class BlockPartition:
-    """Splits models that are a beginning, a list of blocks and an end: before each block, and before the end.
-
-    Args:
-        layers: the model's classes, or their full names ("package.module.Class") for those that may not be installed.
-            Derived classes count if they inherit `forward` and `methods`.
-        methods: names of other methods of the model that determine the use of its modules.
-        parts: the classes that modules within the model must have, by the modules' names.
-        blocks: name of the ModuleList or Sequential that holds the blocks.
-        begin: called as begin(model, ...) with the model's arguments; returns the input of the first block.
-        end: called as end(model, x) with the output of the last block; returns the model's output.
-        end_uses: names of the modules and parameters that `end` needs. All others, outside `blocks` and `shared_uses`,
-            count as those of `begin`.
-        share: called as share(model, ...) with the model's arguments, once in each stage that has blocks; returns the
-            arguments of all blocks besides x, such as a mask.
-        shared_uses: names of the modules that `share` needs.
-        block: called as block(module, x, shared) for each block, if it is not just module(x).
-        find_problem: returns the reason why a model of these classes cannot be split, or None.
-    """
-
-    layers: tuple[type[nn.Module] | str, ...]
-    blocks: str
-    begin: Callable[..., Any]
-    end: Callable[[Any, Any], Any]
-    end_uses: tuple[str, ...]
-    methods: tuple[str, ...] = ()
-    parts: Mapping[str, str] = field(default_factory=dict)
-    share: Callable[..., Any] | None = None
-    shared_uses: tuple[str, ...] = ()
-    block: Callable[[Any, Any, Any], Any] = lambda module, x, shared: module(x)
-    find_problem: Callable[[Any], str | None] = lambda model: None
-
-    def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        """See `Partitioner`."""
-        if not self._knows(model):
-            return None
-        if (problem := self.find_problem(model)) is not None:
-            raise InputError(f"the model ({type(model).__name__}): {problem}")
-        names, blocks = _names(model), children_of(model.get_submodule(self.blocks))
-        end_uses = tuple(name for name in self.end_uses if name in names)
-        return [
-            Piece("the beginning", self._rest(names), lambda m, call, x: self.begin(m, *call.args, **call.kwargs)),
-            *(self._block_piece(f"{self.blocks}.{name}") for name in blocks),
-            Piece("the end", end_uses, lambda m, call, x: self.end(m, x)),
-        ]
-
-    def _knows(self, model: nn.Module) -> bool:
-        return (
-            comes_from(model, self.layers)
-            and all(_has_method_of(model, method, self.layers) for method in self.methods)
-            and all(comes_from(model.get_submodule(name), (kind,)) for name, kind in self.parts.items())
-        )
-
-    def _rest(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The modules of `begin`: the largest without anything that is used elsewhere, and single parameters."""
-        taken = (self.blocks, *self.end_uses, *self.shared_uses)
-
-        def is_split(name: str) -> bool:
-            return not name or any(other.startswith(f"{name}.") for other in taken)
-
-        own = (name for name in names if name not in taken and not is_split(name))
-        return tuple(name for name in own if is_split(name.rpartition(".")[0]))
-
-    def _block_piece(self, name: str) -> Piece:
-        def run(model: nn.Module, call: Call, activations: Any) -> Any:
-            shared = None
-            if self.share is not None:
-                share = self.share
-                shared = call.once("shared", lambda: share(model, *call.args, **call.kwargs))
-            return self.block(model.get_submodule(name), activations, shared)
-
-        return Piece(name, (name, *self.shared_uses), run)
-
-
-def _has_method_of(model: nn.Module, method: str, kinds: Sequence[type[nn.Module] | str]) -> bool:
-    """Return True if one of `kinds` defines the model's `method`; also true if nothing does."""
-    origin = next((kind for kind in type(model).__mro__ if method in vars(kind)), None)
-    return origin is None or origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
-
-
-def children_of(module: nn.Module) -> list[str]:
-    """The names of its children. (`named_children` leaves out the second name of a module.)"""
-    return [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
-
-
-def _names(model: nn.Module) -> list[str]:
-    """The names of its modules, parameters and buffers."""
-    kinds = (model.named_modules, model.named_parameters, model.named_buffers)
-    return [name for named in kinds for name, _ in named(remove_duplicate=False)]
+from .pieces import Piece
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import InputError
 from ..mesh import ParallelContext
 from .fx_trace import plain_values
-from .partition import Call, signature_of
+from .pieces import Call, signature_of
 from .schedules import Schedule
 from .stage import Batch, ForwardContext, Stage, StageModule
 from .stage_params import StageParameters

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from ...errors import InputError
 from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
 from ...utils.torch_private import versions
-from .partition import Call
+from .pieces import Call
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from ...errors import InputError
 from ...utils.tensors import tensors_of
 from ...utils.torch_private import has_no_memory, in_shapes_only
-from .partition import Call, Piece
+from .pieces import Call, Piece
 from .transport import on_wire, pack, require_gradients, unpack
 
 Scope = Callable[[], AbstractContextManager[Any]]

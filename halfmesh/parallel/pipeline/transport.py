@@ -25,7 +25,8 @@ from ...errors import InputError, shorten
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import DATA_NEEDED
 from ..modules import meta_copy, run_without_data
-from .partition import Call, Partition
+from .partition import Partition
+from .pieces import Call
 
 _PLAIN = (bool, int, float, str)
 _CACHED = type(functools.lru_cache(len))

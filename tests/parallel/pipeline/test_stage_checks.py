@@ -13,7 +13,7 @@ from torch import nn
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
-from halfmesh.parallel.pipeline.partition import Call, Piece
+from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule
 from halfmesh.utils.torch_private import shapes_only
 from tests.support.models import CLASSES, FEATURES, make_engine, make_loader, sgd
