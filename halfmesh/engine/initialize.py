@@ -37,6 +37,7 @@ from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
 from ..utils.optimizer_state import move_state
+from ..utils.torch_private import has_no_memory
 from . import inputs
 from . import launch as launchers
 from .accumulation import Accumulation
@@ -229,7 +230,8 @@ def _make_engine(
         from ..debug.sync_check import SyncCheck
 
         hooks.add(SyncCheck(state, context, progress, train_loader))
-    hooks.add(ForwardWrites(state, context))
+    if not any(map(has_no_memory, model.parameters())):  # as in a dry run
+        hooks.add(ForwardWrites(state, context))
     hooks.add(NonFiniteProbes(state, executor.stages, criterion, accumulation, context, config, progress))
     if config.gradient_accumulation > 1:
         hooks.add(CountedBatches(model, train_loader, accumulation.length))

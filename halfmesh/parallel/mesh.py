@@ -249,7 +249,7 @@ class ParallelContext:
         Raises:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
-        if self.size > 1:
+        if self.size > 1 and not is_simulated():
             broadcast_initial_state(model, optimizer, self.broadcast, self.rank_names)
 
     @torch.no_grad()
