@@ -169,7 +169,7 @@ class MasterWeights:
         held = [s for s in self.trained if s.param in self.masters and not counted & {s.model_param, self.target(s)}]
         pairs = [(s.param, self.masters[s.param].to(s.param.dtype)) for s in held]
         flags = [((param != master) & ~param.isnan()).any().to(held[0].param.device) for param, master in pairs]
-        found = torch.stack(flags).tolist() if held else ()
+        found = torch.stack(flags).cpu().tolist() if held else ()
         return [shard.name for shard, is_other in zip(held, found, strict=True) if is_other]
 
     def tell_uncounted(self) -> None:
