@@ -193,9 +193,9 @@ def test_unknown_losses_are_refused():
 
 def test_a_state_with_other_losses_is_refused():
     engine, other = make_engine(apex("O2", num_losses=2)), make_engine(apex("O2"))
-    with pytest.raises(InputError, match=r"saved with 2 loss scale\(s\), and this run trains with 1;"):
+    with pytest.raises(InputError, match=r"saved with 2 loss scales, and this run trains with 1;"):
         other.load_state_dict(engine.state_dict())
-    with pytest.raises(InputError, match=r"saved with 1 loss scale\(s\), and this run trains with 2;"):
+    with pytest.raises(InputError, match=r"saved with 1 loss scale, and this run trains with 2;"):
         engine.load_state_dict(other.state_dict())
 
 

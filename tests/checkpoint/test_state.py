@@ -48,7 +48,7 @@ def test_states_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match=r"not the state of an engine: pass what engine"):
         engine.load_state_dict({"epoch": 1})
     state = make_engine().state_dict()
-    with pytest.raises(InputError, match=r"saved with 0 loss scale\(s\), and this run trains with 1;"):
+    with pytest.raises(InputError, match=r"saved with 0 loss scales, and this run trains with 1;"):
         engine.load_state_dict(state)
 
 

@@ -55,7 +55,9 @@ def train(code, folder, config=None):
     names = stand_ins()
     exec(code.replace('config="config.py"', f'config="{folder}/config.py"'), names)
     named = (names["engine"].model if "engine" in names else names["model"]).state_dict()
-    return {name.removeprefix("module."): value.float() for name, value in named.items()}
+    # fsdp's one rank holds all of each tensor.
+    values = {name: getattr(value, "to_local", lambda value=value: value)() for name, value in named.items()}
+    return {name.removeprefix("module."): value.float() for name, value in values.items()}
 
 
 def difference(one, other):

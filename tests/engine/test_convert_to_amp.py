@@ -247,7 +247,7 @@ def test_states_that_do_not_fit():
     with pytest.raises(InputError, match="not the state of an optimizer: pass what opt"):
         optimizer.load_state_dict(optimizer.optimizer.state_dict())
     other = converted("apex_o1", num_losses=2)[1]
-    with pytest.raises(InputError, match=r"saved with 2 loss scale\(s\), and this run trains with 1;"):
+    with pytest.raises(InputError, match=r"saved with 2 loss scales, and this run trains with 1;"):
         optimizer.load_state_dict(other.state_dict())
     x, y = make_data(4)
     before = copy.deepcopy(model.state_dict())
