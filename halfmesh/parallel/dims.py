@@ -45,10 +45,6 @@ class ParallelDims:
         """The coordinate of `rank` on each axis."""
         return find_places(rank, self.sizes)
 
-    def in_words(self) -> str:
-        """For example "pp 2 x dp 4 x tp 1"."""
-        return in_words(self.sizes)
-
 
 def in_words(sizes: Mapping[str, int]) -> str:
     """For example "pp 2 x dp 4 x tp 1"."""

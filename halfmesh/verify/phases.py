@@ -21,6 +21,7 @@ from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
 from ..errors import InputError, own_frames
 from ..parallel.deferred.creation import named_tensors
+from ..parallel.dims import in_words
 from ..utils.tensors import count_rows, dtype_name
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
@@ -154,7 +155,7 @@ def prove(
     first = next((phase.first for phase in phases if phase.first is not None), None)
     ranks = setup.dims.world_size
     shrunk = None if ranks == options.world_size else options.world_size
-    is_equal, mesh = not problems and first is None, setup.dims.in_words()
+    is_equal, mesh = not problems and first is None, in_words(setup.dims.sizes)
     return VerifyReport(is_equal, first, tuple(phases), mesh, ranks, shrunk, tuple(problems))
 
 
