@@ -30,7 +30,6 @@ from . import storage
 if TYPE_CHECKING:
     from ..config import Config
     from ..data.loader import EngineDataLoader
-    from ..engine.accumulation import Accumulation
     from .checkpointer import Checkpointer
 
 _log = get_logger(__name__)
@@ -49,6 +48,10 @@ class PreemptionHook(EngineHook):
 
     All ranks pass the same boundaries. At each they start an all-reduce, over gloo, of a flag for received signals, and
     read the result at the next one: so no rank waits, and all of them save there.
+
+    Args:
+        is_between_steps: whether the weights are those of training, and no gradients are pending.
+        loaders: of training and of evaluation.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class PreemptionHook(EngineHook):
         model: nn.Module,
         context: ParallelContext,
         progress: Progress,
-        accumulation: Accumulation,
+        is_between_steps: Callable[[], bool],
         loaders: Sequence[EngineDataLoader | None],
         checkpointer: Checkpointer,
     ) -> None:
@@ -65,17 +68,15 @@ class PreemptionHook(EngineHook):
         self._model = model
         self._context = context
         self._progress = progress
-        self._accumulation = accumulation
-        self._loader = loaders[0]  # of training
+        self._is_between_steps = is_between_steps
+        self._loader = loaders[0]
         self._checkpointer = checkpointer
         self._directory = folder_of(options)
         self._step = self._saved = progress.global_step
-        self._preempted = self._locked = self._tried = False
+        self._prepared = False
         self._handled = sys.exception()
-        self._several = context.size > 1
-        self._group = context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
-        self._came: list[str] = []  # the requests to end the run, in order
+        self._received: list[str] = []  # the requests to end the run, in order
         names = options.signals if hasattr(sys, "ps1") else (*options.signals, "SIGINT")  # not interactively
         found = {name: find_handler(signal.Signals[name]) for name in names}
         self._handlers = list(filter(None, found.values()))
@@ -85,21 +86,21 @@ class PreemptionHook(EngineHook):
         for sharded in loaders:
             loader = None if sharded is None else sharded.loader.loader
             if loader is not None and loader.num_workers and handled:
-                loader.worker_init_fn = partial(shelter_worker, handled, loader.worker_init_fn)
+                loader.worker_init_fn = partial(worker_ignoring_signals, handled, loader.worker_init_fn)
         others = [name for name in options.signals if found[name] is None]
         if others:
             _log.warning(
-                "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; "
-                "call engine.preempt() from that handler, or leave the signal out",
+                "checkpoint.signals: %s: handled already (or this is not the main thread); call engine.preempt() from "
+                "that handler, or leave the signal out",
                 ", ".join(others),
                 ranks=None,
             )
 
-    def ask(self, why: str = "engine.preempt()") -> bool:
+    def request_stop(self, why: str = "engine.preempt()") -> bool:
         """End the run, because of `why`. May be called by a signal handler. Returns True at the first call."""
-        if why in self._came:
+        if why in self._received:
             return False
-        self._came.append(why)
+        self._received.append(why)
         if why == "SIGINT" and self._context.rank == 0:
             os.write(2, b"\nCtrl-C: training ends after this update, and is saved; press it again to end at once\n")
         return True
@@ -117,8 +118,7 @@ class PreemptionHook(EngineHook):
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called when the loop calls the model."""
         if self._model.training and torch.is_grad_enabled():
-            loader = self._loader
-            if loader is None or not loader.runs or loader.is_untouched:
+            if self._loader is None or not self._loader.runs or self._loader.is_untouched:
                 self._pass_boundary()
 
     def close(self, error: BaseException | None) -> None:
@@ -126,7 +126,7 @@ class PreemptionHook(EngineHook):
         another step; nor in `finally: engine.close()` while an exception propagates. (One that was being handled when
         the engine was created does not count.)"""
         try:
-            if error is None and not self._preempted and sys.exception() in (None, self._handled):
+            if error is None and sys.exception() in (None, self._handled):
                 self._end()
         finally:
             for handler in self._handlers:
@@ -137,37 +137,34 @@ class PreemptionHook(EngineHook):
 
     def _pass_boundary(self) -> None:
         step, before = self._progress.global_step, self._step
-        if not self._locked:  # here, because a process that only evaluates saves nothing
-            what = f"checkpoint.directory={self._options.directory!r}"
-            run_on_rank_zero(self._context, what, lambda: storage.lock(self._directory, self._checkpointer.locks))
-            self._locked = True
-        if step == before or self._accumulation.holds_gradients or self._accumulation.averaged:
+        if step == before or not self._is_between_steps():
             return
         self._step = step
-        if not self._tried:  # state that cannot be saved is reported now, and not when the run has to end
+        if not self._prepared:  # what would fail at the end is reported now
+            what = f"checkpoint.directory={self._options.directory!r}"
+            run_on_rank_zero(self._context, what, lambda: storage.lock(self._directory, self._checkpointer.locks))
             self._checkpointer.refuse_unsavable()
-            self._tried = True
-        if not self._agree():
+            self._prepared = True
+        if not self._must_stop():
             self._save_if_due(before)
             return
-        reason = _describe(self._context.everyone(self._came))
+        reason = self._reason()
         kind = Interrupted if reason == "SIGINT" else Preempted
-        place = self._save_last(reason, f", and ends with status {kind().code}")
-        self._preempted = True
+        place = self._save_last(reason)
         for handler in self._handlers:
             # Python removes its own handlers when it shuts down, and a second signal would change the status.
             if handler.number is not signal.SIGINT:
                 handler.give_way(signal.SIG_IGN)
         raise kind(place)
 
-    def _agree(self) -> bool:
-        """Return True if some rank had received a signal by the boundary before; a single rank, by now."""
-        if not self._several:
-            return bool(self._came)
+    def _must_stop(self) -> bool:
+        """True if some rank had received a signal by the boundary before; a single rank, by now."""
+        if self._context.size == 1:
+            return bool(self._received)
         if self._read_flag():
             return True
-        flag = torch.tensor(int(bool(self._came)))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        flag = torch.tensor(int(bool(self._received)))
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._context.host_group, async_op=True)
         assert work is not None
         self._flag = work, flag
         return False
@@ -180,20 +177,21 @@ class PreemptionHook(EngineHook):
         pending[0].wait()
         return bool(pending[1].item())
 
+    def _reason(self) -> str:
+        """The requests to end the run, on any rank, in words."""
+        return ", ".join(dict.fromkeys(name for names in self._context.everyone(self._received) for name in names))
+
     def _end(self) -> None:
         """End on all ranks: a signal that came after the last boundary counts, too."""
         self._read_flag()
-        everyone = self._context.everyone((self._came, self._accumulation.holds_gradients))
-        reason = _describe([came for came, _ in everyone])
-        if any(holds_gradients for _, holds_gradients in everyone):
+        reason = self._reason()
+        if not all(self._context.everyone(self._is_between_steps())):
             if reason:
                 _log.warning("stop signal (%s) in the middle of an accumulation cycle: no checkpoint written", reason)
         elif reason and self._progress.global_step != self._saved:
             self._save_last(reason)
         else:
             self._save_if_due(self._step)
-        if reason:
-            _log.info("stop signal arrived after training; exiting normally")
 
     def _save_if_due(self, before: int) -> None:
         """Save if a multiple of `every` lies after step `before`."""
@@ -201,26 +199,18 @@ class PreemptionHook(EngineHook):
         if every is not None and step // every > before // every:
             self._save(self._options.in_background)
 
-    def _save_last(self, reason: str, then: str = "") -> Path:
+    def _save_last(self, reason: str) -> Path:
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
             self._checkpointer.wait()
         place = self._save()
-        if reason == "SIGINT":
-            step = self._progress.global_step
-            _log.info("interrupted; saved update %d in %s; run again with resume='auto' to go on", step, place)
-        else:
-            _log.info("stop signal (%s): saved to %s%s", reason, place, then)
+        step = self._progress.global_step
+        _log.info("interrupted by %s; saved update %d in %s; run again with resume='auto' to go on", reason, step, place)
         return place
 
     def _save(self, in_background: bool = False) -> Path:
         self._saved = self._progress.global_step
         self._context.agree_on_call("engine.save")
         return self._checkpointer.save(self._directory, self._options.keep, in_background)
-
-
-def _describe(came: list[list[str]]) -> str:
-    """The requests to end the run, from the names on each rank, in words."""
-    return ", ".join(dict.fromkeys(name for names in came for name in names))
 
 
 # -- config keys -------------------------------------------------------------------------------------------------------
@@ -266,7 +256,7 @@ class StopHandler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         listeners = self.listeners if os.getpid() == self._process else ()  # not in a forked process
-        asked, now = [listener.ask(self.number.name) for listener in listeners], time.monotonic()
+        asked, now = [listener.request_stop(self.number.name) for listener in listeners], time.monotonic()
         if any(asked):
             self._again_at = now + (AGAIN_S if "LOCAL_RANK" in os.environ else 0)
         elif not asked or (self.number is signal.SIGINT and now > self._again_at):
@@ -296,7 +286,7 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def shelter_worker(signals: frozenset[int], then: Callable[[int], object] | None, worker: int) -> None:
+def worker_ignoring_signals(signals: frozenset[int], then: Callable[[int], object] | None, worker: int) -> None:
     """`worker_init_fn` of a DataLoader whose workers outlive `signals`, unless their parent sends them: torchrun and
     SLURM send signals to a whole process group, and a DataLoader that loses a worker raises an error.
 
@@ -305,12 +295,13 @@ def shelter_worker(signals: frozenset[int], then: Callable[[int], object] | None
     """
     # A handler in Python does not get the sender of the signal; a thread that waits for it does.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    threading.Thread(target=_exit_at, args=(signals, os.getppid()), daemon=True).start()
+    parent = os.getppid()
+
+    def end_with_parent() -> None:
+        while signal.sigwaitinfo(signals).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if then is not None:
         then(worker)
-
-
-def _exit_at(signals: frozenset[int], parent: int) -> None:
-    while signal.sigwaitinfo(signals).si_pid != parent:
-        pass
-    os._exit(0)

@@ -444,7 +444,7 @@ class Engine:
                 "engine.preempt(): the config does not say where to save; set checkpoint='checkpoints', or call "
                 "engine.save and end the loop yourself"
             )
-        self._preemption.ask()
+        self._preemption.request_stop()
 
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0

@@ -240,8 +240,11 @@ def _make_engine(
     if config.checkpoint is not None:
         from ..checkpoint.preemption import PreemptionHook
 
+        def is_between_steps() -> bool:
+            return not (accumulation.holds_gradients or accumulation.averaged)
+
         both = train_loader, eval_loader
-        preemption = PreemptionHook(config.checkpoint, model, context, progress, accumulation, both, checkpointer)
+        preemption = PreemptionHook(config.checkpoint, model, context, progress, is_between_steps, both, checkpointer)
         hooks.add(preemption)
     return Engine(
         state=state,

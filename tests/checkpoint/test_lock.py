@@ -30,7 +30,7 @@ def second_job(rank, world_size, folder):
     engine.eval()
     engine(here(next(iter(engine.dataloader.loader.given))[0]))  # an evaluation is none of a job that saves
     with pytest.raises(CheckpointError) as told:
-        train(engine, 1)
+        train(engine, 2)
     words.append(str(told.value))
     engine.close()
     return words
