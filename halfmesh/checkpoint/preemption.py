@@ -204,7 +204,9 @@ class PreemptionHook(EngineHook):
             self._checkpointer.wait()
         place = self._save()
         step = self._progress.global_step
-        _log.info("interrupted by %s; saved update %d in %s; run again with resume='auto' to go on", reason, step, place)
+        _log.info(
+            "interrupted by %s; saved update %d in %s; run again with resume='auto' to go on", reason, step, place
+        )
         return place
 
     def _save(self, in_background: bool = False) -> Path:

@@ -128,7 +128,9 @@ def test_told_to_end_after_the_last_boundary_it_is_saved_by_close(every, tmp_pat
     with caplog.at_level("INFO", "halfmesh"):
         engine.close()
     assert steps_in(tmp_path) == [12]
-    assert (f"interrupted by SIGTERM; saved update 12 in {tmp_path / 'step-00000012'}" in caplog.text) == (every is None)
+    assert (f"interrupted by SIGTERM; saved update 12 in {tmp_path / 'step-00000012'}" in caplog.text) == (
+        every is None
+    )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
