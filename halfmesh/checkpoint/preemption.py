@@ -117,9 +117,10 @@ class PreemptionHook(EngineHook):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called when the loop calls the model."""
-        if self._model.training and torch.is_grad_enabled():
-            if self._loader is None or not self._loader.runs or self._loader.is_untouched:
-                self._pass_boundary()
+        loader = self._loader
+        is_next = loader is None or not loader.runs or loader.is_untouched
+        if is_next and self._model.training and torch.is_grad_enabled():
+            self._pass_boundary()
 
     def close(self, error: BaseException | None) -> None:
         """Save, if requested, at the end of the loop. After an error nothing is saved, because other ranks may be at
