@@ -157,9 +157,7 @@ class PipelineExecutor:
 
         def on_last(params: Any, rest: bool) -> None:
             if reducer is not None and reduces:
-                reducer.expect_last(params)
-                if rest:
-                    reducer.begin_last_backward(params)
+                reducer.expect_last(params, rest)
 
         self._update.before_backward()
         with self._scope():

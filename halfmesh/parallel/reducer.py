@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,12 @@ from torch import nn
 
 from ..errors import InputError, shorten
 from ..utils.log import get_logger
-from ..utils.param_shard import ParamShard
+from ..utils.param_shard import ParamShard, clear_grads, set_grad
+from ..utils.tensors import is_dense
 from ..utils.torch_private import edit_stamp, foreach_copy_, foreach_mul_
-from .buckets import Bucket, make_buckets
 
 _log = get_logger(__name__)
+_B = TypeVar("_B", bound="Bucket")
 
 STATISTICS = ("running_mean", "running_var")
 """Names of buffers that are averaged: those of BatchNorm and InstanceNorm, and of layers that use their names."""
@@ -34,6 +36,128 @@ class ReduceOptions:
     """Average over the ranks; False sums."""
 
 
+class Bucket:
+    """Shards whose gradients are sent in one flat tensor: all gradients, then one flag per shard.
+
+    A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
+
+    Attributes:
+        sent: the flat tensor, once it is sent.
+        missing: the parameters whose gradients have not arrived yet.
+        absent: indices of the shards that had no gradient on this rank.
+    """
+
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype) -> None:
+        self.shards = shards
+        self.params = [shard.param for shard in shards]
+        self.numel = sum(param.numel() for param in self.params)
+        self.dtype = dtype
+        self._layout: tuple[list[Any], list[Any]] = [], []  # the parameters' strides, and those of their gradients
+        self.reset()
+
+    def reset(self) -> None:
+        self.missing = {param for param in self.params if param.requires_grad}
+        self.sent: torch.Tensor | None = None
+        self.absent: list[int] = []
+
+    def pack(self) -> torch.Tensor:
+        """Move the gradients into a new flat tensor."""
+        flat = self._take_grads(self.numel + len(self.shards))
+        flat[self.numel :].fill_(1)
+        for index in self.absent:
+            flat[self.numel + index] = 0
+        self.sent = flat
+        return flat
+
+    def _take_grads(self, size: int) -> torch.Tensor:
+        """A new flat tensor that begins with the gradients, zeros for absent ones."""
+        flat = torch.empty(size, dtype=self.dtype, device=self.params[0].device)
+        self.absent, present = [], []
+        for index, (param, view) in enumerate(zip(self.params, self.views(flat), strict=True)):
+            grad = param.grad
+            if grad is None:
+                self.absent.append(index)
+                view.zero_()
+            elif grad.layout != torch.strided:
+                raise InputError(
+                    f"the gradient of {self.shards[index].name!r} is sparse ({grad.layout}), which data parallelism "
+                    "does not support; build its layer with sparse=False"
+                )
+            else:
+                present.append((view, grad))
+        clear_grads(self.params)
+        if present:
+            foreach_copy_(*zip(*present, strict=True))
+        return flat
+
+    def unpack(self) -> None:
+        """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows."""
+        assert self.sent is not None
+        flags = self.sent[self.numel :].tolist() if self.absent else []
+        unused = {index for index in self.absent if flags[index] == 0}
+        views = enumerate(zip(self.params, self.views(self.sent), strict=True))
+        give_grads([pair for index, pair in views if index not in unused])
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each shard's slice of `flat`, with its parameter's strides: fused optimizers need equal ones."""
+        strides = [param.stride() for param in self.params]
+        if strides != self._layout[0]:
+            dense = [p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride() for p in self.params]
+            self._layout = strides, dense
+        views, offset = [], 0
+        for param, stride in zip(self.params, self._layout[1], strict=True):
+            views.append(flat.as_strided(param.shape, stride, offset))
+            offset += param.numel()
+        return views
+
+
+def give_grads(given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Set the reduced tensors as the parameters' gradients: in their own dtype, or that of a wider parameter."""
+    narrow = []
+    for param, grad in given:
+        # bf16 and fp16 do not fit into each other either
+        if grad.dtype == param.dtype or param.dtype.itemsize < torch.float32.itemsize:
+            set_grad(param, grad)
+        else:
+            narrow.append((param, torch.empty_like(grad, dtype=param.dtype), grad))
+    if narrow:
+        params, wide, grads = zip(*narrow, strict=True)
+        foreach_copy_(wide, grads)
+        for param, grad in zip(params, wide, strict=True):
+            set_grad(param, grad)
+
+
+def reduce_dtype_of(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the gradient of `param` is reduced: `dtype`, or float64 for a float64 parameter."""
+    return torch.float64 if param.dtype == torch.float64 else dtype
+
+
+def make_buckets(
+    shards: Sequence[ParamShard],
+    options: ReduceOptions,
+    make: Callable[[list[ParamShard], torch.dtype], _B],
+    kind: Callable[[nn.Parameter], Any] = lambda param: None,
+) -> list[_B]:
+    """Buckets of one dtype and device each, in reverse order of the model: about the order in which gradients arrive.
+    A shard of more than `options.bucket_bytes` gets a separate one.
+
+    Args:
+        kind: equal for parameters that may share a bucket.
+    """
+    groups: list[tuple[list[ParamShard], torch.dtype]] = []
+    open_groups: dict[Any, tuple[list[ParamShard], int]] = {}
+    for shard in reversed(shards):
+        param, dtype = shard.param, reduce_dtype_of(shard.param, options.dtype)
+        key, size = (dtype, param.device, kind(param)), param.numel() * dtype.itemsize
+        group, room = open_groups.get(key, ([], -1))
+        if size > room:
+            group, room = [], options.bucket_bytes
+            groups.append((group, dtype))
+        group.append(shard)
+        open_groups[key] = group, room - size
+    return [make(group, dtype) for group, dtype in groups]
+
+
 class Reducer:
     """All-reduces the gradients of `shards` over `group`, once per optimizer step.
 
@@ -47,6 +171,11 @@ class Reducer:
     Args:
         shards: in the order of the model. Only those that require gradients take part.
         buffers: the model's, by name. Running statistics are averaged, the others may differ between ranks.
+
+    Attributes:
+        state: of the gradients: "none" since the last update; "local" since `open`; "reduced" since `finish`; "stale"
+            if one has arrived since then, from a backward without `open`. (Such a backward has to run on all ranks: it
+            leads to another collective.)
     """
 
     def __init__(
@@ -54,33 +183,32 @@ class Reducer:
         shards: Sequence[ParamShard],
         buffers: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
-        options: ReduceOptions | None = None,
+        options: ReduceOptions,
     ) -> None:
-        self.options = options or ReduceOptions()
+        self.options = options
         self.group = group
-        self.statistics = [b for name, b in buffers.items() if _last_part(name) in STATISTICS and b.is_floating_point()]
+        self.state: Literal["none", "local", "reduced", "stale"] = "none"
+        own = {name: name.rpartition(".")[2] for name in buffers}
+        self._statistics = [b for name, b in buffers.items() if own[name] in STATISTICS and b.is_floating_point()]
         averaged = (*STATISTICS, "num_batches_tracked")
-        self._own_buffers = {name: b for name, b in buffers.items() if _last_part(name) not in averaged}
-        self._stamps: dict[str, tuple[int, int]] | None = None
-        self.stale = False
-        """True if a gradient arrived since `finish`, from a backward without `open`. (Such a backward has to run on all
-        ranks: it leads to another collective.)"""
-        self._finished = False
-        self._collecting = False
+        self._other_buffers = {name: b for name, b in buffers.items() if own[name] not in averaged}
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._shards: list[ParamShard] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.set_params(shards)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
-        """Reduce these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
+        """Reduce these shards from now on (parameters may be added to the optimizer, frozen or unfrozen). One that is
+        frozen within a cycle stays until its end: it may have a gradient."""
         self.close()
-        self._shards = [shard for shard in shards if self._takes_part(shard)]
-        self._taking = {id(shard) for shard in self._shards}
+        kept = set() if self.state == "none" else set(self._shards)
+        self._shards = [shard for shard in shards if shard.param.requires_grad or shard in kept]
         self._buckets = self._make_buckets()
-        self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
-            shard.param.register_post_accumulate_grad_hook(partial(self._arrived, shard))
-            for shard in self._shards
-            if shard.param.requires_grad
+            param.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+            for bucket in self._buckets
+            for param in bucket.params
+            if param.requires_grad
         ]
         self._reset()
 
@@ -91,29 +219,23 @@ class Reducer:
             InputError: as `finish`.
         """
         self._refuse_mixed_sums()
-        if self._finished and not self.options.mean:
+        if self.state == "reduced" and not self.options.mean:
             # These sums will be summed again. A mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
             if grads:
-                part = torch.full((), 1 / self.group.size(), dtype=torch.float64, device=grads[0].device)
-                foreach_mul_(grads, part)
-        self._finished = self.stale = False
-        self._collecting = True
-        self._reset()
-        self._armed = last
+                share = torch.full((), 1 / self.group.size(), dtype=torch.float64, device=grads[0].device)
+                foreach_mul_(grads, share)
+        self.state = "local"
+        self._sends = last
 
-    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+    def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
         """Under a pipeline one `open` covers several backwards. The next of them is the last that adds gradients to
-        `params`; other parameters of the same buckets may get more later."""
-
-    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
-        """Begin the last of several backwards. It adds gradients to `params` only; those of other parameters are
-        complete. Complete buckets are sent while it runs."""
-        self._armed = True
-        expected = {id(param) for param in params}
-        for bucket in self._buckets:
-            bucket.missing &= {id(shard) for shard in bucket.shards if id(shard.param) in expected}
-        self._launch_ready()
+        `params`; `rest`: those of all other parameters are complete. Then complete buckets are sent while it runs."""
+        if rest:
+            self._sends = True
+            for bucket in self._buckets:
+                bucket.missing.intersection_update(params)
+            self._send_complete()
 
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, and set each shard's reduced gradient.
@@ -122,28 +244,25 @@ class Reducer:
             InputError: a backward outside the engine has added to gradients that are summed already.
         """
         self._refuse_mixed_sums()
-        self._armed = False
-        self._launch_ready(everything=True)
-        statistics = self._launch_statistics()
+        self._send_complete(everything=True)
+        if self._statistics:
+            self._average_statistics()
         self._receive()
-        if statistics is not None:
-            flat, work = statistics
-            work.wait()
-            sizes = [buffer.numel() for buffer in self.statistics]
-            averaged = [part.view_as(b) for part, b in zip(flat.split(sizes), self.statistics, strict=True)]
-            foreach_copy_(self.statistics, averaged)
         self._reset()
-        self._finished, self.stale = True, False
-        self._warn_of_own_buffers()
+        self.state = "reduced"
+        if self._other_buffers:
+            self._warn_of_other_buffers()
 
     @property
     def is_complete(self) -> bool:
         """True if the gradients are those of all ranks: none has arrived since `finish`."""
-        return self._finished and not self.stale
+        return self.state == "reduced"
 
     def forget(self) -> None:
         """Start again: the gradients were used or cleared."""
-        self._finished = self.stale = self._collecting = False
+        if self.state == "local":
+            self._reset()  # some buckets may have been sent
+        self.state = "none"
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -151,24 +270,20 @@ class Reducer:
             hook.remove()
         self._hooks = []
 
-    def _takes_part(self, shard: ParamShard) -> bool:
-        """True if `shard` is reduced. A parameter frozen within a cycle stays until its end: it may have a gradient."""
-        return shard.param.requires_grad or (self._collecting and id(shard) in self._taking)
-
     def _refuse_mixed_sums(self) -> None:
-        if self.stale and not self.options.mean:
+        if self.state == "stale" and not self.options.mean:
             raise InputError(
                 "gradients were added by a backward outside this engine after they had been summed over ranks; call "
                 "engine.backward(loss) for every loss (or, without sequence parallelism, use loss_reduction='mean')"
             )
 
-    def _warn_of_own_buffers(self) -> None:
+    def _warn_of_other_buffers(self) -> None:
         """After the second update: warn of buffers that have changed since the first, differently on each rank."""
-        before, self._stamps = self._stamps, {name: edit_stamp(b) for name, b in self._own_buffers.items()}
-        if before is None:
-            return
-        self._own_buffers = {}
-        changed = [name for name, stamp in self._stamps.items() if stamp != before[name]]
+        stamps = {name: edit_stamp(buffer) for name, buffer in self._other_buffers.items()}
+        changed = [name for name, stamp in self._stamps.items() if stamp != stamps[name]]
+        if self._stamps:
+            self._other_buffers = {}
+        self._stamps = stamps
         if changed:
             _log.warning(
                 "the buffers %s change during training, on each data rank from its own batches: the ranks' models "
@@ -177,40 +292,48 @@ class Reducer:
             )
 
     def _reset(self) -> None:
-        self._armed = False
-        self._next = 0
+        self._sends = False
+        self._unsent = deque(self._buckets)
         self._inflight: deque[dist.Work] = deque()
         for bucket in self._buckets:
             bucket.reset()
 
-    def _arrived(self, shard: ParamShard, _: nn.Parameter) -> None:
-        self.stale = self._finished
-        if not self._armed:
+    def _arrived(self, bucket: Bucket, param: nn.Parameter) -> None:
+        if self.state == "reduced":
+            self.state = "stale"
+        if not self._sends:
             return
-        self._launch_ready()  # buckets that were full before this gradient
-        bucket = self._bucket_of[id(shard)]
-        if bucket.is_sent:
+        if self._unsent and not self._unsent[0].missing:
+            self._send_complete()  # buckets that were full before this gradient
+        if bucket.sent is not None:
+            name = bucket.shards[[id(held) for held in bucket.params].index(id(param))].name
             raise InputError(
-                f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
+                f"the gradient of {name!r} arrived twice in one backward, the second time after it was sent; "
                 "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
         # Not sent here if this was its last gradient: more hooks of this parameter may follow, which change it.
-        bucket.missing.discard(id(shard))
+        bucket.missing.discard(param)
 
-    def _launch_ready(self, everything: bool = False) -> None:
+    def _send_complete(self, everything: bool = False) -> None:
         """Send complete buckets in index order, because all ranks must send in the same order."""
-        while self._next < len(self._buckets) and (everything or not self._buckets[self._next].missing):
+        while self._unsent and (everything or not self._unsent[0].missing):
             if len(self._inflight) >= self.options.max_inflight:
                 self._inflight.popleft().wait()
-            bucket = self._buckets[self._next]
-            self._next += 1
-            self._inflight.append(self._send(bucket))
+            self._inflight.append(self._send(self._unsent.popleft()))
 
-    def _make_buckets(self) -> list[Bucket]:
-        return make_buckets(self._shards, self.options.dtype, self.options.bucket_bytes)
+    def _make_buckets(self) -> list[Any]:
+        return make_buckets(self._shards, self.options, Bucket)
 
-    def _send(self, bucket: Bucket) -> dist.Work:
-        return self._all_reduce(bucket.pack())
+    def _send(self, bucket: Any) -> dist.Work:
+        flat = bucket.pack()
+        if self.options.mean:
+            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
+        return self._sum(flat)
+
+    def _sum(self, flat: torch.Tensor) -> dist.Work:
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        return work
 
     def _receive(self) -> None:
         """Wait for all buckets in flight, and set their gradients."""
@@ -219,19 +342,13 @@ class Reducer:
         for bucket in self._buckets:
             bucket.unpack()
 
-    def _launch_statistics(self) -> tuple[torch.Tensor, dist.Work] | None:
-        if not self.statistics:
-            return None
-        parts = [buffer.reshape(-1).to(torch.promote_types(buffer.dtype, torch.float32)) for buffer in self.statistics]
-        flat = torch.cat(parts) / self.group.size()
-        return flat, self._all_reduce(flat, divide=False)
-
-    def _all_reduce(self, flat: torch.Tensor, divide: bool = True) -> dist.Work:
-        if divide and self.options.mean:
-            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        return work
+    def _average_statistics(self) -> None:
+        held = self._statistics
+        flat = torch.cat([b.reshape(-1).to(torch.promote_types(b.dtype, torch.float32)) for b in held])
+        flat /= self.group.size()
+        dist.all_reduce(flat, group=self.group)
+        averaged = flat.split([buffer.numel() for buffer in held])
+        foreach_copy_(held, [one.view_as(buffer) for one, buffer in zip(averaged, held, strict=True)])
 
 
 class SharedGradients(Reducer):
@@ -253,14 +370,14 @@ class SharedGradients(Reducer):
         self._params = params
         super().__init__(shards, {}, group, ReduceOptions(mean=mean))
 
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
+        super().set_params([shard for shard in shards if shard.model_param in self._params])
+
     def open(self, last: bool) -> None:
         super().open(last=False)  # nothing is sent before the data ranks have their sums
 
-    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
+    def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
         """Do nothing: nothing is sent before `finish`."""
-
-    def _takes_part(self, shard: ParamShard) -> bool:
-        return shard.model_param in self._params and super()._takes_part(shard)
 
 
 class CompleteGradients:
@@ -275,33 +392,26 @@ class CompleteGradients:
         return all(reduction.is_complete for reduction in self._reductions)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
-        self._each(lambda reduction: reduction.set_params(shards))
+        self._each("set_params", shards)
 
     def open(self, last: bool) -> None:
-        self._each(lambda reduction: reduction.open(last))
+        self._each("open", last)
 
-    def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        self._each(lambda reduction: reduction.expect_last(params))
-
-    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
-        self._each(lambda reduction: reduction.begin_last_backward(params))
+    def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
+        self._each("expect_last", params, rest)
 
     def finish(self) -> None:
-        self._each(lambda reduction: reduction.finish())
+        self._each("finish")
 
     def forget(self) -> None:
-        self._each(lambda reduction: reduction.forget())
+        self._each("forget")
 
     def close(self) -> None:
-        self._each(lambda reduction: reduction.close())
+        self._each("close")
 
-    def _each(self, call: Callable[[Reduction], None]) -> None:
+    def _each(self, method: str, *args: Any) -> None:
         for reduction in self._reductions:
-            call(reduction)
+            getattr(reduction, method)(*args)
 
 
 Reduction = Reducer | CompleteGradients
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition(".")[2]

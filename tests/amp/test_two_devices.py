@@ -14,7 +14,7 @@ from torch import nn
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.dry_run.tracker import dry_run_mode
-from halfmesh.parallel.buckets import make_buckets
+from halfmesh.parallel.reducer import Bucket, ReduceOptions, make_buckets
 from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import OPTIMIZERS
 
@@ -64,5 +64,5 @@ def test_an_update_keeps_to_the_devices(no_memory, recipe, optimizer, norm_type)
 
 
 def test_no_bucket_has_two_devices(no_memory):
-    buckets = make_buckets(make_shards(), torch.float32, 2**20)
+    buckets = make_buckets(make_shards(), ReduceOptions(), Bucket)
     assert [[shard.name for shard in bucket.shards] for bucket in buckets] == [["other part", "part"], ["scale"]]

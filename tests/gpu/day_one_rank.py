@@ -125,14 +125,14 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 
 def reduced(place: torch.device) -> None:
     """Gradients of one rank stay what they are."""
-    from halfmesh.parallel.reducer import Reducer
+    from halfmesh.parallel.reducer import ReduceOptions, Reducer
     from halfmesh.utils.param_shard import ParamShard
 
     found = []
     for reduces in (False, True):
         model = small_model(place)
         shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-        reducer = Reducer(shards, dict(model.named_buffers()), dist.group.WORLD) if reduces else None
+        reducer = Reducer(shards, dict(model.named_buffers()), dist.group.WORLD, ReduceOptions()) if reduces else None
         if reducer is not None:
             reducer.open(last=True)
         model(torch.ones(4, 8, device=place)).square().sum().backward()

@@ -364,7 +364,7 @@ GPU = (
     ),
     Fault(
         "reduced gradients are widened by a launch each",
-        "parallel/buckets.py",
+        "parallel/reducer.py",
         "        foreach_copy_(wide, grads)\n",
         "        [one.copy_(other) for one, other in zip(wide, grads, strict=True)]\n",
         (f"{LAUNCHES[0]}::test_launches_of_data_ranks",),

@@ -42,13 +42,14 @@ class FSDPReducer(Reducer):
         originals = strategy.originals
         self._used: set[int] = set()
         watch_grads(strategy.units, {place: originals[p] for place, p in strategy.places.items()}, self._note_grad)
-        self._is_open = self._is_sent = self._is_broken = False
+        self._is_broken = False
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
     def _note_grad(self, shard: int) -> None:
         """Note that the parameter of the shard with that id got a gradient on this rank."""
         self._used.add(shard)
-        self.stale = self._finished
+        if self.state == "reduced":
+            self.state = "stale"
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         rest = [shard for shard in shards if shard.source is None]
@@ -68,41 +69,36 @@ class FSDPReducer(Reducer):
                 "ranks no longer agree; end the run"
             )
         self._refuse_lost_changes()
-        self._is_open, self._is_sent = True, last
         self._set_gradient_sync(last)
         super().open(last)
 
-    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+    def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
         self._set_gradient_sync(True, params)
-
-    def begin_last_backward(self, params: Collection[nn.Parameter]) -> None:
-        self._is_sent = True
-        super().begin_last_backward(params)
+        super().expect_last(params, rest)
 
     def finish(self) -> None:
-        if not self._is_sent:
+        if not self._sends and self.state == "local":
             raise InputError(
                 "engine.step(last=True) came after the backward of the last batch, but under data='fsdp' gradients are "
                 "summed during that backward, so the engine has to know before it that the batch is the last. Loop "
                 "over engine.dataloader, which knows its end; or give a number of batches that gradient_accumulation "
                 "divides; or use data='zero1'"
             )
-        if self._finished:
+        if self.state == "stale":
             raise InputError(
                 "gradients were added by a backward outside this engine after those of the update had been summed "
                 "(data='fsdp'); call engine.backward(loss) for every loss"
             )
         used = [id(shard) in self._used for shard, _ in self._sharded]
         counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
-        work = self._all_reduce(counts, divide=False)
+        work = self._sum(counts)
         super().finish()
         work.wait()
         self._take_grads([1.0] * len(used) if all(used) else counts.tolist())
-        self._is_open = False
 
     def forget(self) -> None:
+        self._is_broken |= self.state == "local"
         super().forget()
-        self._is_broken |= self._is_open
 
     def _refuse_lost_changes(self) -> None:
         """Raise InputError for changes of the original parameters, which FSDP2 has replaced and does not notice."""

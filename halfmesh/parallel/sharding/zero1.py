@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,10 @@ from ...utils.optimizer_state import repoint
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
-from ..buckets import Bucket, give_grads, group_shards, reduce_dtype_of
 from ..data_strategy import DataStrategy, StrategyInputs
 from ..objects import gather_objects
 from ..optimizer_checks import refuse_other_state
-from ..reducer import Reducer
+from ..reducer import Bucket, Reducer, give_grads, make_buckets
 from ..shard_spec import Placement
 from .withheld import SCATTERED, WithheldGradient
 
@@ -49,7 +49,6 @@ class Zero1(DataStrategy):
         self.publisher = self
         optimizer = inputs.optimizer
         self._group = inputs.context.dp_group
-        self._options = inputs.reduce
         held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
         mine = [shard for shard in inputs.shards if id(shard.param) in held]
         gaps = [shard.name for shard in mine if not is_dense(shard.param)]
@@ -58,32 +57,26 @@ class Zero1(DataStrategy):
                 f"parallel.data='zero1' splits parameters in memory order, but {shorten(gaps)} have gaps or overlaps "
                 "in memory (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
             )
-        self.buckets = self._make_buckets(mine, inputs.tied)
-        parts = {id(part.source): part for bucket in self.buckets for part in bucket.parts}
-        self.shards = [parts.get(id(shard), shard) for shard in inputs.shards]
-        self._mine = mine
-        self._parts = [parts[id(shard)] for shard in mine]
-        self._strides = [shard.param.stride() for shard in mine]
-        self._memory: list[torch.UntypedStorage] = []  # of `mine`, at the last `follow`
-        own = {part.model_param: part for part in parts.values()}
+        make = partial(SliceBucket, rank=self._group.rank(), size=self._group.size())
+
+        def kind(param: nn.Parameter) -> Any:
+            """Of one dtype also after a cast; frozen ones need not be sent; other stages shard `tied` ones, too."""
+            return id(param) if param in inputs.tied else (param.dtype, param.requires_grad)
+
+        self.buckets = make_buckets(mine, inputs.reduce, make, kind)
+        shard_of = {part.source: part for bucket in self.buckets for part in bucket.parts}
+        self.shards = [shard_of.get(shard, shard) for shard in inputs.shards]
+        self._pairs = [(shard, shard_of[shard], shard.param.stride()) for shard in mine]
+        self._memory: list[torch.UntypedStorage] = []  # of the model's parameters, at the last `follow`
+        own = {part.model_param: part for part in shard_of.values()}
         repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, value: _cut(value, p, own[p]))
         optimizer.register_load_state_dict_post_hook(refuse_other_state)
         # In the order in which they are complete when an update steps the model's parameters in order.
-        position = {id(shard): number for number, shard in enumerate(mine)}
-        self._order = sorted(self.buckets, key=lambda bucket: max(position[id(shard)] for shard in bucket.shards))
-        self._next = 0
-        self._stepped: set[int] = set()
+        position = {shard: number for number, shard in enumerate(mine)}
+        self._order = sorted(self.buckets, key=lambda bucket: max(position[shard] for shard in bucket.shards))
+        self._left = deque(self._order)
+        self._stepped: set[ParamShard] = set()
         self._inflight: deque[tuple[dist.Work, SliceBucket, torch.Tensor]] = deque()
-
-    def _make_buckets(self, shards: Sequence[ParamShard], alone: Collection[nn.Parameter]) -> list[SliceBucket]:
-        """Buckets of one dtype each, also after a cast; separate ones for frozen parameters, which need not be sent."""
-        dtype, rank, size = self._options.dtype, self._group.rank(), self._group.size()
-
-        def kind(param: nn.Parameter) -> Any:
-            return id(param) if param in alone else (param.dtype, param.device, param.requires_grad)
-
-        groups = group_shards(shards, dtype, self._options.bucket_bytes, kind)
-        return [SliceBucket(group, reduce_dtype_of(group[0].param, dtype), rank, size) for group in groups]
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
@@ -110,12 +103,11 @@ class Zero1(DataStrategy):
         Raises:
             InputError: the order of elements in memory has changed, but not that of masters and state.
         """
-        memory = [shard.param.untyped_storage() for shard in self._mine]
-        own = [part.param.untyped_storage() for part in self._parts]
+        memory = [shard.param.untyped_storage() for shard, _, _ in self._pairs]
         before, self._memory = self._memory or memory, memory
-        if own == memory:
+        if [part.param.untyped_storage() for _, part, _ in self._pairs] == memory:
             return
-        for shard, part, strides, old in zip(self._mine, self._parts, self._strides, before, strict=True):
+        for (shard, part, strides), old in zip(self._pairs, before, strict=True):
             if shard.param.stride() != strides:
                 self._memory = before
                 raise InputError(
@@ -138,27 +130,23 @@ class Zero1(DataStrategy):
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """Gather each bucket that is complete with the new weights of `shards`."""
-        self._stepped.update(map(id, shards))
-        while self._next < len(self._order) and self._is_complete(self._order[self._next]):
-            self._gather(self._order[self._next])
-            self._next += 1
+        self._stepped.update(shards)
+        while self._left and all(p in self._stepped or not p.model_param.requires_grad for p in self._left[0].parts):
+            self._gather(self._left.popleft())
 
     def finish(self) -> None:
         """Gather the other buckets, which have parameters without a gradient, and wait for all."""
-        for bucket in self._order[self._next :]:
+        for bucket in self._left:
             self._gather(bucket)
         while self._inflight:
             self._wait_oldest()
-        self._next = 0
+        self._left = deque(self._order)
         self._stepped.clear()
 
-    def _is_complete(self, bucket: SliceBucket) -> bool:
-        return all(id(part) in self._stepped or not part.model_param.requires_grad for part in bucket.parts)
-
     def _gather(self, bucket: SliceBucket) -> None:
-        if not any(id(part) in self._stepped for part in bucket.parts):  # the same on all ranks
+        if self._stepped.isdisjoint(bucket.parts):  # the same on all ranks
             return
-        if len(self._inflight) >= self._options.max_inflight:
+        if len(self._inflight) >= self.inputs.reduce.max_inflight:
             self._wait_oldest()
         work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
         self._inflight.append((work, bucket, flat))
@@ -166,7 +154,7 @@ class Zero1(DataStrategy):
     def _wait_oldest(self) -> None:
         work, bucket, flat = self._inflight.popleft()
         work.wait()
-        foreach_copy_([shard.param for shard in bucket.shards], bucket.views(flat))
+        foreach_copy_(bucket.params, bucket.views(flat))
 
 
 def _cut(value: torch.Tensor, param: nn.Parameter, part: ParamShard) -> torch.Tensor:
@@ -190,7 +178,6 @@ class SliceBucket(Bucket):
         super().__init__(shards, dtype)
         self.chunk = -(-self.numel // size)
         self._size = size
-        self._received: torch.Tensor | None = None
         self._withheld: list[WithheldGradient] = []
         self.parts: list[ParamShard] = []
         offset = -rank * self.chunk
@@ -202,34 +189,26 @@ class SliceBucket(Bucket):
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
-    def reset(self) -> None:
-        super().reset()
-        self._received = None
-
     def scatter(self, group: dist.ProcessGroup, divisor: int) -> dist.Work:
         """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
-        flat = torch.empty(self.chunk * self._size, dtype=self.dtype, device=self.shards[0].param.device)
-        self.absent = self._move_to(flat)
+        flat = self._take_grads(self.chunk * self._size)
         if len(flat) > self.numel:
             flat[self.numel :].zero_()
         if divisor != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
-        self._received = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        work = reduce_scatter(self._received, flat, group=group, async_op=True)
-        self.is_sent = True
+        self.sent = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
+        work = reduce_scatter(self.sent, flat, group=group, async_op=True)
         assert work is not None
         return work
 
-    def assign_grads(self, unused: Collection[int]) -> None:
+    def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
         """Add the reduced chunk to the gradients of `parts`; `unused`: shards without a gradient on any rank."""
-        assert self._received is not None
-        views = enumerate(zip(self.parts, self.split(self._received), strict=True))
+        views = enumerate(zip(self.parts, self.split(received), strict=True))
         given = [(part.param, view) for index, (part, view) in views if index not in unused]
         held = [(param.grad, view) for param, view in given if param.grad is not None]
         give_grads([(param, view) for param, view in given if param.grad is None])
         if held:  # of a backward before, whose gradients were reduced already
             torch._foreach_add_([grad for grad, _ in held], [view for _, view in held])
-        self._received = None
 
     def withhold(self) -> None:
         """Put placeholders in `param.grad` of the model's parameters, whose gradients are now in `parts`."""
@@ -247,9 +226,8 @@ class SliceBucket(Bucket):
         """Start an all-gather of `values`, of one dtype, one for each of `parts`. `views` splits the result."""
         own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
-        numel = sum(value.numel() for value in values)
-        if numel < self.chunk:
-            own[numel:].zero_()
+        if len(rest := own[sum(value.numel() for value in values) :]):
+            rest.zero_()
         flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
         work = all_gather(flat, own, group=group, async_op=True)
         assert work is not None
@@ -267,7 +245,6 @@ class Zero1Reducer(Reducer):
 
     def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:
         self._strategy = strategy
-        self._buckets: list[SliceBucket]  # type: ignore[assignment]
         strategy.follow()  # weights were cast
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
@@ -282,25 +259,22 @@ class Zero1Reducer(Reducer):
         super().set_params([shard.source for shard in shards if shard.source is not None])
 
     def open(self, last: bool) -> None:
-        for shard in self._shards if self._finished else ():
-            shard.param.grad = None
+        for shard in self._shards if self.state in ("reduced", "stale") else ():
+            shard.param.grad = None  # a placeholder
         super().open(last)
 
     def finish(self) -> None:
-        if self.stale:
+        if self.state == "stale":
             raise InputError(
                 "gradients were added by a backward outside this engine after those of the update had been sent to the "
                 "ranks that step them (data='zero1'); call engine.backward(loss) for every loss"
             )
         super().finish()
-        for bucket in self._buckets:
-            bucket.withhold()
 
-    def _make_buckets(self) -> list[Any]:
-        taking = {id(shard) for shard in self._shards}
-        return [bucket for bucket in self._strategy.buckets if any(id(shard) in taking for shard in bucket.shards)]
+    def _make_buckets(self) -> list[SliceBucket]:
+        return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
 
-    def _send(self, bucket: Any) -> dist.Work:
+    def _send(self, bucket: SliceBucket) -> dist.Work:
         return bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
 
     def _receive(self) -> None:
@@ -308,11 +282,12 @@ class Zero1Reducer(Reducer):
             return
         had = [0.0 if i in b.absent else 1.0 for b in self._buckets for i in range(len(b.shards))]
         flags = torch.tensor(had).to(self._shards[0].param.device, non_blocking=True)
-        work = self._all_reduce(flags, divide=False)
+        self._inflight.append(self._sum(flags))
         while self._inflight:
             self._inflight.popleft().wait()
-        work.wait()
         counts = flags.tolist() if 0.0 in had else had
         for bucket in self._buckets:
             own, counts = counts[: len(bucket.shards)], counts[len(bucket.shards) :]
-            bucket.assign_grads([index for index in bucket.absent if own[index] == 0])
+            assert bucket.sent is not None
+            bucket.assign_grads(bucket.sent, [index for index in bucket.absent if own[index] == 0])
+            bucket.withhold()

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from halfmesh.amp.recipe import HALF
 from halfmesh.engine.accumulation import Accumulation
 from halfmesh.engine.parallelize import ParallelModel
-from halfmesh.parallel import buckets
+from halfmesh.parallel import reducer
 from halfmesh.parallel.mesh import ParallelContext
-from halfmesh.parallel.reducer import Reducer
+from halfmesh.parallel.reducer import Bucket, Reducer
 from halfmesh.parallel.sharding.fsdp import FSDP
 from halfmesh.parallel.sharding.fsdp_reducer import FSDPReducer
 from halfmesh.parallel.sharding.zero1 import SliceBucket, Zero1, Zero1Reducer
@@ -24,12 +24,8 @@ from halfmesh.utils.param_shard import ParamShard, clear_grads
 
 def _before_the_sum(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Data ranks sum what `change` makes of their gradients and the number of ranks."""
-    inner = Reducer._all_reduce
-
-    def all_reduce(self: Reducer, flat: torch.Tensor, divide: bool = True) -> Any:
-        return inner(self, change(flat, self.group.size()) if divide else flat, divide)
-
-    patch.setattr(Reducer, "_all_reduce", all_reduce)
+    inner = Bucket.pack
+    patch.setattr(Bucket, "pack", lambda self: change(inner(self), dist.get_world_size()))
 
 
 def data_divided_twice(patch: pytest.MonkeyPatch) -> None:
@@ -66,13 +62,13 @@ def last_bucket_lost(patch: pytest.MonkeyPatch) -> None:
 
 def reduced_in_half(patch: pytest.MonkeyPatch) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
-    patch.setattr(buckets, "reduce_dtype_of", lambda param, dtype: torch.bfloat16)
+    patch.setattr(reducer, "reduce_dtype_of", lambda param, dtype: torch.bfloat16)
 
 
 def half_gradients_reduced_in_half(patch: pytest.MonkeyPatch) -> None:
     """Gradients of weights in half precision are summed in it, where the config says float32."""
-    inner = buckets.reduce_dtype_of
-    patch.setattr(buckets, "reduce_dtype_of", lambda p, dtype: p.dtype if p.dtype in HALF else inner(p, dtype))
+    inner = reducer.reduce_dtype_of
+    patch.setattr(reducer, "reduce_dtype_of", lambda p, dtype: p.dtype if p.dtype in HALF else inner(p, dtype))
 
 
 def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
@@ -82,7 +78,7 @@ def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
 
 def statistics_not_averaged(patch: pytest.MonkeyPatch) -> None:
     """BatchNorm's statistics stay each data rank's own."""
-    patch.setattr(Reducer, "_launch_statistics", lambda self: None)
+    patch.setattr(Reducer, "_average_statistics", lambda self: None)
 
 
 def first_microbatch_lost(patch: pytest.MonkeyPatch) -> None:
@@ -144,9 +140,8 @@ def _handed_out(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Parts get what `change` makes of the gradients that were received for them."""
     inner = SliceBucket.assign_grads
 
-    def assign_grads(self: SliceBucket, nowhere: Any) -> None:
-        self._received = change(self._received)
-        inner(self, nowhere)
+    def assign_grads(self: SliceBucket, received: torch.Tensor, unused: Any) -> None:
+        inner(self, change(received), unused)
 
     patch.setattr(SliceBucket, "assign_grads", assign_grads)
 
@@ -191,7 +186,7 @@ def parts_sent_in_each_microbatch(patch: pytest.MonkeyPatch) -> None:
 
     def sent_at_once(self: Zero1Reducer, *args: Any) -> None:
         arrived(self, *args)
-        self._launch_ready()  # also the last bucket, which would wait for the end of backward
+        self._send_complete()  # also the last bucket, which would wait for the end of backward
 
     patch.setattr(Zero1Reducer, "open", lambda self, last: inner(self, True))
     patch.setattr(Zero1Reducer, "_arrived", sent_at_once)
