@@ -28,6 +28,7 @@ from ..utils.param_shard import ParamShard
 from . import inputs
 from .accumulation import Accumulation
 from .guards import GradientGuard
+from .hints import UncopiedHook
 
 
 def convert_to_amp(
@@ -117,12 +118,12 @@ class AMPModel(nn.Module):
         super().__init__()
         self.module = module
         self._precision = precision
-        self._writes = _Writes(update.sync_writes)
+        self._sync_writes = UncopiedHook(update.sync_writes)  # a copy of the model has no masters
         self.register_state_dict_post_hook(_remove_module_prefix)
         self.register_load_state_dict_pre_hook(_add_module_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._writes.sync()
+        self._sync_writes()
         try:
             return self._precision.forward(self.module, *args, **kwargs)
         except RuntimeError as error:
@@ -147,20 +148,6 @@ class AMPModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-
-class _Writes:
-    """Copies what user code writes into masters to the model. A copy of the model has no masters."""
-
-    def __init__(self, sync: Callable[[], None]) -> None:
-        self.sync = sync
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Writes, (_do_nothing,)
-
-
-def _do_nothing() -> None:
-    """Do nothing, in a copy of the model."""
 
 
 def _remove_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

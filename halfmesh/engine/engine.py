@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..debug.probes import Criterion
     from ..parallel.mesh import ParallelContext
     from .accumulation import Accumulation
-    from .guards import ModelGuard
+    from .hints import ModelGuard
     from .lr_scheduler import LRAdvance
     from .pipeline_executor import PipelineExecutor
 

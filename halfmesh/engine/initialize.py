@@ -44,7 +44,8 @@ from .accumulation import Accumulation
 from .ema import WeightAverage
 from .engine import Engine
 from .executor import make_executor
-from .guards import CountedBatches, ForwardWrites, GradientGuard, ModelGuard, SameInputs, SameTrained
+from .guards import ForwardWrites, GradientGuard, SameTrained
+from .hints import CountedBatches, ModelGuard, SameInputs
 from .launch import Launch
 from .lr_scheduler import LRAdvance
 from .parallel_plans import Plans, make_plans
@@ -211,7 +212,7 @@ def _make_engine(
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
     state, progress, hooks = ShardedState(model, update, parallel_model, WeightAverage(update)), Progress(), Hooks()
     ends.callback(state.average.values.clear)
-    guard = ModelGuard(model, update.optimizer, recipe, context.device, parallel_model)
+    guard = ModelGuard(model, update.optimizer, recipe, parallel_model)
     ends.callback(guard.remove)
     needs_end = config.gradient_accumulation > 1  # with 1, each batch ends its cycle
     train, evaluation = loaders

@@ -178,15 +178,6 @@ def test_gradients_under_a_static_scale_of_1_are_as_in_a_loop_by_hand(mode, capl
 
 
 @pytest.mark.parametrize("config", SCALED)
-def test_a_write_that_changes_the_same_bit_of_each_element_is_told(config, caplog):
-    engine = make_engine(config, model=nn.Linear(8, 4096, bias=False), criterion=lambda output, y: output.sum())
-    backward(engine)
-    engine.model.weight.grad.data.mul_(0.5)
-    engine.step()
-    assert "between engine.backward and engine.step (of weight)" in caplog.text
-
-
-@pytest.mark.parametrize("config", SCALED)
 def test_gradients_that_are_inf_and_made_finite_through_data_are_told(config, caplog):
     """The first updates of a run overflow: clamped, these gradients would be stepped."""
     mode = config["fp16"] | {"initial_scale" if config is FP16_NAIVE else "init_scale": 2.0**24}

@@ -1,0 +1,178 @@
+"""Warnings, each told once, of mistakes in a loop that would train silently otherwise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+
+from ..amp.recipe import Recipe
+from ..amp.step_result import StepResult
+from ..errors import shorten
+from ..parallel.mesh import ParallelContext
+from ..parallel.rank_checks import same_on_ranks
+from ..utils.engine_hook import EngineHook
+from ..utils.log import get_logger
+from ..utils.tensors import dtype_name, tensors_of
+from ..utils.torch_private import grad_hooks
+from .parallelize import ParallelModel
+
+if TYPE_CHECKING:
+    from ..data.loader import EngineDataLoader
+
+_log = get_logger(__name__)
+
+_HOOKED = (
+    "hooks on %s run in backward, where gradients are multiplied by the loss scale: a clamp, clip or noise in a hook "
+    "has another effect than in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; clip "
+    "with clip_grad_norm in the config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
+)
+_DIRECT = "the model itself was called in training, in place of the engine: %s. Write engine(x) in place of model(x)"
+_PARTS = (
+    "%s.state_dict() has this rank's part only; to save all of it call engine.save(path) on every rank, or "
+    "engine.save_weights(path) for the model's weights alone; engine.full_state_dict() returns it; all of them before "
+    "the engine is closed"
+)
+_COUNTED = (
+    "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them itself. "
+    "Delete the `if` around engine.step() and call it for each batch; or set gradient_accumulation=1 and divide the "
+    "loss by %d yourself"
+)
+_SAME = (
+    "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. Shard "
+    "the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed what draws them by rank; a "
+    "DataLoader that is given to initialize is sharded"
+)
+
+
+def tell_of_hooks(model: nn.Module, ranks: tuple[int, ...] | None) -> None:
+    """Warn, on `ranks`, of the user's hooks that see gradients under a loss scale."""
+    modules = ((name or "the model", module) for name, module in model.named_modules())
+    names = [name for name, x in (*model.named_parameters(), *modules) if any(map(_is_users, grad_hooks(x)))]
+    if names:
+        _log.warning(_HOOKED, shorten(names), ranks=ranks)
+
+
+def _is_users(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return not str(getattr(hook, "__module__", "")).startswith(("halfmesh.", "torch.distributed."))
+
+
+class UncopiedHook:
+    """A hook on a module; in a copy of the module it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return UncopiedHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    """Replaces the hook in a copy."""
+
+
+class ModelGuard:
+    """Warns of calls of `model` in training, and of state dicts of shards, that the engine did not make.
+
+    It is a scope, in which the engine itself calls model or optimizer.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe, parallel_model: ParallelModel
+    ) -> None:
+        self._own_calls = 0
+        self._told: set[str] = set()
+        self._recipe, self._shares_batch = recipe, bool(parallel_model.axes)
+        self.remove: Callable[[], None] = lambda: None
+        """Removes the hook on calls; those on state dicts stay."""
+        casts = bool(recipe.autocast or recipe.param_dtype or recipe.output_dtype)
+        if parallel_model.plans.partition is None and (casts or self._shares_batch):  # stages refuse it themselves
+            self.remove = model.register_forward_pre_hook(UncopiedHook(self._check_call)).remove
+        if parallel_model.divides_model:
+            model.register_state_dict_pre_hook(UncopiedHook(lambda *_: self._warn(_PARTS, "model")))
+        if parallel_model.divides:
+            optimizer.register_state_dict_pre_hook(UncopiedHook(lambda *_: self._warn(_PARTS, "optimizer")))
+
+    def __enter__(self) -> None:
+        self._own_calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._own_calls -= 1
+
+    def _warn(self, text: str, what: str) -> None:
+        if not self._own_calls and what not in self._told:
+            self._told.add(what)
+            _log.warning(text, what, ranks=None if text is _DIRECT else (0,))
+
+    def _check_call(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or self._own_calls:  # compiled code leaves it out
+            return
+        if torch.jit.is_tracing() or not (module.training and torch.is_grad_enabled()):
+            return
+        recipe, dtype = self._recipe, dtype_name(self._recipe.compute_dtype)
+        if self._shares_batch:
+            does = "ranks that compute a batch together draw its dropout from each rank's own generators"
+        elif recipe.param_dtype is not None:
+            does = f"its inputs are not cast to {dtype}, which its weights are in, nor its outputs back"
+        elif any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            return
+        else:
+            does = f"it computes in float32, and not in {dtype} as the config says (engine.autocast() is the scope)"
+        self._warn(_DIRECT, does)
+
+
+class CountedBatches(EngineHook):
+    """Warns of a loop that accumulates by itself: `step` came after several batches, for the second time.
+
+    Several losses of one batch are no batches: one is counted for each that `engine.dataloader` gave or, where that is
+    not iterated, for each training forward with a backward.
+    """
+
+    def __init__(self, model: nn.Module, loader: EngineDataLoader | None, length: int) -> None:
+        self._model = model
+        self._loader = loader
+        self._length = length
+        self._is_new_forward = False
+        self._batches = self._late_steps = 0
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_new_forward |= self._model.training
+
+    def after_backward(self, loss: Any) -> None:
+        loader = self._loader
+        self._batches += loader.is_untouched if loader is not None and loader.runs else self._is_new_forward
+        self._is_new_forward = False
+
+    def before_step(self) -> None:
+        batches, self._batches = self._batches, 0
+        self._late_steps += batches > 1
+        if batches > 1 and self._late_steps == 2:
+            _log.warning(_COUNTED, batches, self._length, batches)
+
+
+class SameInputs(EngineHook):
+    """Warns after the first update if the user's own loader gives all data ranks the same batches."""
+
+    def __init__(self, model: nn.Module, context: ParallelContext) -> None:
+        self._model = model
+        self._context = context
+        self._inputs: Any = None
+        self._is_over = False
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_over and self._model.training:
+            self._inputs = args, kwargs
+
+    def after_step(self, result: StepResult) -> None:
+        if not self._is_over:
+            inputs, self._inputs, self._is_over = tensors_of(self._inputs), None, True
+            if same_on_ranks(inputs, self._context.dp_group) and inputs:
+                _log.warning(_SAME, self._context.dp_size)
