@@ -95,7 +95,7 @@ class Checkpointer:
                 copies = run_on_all_ranks(context, what, lambda: self._writer.copy(snapshot.boxes))
                 snapshot = replace(snapshot, boxes=copies)
             place = run_on_rank_zero(context, what, begin)
-            group = context.saving_group if in_background else None
+            group = context.gloo_group("saving") if in_background else None
             write = partial(_write, place, snapshot, keep, context, what, group)
             if in_background:
                 self._writer.start(write, directory)

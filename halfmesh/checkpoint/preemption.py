@@ -165,7 +165,7 @@ class PreemptionHook(EngineHook):
         if self._read_flag():
             return True
         flag = torch.tensor(int(bool(self._received)))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._context.host_group, async_op=True)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._context.gloo_group("host"), async_op=True)
         assert work is not None
         self._flag = work, flag
         return False

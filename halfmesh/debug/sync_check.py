@@ -16,9 +16,8 @@ from ..checkpoint.state import ShardedState
 from ..checkpoint.validate import IMPLEMENTATION
 from ..distributed.env import RankNames
 from ..errors import SyncError, show
-from ..parallel.initial_state import is_plain, plain_settings
-from ..parallel.objects import broadcast_object, gather_objects
-from ..parallel.rank_checks import as_bytes, describe_form, digest
+from ..parallel.comm import broadcast_object, gather_objects
+from ..parallel.rank_checks import as_bytes, describe_form, digest, is_plain, plain_settings
 from ..parallel.reducer import STATISTICS
 from ..utils.engine_hook import EngineHook
 

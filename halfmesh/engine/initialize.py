@@ -32,7 +32,7 @@ from ..errors import IncompatibleConfigError, InputError, problem_list
 from ..parallel.deferred.creation import build, convert_to_meta, refuse_early_state
 from ..parallel.deferred.materialize import Materializer, make_materializer
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import same_on_ranks
+from ..parallel.rank_checks import broadcast_initial_state, same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
@@ -129,7 +129,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         )
         context, loaders, late = _prepare(given, setup, device, group)
         undo.pop_all()
-    context.broadcast_initial_state(given.model, given.optimizer)
+    broadcast_initial_state(context, given.model, given.optimizer)
     ends = ExitStack()  # what closes the engine
     try:
         engine = _make_engine(given, setup, context, loaders, plans, late, ends)

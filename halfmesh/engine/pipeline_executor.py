@@ -15,8 +15,8 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
+from ..parallel.comm import gather_objects
 from ..parallel.mesh import ParallelContext
-from ..parallel.objects import gather_objects
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.schedules import Given, Splitter, choose_count

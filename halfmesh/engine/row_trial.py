@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..parallel.comm import gather_objects
 from ..parallel.modules import unchanged
-from ..parallel.objects import gather_objects
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import Pipeline
 from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products

@@ -1,11 +1,11 @@
 """Sharding of a model over the ranks. Independent of number formats and of the loop.
 
 mesh               the mesh and its groups of ranks
-objects, initial_state      messages between ranks outside training
+comm               messages between ranks outside training
 axis, data_strategy      the two contracts: an axis that shards the model; how data ranks replicate or shard it
 rng                random numbers that ranks share, and those that differ
 shard_spec         the boxes of the full tensor that a rank holds
-reducer, buckets   reductions of gradients: over data ranks and other axes
+reducer            reductions of gradients: over data ranks and other axes
 collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
 rank_checks        checks that ranks have the same values, make the same calls, and succeed together

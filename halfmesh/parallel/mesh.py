@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.env import RankNames
 from ..errors import InputError, did_you_mean
 from ..utils.tensors import is_dense
+from .comm import NamedCalls, broadcast_object, gather_objects, host_backend, is_simulated, join_rows
 from .dims import ParallelDims
-from .initial_state import broadcast_initial_state
-from .objects import broadcast_object, gather_objects, host_backend, is_simulated, join_rows
-from .rank_checks import NamedCalls
 
 if TYPE_CHECKING:
     from ..distributed.process_group import OwnedGroup
@@ -62,11 +59,6 @@ class ParallelContext:
         self._axis_groups: dict[str, Any] = {}
         self._calls: NamedCalls | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes, outermost first: pp, dp, tp."""
-        return tuple(self.sizes.values())
-
     def coordinate(self, axis: str) -> int:
         """This rank's coordinate on `axis`."""
         return self._places[axis]
@@ -93,11 +85,6 @@ class ParallelContext:
         return self.is_last_stage and all(n == 0 for axis, n in self._places.items() if axis not in ("pp", "dp"))
 
     @property
-    def is_first_of_replica(self) -> bool:
-        """True if this is the first rank of its replica."""
-        return all(place == 0 for axis, place in self._places.items() if axis != "dp")
-
-    @property
     def dp_rank(self) -> int:
         """This rank's coordinate on the data axis."""
         return self.coordinate("dp")
@@ -120,38 +107,17 @@ class ParallelContext:
         """The ranks that hold the same weights and see different data."""
         return self.group("dp")
 
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the shards of one layer and see the same data."""
-        return self.group("tp")
-
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in their coordinate on `axis` only. Created on first use, by all ranks
         together."""
         return self._made(axis, lambda: self._make_group(axis))
 
-    @property
-    def send_group(self) -> dist.ProcessGroup:
-        """A second group of the ranks of `group("pp")`, for sends between stages. (NCCL runs the operations of a group
-        in order: the broadcast of a loss would wait for earlier sends, and delay later ones.) Created on first use, by
-        all ranks together."""
-        return self._made("pp(sends)", lambda: self._make_group("pp", range(self.pp_size)))
-
-    @property
-    def host_group(self) -> dist.ProcessGroup | None:
-        """All ranks, over gloo, for messages between hosts. Created on first use, by all ranks together; None in a
-        world of one rank."""
-        return self._gloo_group("host")
-
-    @property
-    def saving_group(self) -> dist.ProcessGroup | None:
-        """A second `host_group` for the thread that saves, whose messages must not mix with the main thread's."""
-        return self._gloo_group("saving")
-
-    def _gloo_group(self, key: str) -> dist.ProcessGroup | None:
+    def gloo_group(self, use: str) -> dist.ProcessGroup | None:
+        """All ranks, over gloo; one for each `use`, because messages of two threads must not mix. Created on first use,
+        by all ranks together; None in a world of one rank."""
         if self.size == 1:
             return None
-        return self._made(key, lambda: dist.new_group(backend=host_backend(), timeout=self._timeout))
+        return self._made(use, lambda: dist.new_group(backend=host_backend(), timeout=self._timeout))
 
     @property
     def stage_ranks(self) -> list[int]:
@@ -163,7 +129,7 @@ class ParallelContext:
     def stage_group(self) -> dist.ProcessGroup | None:
         """The `stage_ranks`, over gloo. Created on first use, by all ranks together."""
         if self.pp_size == 1:
-            return self.host_group
+            return self.gloo_group("host")
         return self._made("stage", lambda: self._new_groups(self._grid.flatten(1).tolist(), host_backend()))
 
     @property
@@ -176,7 +142,7 @@ class ParallelContext:
     @property
     def _grid(self) -> torch.Tensor:
         """All ranks, by their coordinates on the axes."""
-        return torch.arange(self.size).view(self.shape)
+        return torch.arange(self.size).view(*self.sizes.values())
 
     def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
         """The ranks of `group(axis)` at the coordinates `places`; None if this rank is not among them. All ranks."""
@@ -243,15 +209,6 @@ class ParallelContext:
             raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), axes)}: {axes}")
         return self.size if axis is None else self.sizes[axis]
 
-    def broadcast_initial_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.
-
-        Raises:
-            InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
-        """
-        if self.size > 1 and not is_simulated():
-            broadcast_initial_state(model, optimizer, self.broadcast, self.rank_names)
-
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
         """Overwrite `tensor` (any device, dtype, strides) with that of rank 0, or of the rank `place` of `axis`."""
@@ -270,10 +227,6 @@ class ParallelContext:
     def from_first(self, value: Any) -> Any:
         """Rank 0's `value`, on all ranks."""
         return broadcast_object(value, 0, self.device) if self.size > 1 else value
-
-    def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
-        """The `value` of the rank with coordinate `place` on `axis`, on the ranks of that axis."""
-        return broadcast_object(value, place, self.device, self.group(axis))
 
     def begin_calls(self, owner: OwnedGroup | None) -> None:
         """Make `agree_on_call` compare the calls of the ranks from now on. All ranks together.

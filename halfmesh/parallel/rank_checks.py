@@ -1,43 +1,35 @@
 """Checks that ranks have the same values, make the same calls, and succeed together. A failed one raises on all ranks.
 
 `same_on_ranks` compares values; `SameCalls` the batches of ranks that compute together; `same_trained` what is trained;
-`NamedCalls` which call of the engine the ranks make; `run_on_all_ranks` and `gather_results` do work on all of them.
+`run_on_all_ranks` and `gather_results` do work on all of them; `broadcast_initial_state` lets them start equal.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn, optim
 
 from ..distributed.env import RankNames, list_ranks
-from ..distributed.failures import ANSWER_S
-from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
-from ..utils.log import get_logger
+from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list, shorten
 from ..utils.tensors import dtype_name, tensors_of
 from ..utils.torch_private import foreach_norms, has_no_memory
-from .objects import gather_objects
+from .comm import gather_objects, is_simulated
 
 if TYPE_CHECKING:
     from .mesh import ParallelContext
 
 T = TypeVar("T")
-_log = get_logger(__name__)
 ADVICE = (
     "freeze and unfreeze the same parameters on every rank; draw what to freeze with the same seed on all of them, as "
     "in random.Random(0)"
 )
-LOOK_S = 0.5
-"""Seconds between two checks for ranks that have ended."""
-PATIENCE_S = 10.0
-"""Seconds after which a warning names the ranks that are missing."""
 
 # -- values --------------------------------------------------------------------------------------------------------
 
@@ -203,100 +195,6 @@ def _is_near(mine: list[Any], theirs: list[Any]) -> bool:
     return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
 
 
-# -- calls of the engine -------------------------------------------------------------------------------------------
-
-
-class NamedCalls:
-    """Compares the collective calls of one engine over its ranks, by name, before anything is sent: the messages of
-    `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses the store of the
-    process group, and no collective.
-
-    Args:
-        name: the engine's, the same on all ranks.
-        timeout_s: the seconds that a rank waits for the other ranks.
-        told: the last word of each other rank that has told one: see `FailureWatch.told`.
-    """
-
-    def __init__(self, name: str, rank: int, size: int, timeout_s: float, told: Callable[[], dict[int, str]]) -> None:
-        group: Any = dist.group.WORLD
-        store = group.get_group_store().clone()  # a separate connection: the other one may be blocked in a wait
-        self._store = dist.PrefixStore(f"halfmesh/calls/{name}", store)
-        self._rank, self._size = rank, size
-        self._timeout_s = timeout_s
-        self._told = told
-        self._number = 0
-
-    def agree_on(self, call: str) -> None:
-        """Return when all ranks make this `call`.
-
-        Raises:
-            InputError: some make another call, have ended, or make none within the timeout.
-            ConnectionResetError: some have failed.
-        """
-        self._number += 1
-        everyone = f"everyone_{self._number}"
-        self._store.set(f"call_{self._rank}", f"{self._number} {call}")
-        if self._store.add(f"came_{self._number}", 1) == self._size:  # the last one reads the calls of all
-            said = [self._store.get(f"call_{rank}").decode().partition(" ")[2] for rank in range(self._size)]
-            self._store.set(everyone, json.dumps(said))
-        self._wait_for(everyone, call)
-        calls: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(json.loads(self._store.get(everyone))):
-            calls.setdefault(theirs, []).append(rank)
-        if len(calls) > 1:
-            (first, ranks), *rest = calls.items()
-            others = ", and ".join(f"{other} on {list_ranks(theirs)}" for other, theirs in rest)
-            raise InputError(
-                f"{first} was called on {list_ranks(ranks)}, and {others}; call each on every rank, in the same order"
-            )
-
-    def _wait_for(self, key: str, call: str) -> None:
-        begun, pause, look, silent_since, has_warned = time.monotonic(), 0.001, LOOK_S, 0.0, False
-        while not self._store.check([key]):  # no `wait`: torch prints each time that it ends without the key
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            waited = time.monotonic() - begun
-            if waited < look:
-                continue
-            look = waited + LOOK_S
-            told = self._told()
-            failed = [rank for rank, word in told.items() if word == "failed"]
-            if failed:  # the report of failures has the reason
-                raise ConnectionResetError(f"{call}: connection reset by peer: {list_ranks(failed)} failed meanwhile")
-            missing = list(filter(self._is_missing, range(self._size)))
-            if any(told.get(rank, "running") != "running" for rank in missing):
-                silent = [rank for rank in missing if rank not in told]
-                if not silent:
-                    raise self._refuse(call, "ended, or waited elsewhere, without it")
-                silent_since = silent_since or waited
-                if waited > silent_since + ANSWER_S:  # killed? the report of failures names them
-                    lost = f"no answer from {list_ranks(silent)}"
-                    raise ConnectionResetError(f"{call}: connection reset by peer: {lost}")
-            if waited > self._timeout_s:
-                raise self._refuse(call, f"did not within {self._timeout_s:g} s (config key timeout)")
-            if waited > PATIENCE_S and not has_warned:
-                has_warned = True
-                _log.warning(
-                    "%s waits for %s to call it, too, since %g s; if it is called on some ranks only, call it on all",
-                    call,
-                    list_ranks(filter(self._is_missing, range(self._size))),
-                    PATIENCE_S,
-                    ranks=None,
-                )
-
-    def _is_missing(self, rank: int) -> bool:
-        key = f"call_{rank}"
-        return not (self._store.check([key]) and self._store.get(key).decode().startswith(f"{self._number} "))
-
-    def _refuse(self, call: str, why: str) -> InputError:
-        missing = [rank for rank in range(self._size) if self._is_missing(rank)]
-        here = sorted({*range(self._size)}.difference(missing))
-        return InputError(
-            f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: which "
-            f"rank writes is chosen inside ({list_ranks(missing)} {why})"
-        )
-
-
 # -- work that all ranks do together -------------------------------------------------------------------------------
 
 
@@ -349,3 +247,62 @@ def _join(context: ParallelContext, what: str, failures: dict[int, tuple[str, bo
         return kind(f"{what}: {next(iter(reasons))}")
     names = context.rank_names
     return kind(bullet_list(f"{what}:", (f"{names.names(ranks)}: {words}" for words, ranks in reasons.items())))
+
+
+# -- the start -----------------------------------------------------------------------------------------------------
+
+
+def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.
+
+    Raises:
+        InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
+    """
+    if context.size == 1 or is_simulated():
+        return
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
+    if sparse:
+        raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
+    state = list(_state_tensors(optimizer))
+    mine = {
+        "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
+        "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
+        "the optimizer": [type(optimizer).__name__, *map(plain_settings, optimizer.param_groups)],
+        "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
+    }
+    for what, value in mine.items():
+        same_on_ranks(
+            value,
+            what=f"{what} must be the same on all ranks, but names, shapes, dtypes or settings on {{ranks}} differ "
+            "from rank 0's; build the same model and optimizer, and load the same checkpoint, on every rank before "
+            "initialize",
+        )
+    names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
+    same_trained(names, bytes(trained), None, context.rank_names)
+    # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
+    for tensor in (*model.parameters(), *model.buffers(), *state):
+        if not tensor.is_meta:  # a deferred tensor gets its value later
+            context.broadcast(tensor)
+
+
+def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Tensors of the optimizer's state in the order of its parameters."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in optimizer.state:
+                yield from (v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor))
+
+
+def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The plain values of a parameter group. (Reprs of objects may have addresses, which differ between ranks.)"""
+    values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return [(name, value) for name, value in sorted(values.items()) if name != "params" and is_plain(value)]
+
+
+def is_plain(value: Any) -> bool:
+    """Return True if `value` is a number, a string or None, or a tuple or list of these: equal if their reprs are."""
+    return (
+        value is None
+        or isinstance(value, (int, float, str))
+        or (isinstance(value, (tuple, list)) and all(map(is_plain, value)))
+    )

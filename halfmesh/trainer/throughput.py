@@ -198,7 +198,7 @@ class ThroughputHook(Hook):
     def _per_sample(self, trainer: Trainer, rows: int) -> float | None:
         """The mean over all samples of the batch, on all ranks. None if there are none."""
         context = trainer.engine.context
-        everyone = context.everyone((self._counter.get_total_flops(), rows if context.is_first_of_replica else 0))
+        everyone = context.everyone((self._counter.get_total_flops(), rows if context.counts_outputs else 0))
         flops, rows = map(sum, zip(*everyone, strict=True))
         if not rows:
             _log.warning("model FLOP/s are not measured: the second batch has no rows (Outcome.rows)")

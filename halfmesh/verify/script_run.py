@@ -28,7 +28,7 @@ from ..engine.launch import Launch
 from ..errors import InputError
 from ..parallel.deferred.creation import named_tensors
 from ..parallel.deferred.materialize import materialize
-from ..parallel.initial_state import plain_settings
+from ..parallel.rank_checks import plain_settings
 from ..report.folder import RunFolder
 from ..utils.log import rank_and_world_size
 from ..utils.tensors import map_tensors, tensors_of

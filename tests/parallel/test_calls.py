@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from halfmesh.distributed.process_group import OwnedGroup
 from halfmesh.errors import InputError
-from halfmesh.parallel import rank_checks
+from halfmesh.parallel import comm
 from tests.support.models import make_data, make_engine, said, step_on
 from tests.support.ranks import here, run_ranks
 from tests.support.whole import close_whole
@@ -91,10 +91,8 @@ class _Ended(OwnedGroup):
 
 def waits(rank, world_size):
     """Rank 0 waits in vain: for one that is slow, has ended, is silent or has failed. Returns what it is told."""
-    rank_checks.PATIENCE_S, heard, found = 1.5, [], []
-    logging.getLogger("halfmesh.parallel.rank_checks").addFilter(
-        lambda record: heard.append(record.getMessage()) or True
-    )
+    comm.PATIENCE_S, heard, found = 1.5, [], []
+    logging.getLogger("halfmesh.parallel.comm").addFilter(lambda record: heard.append(record.getMessage()) or True)
     for ended in ({}, {1: "lost", 2: "running"}, {2: "lost"}, {1: "ended", 2: "failed"}):
         engine = make_engine({"timeout": 4.0 if not ended else 30.0})
         engine.context.begin_calls(_Ended(ended))

@@ -73,7 +73,7 @@ class Pipeline:
         self._meta_model = params.meta_model
         self._context = context
         self._forward_context = forward_context
-        self._group = context.send_group
+        self._group = context.subgroup("pp", range(context.pp_size))  # the loss must not wait for earlier sends
         self._count = len(partition.stages)
         self._modules = {
             index: StageModule(model, partition.stages[index], index, self._count, forward_context)

@@ -32,7 +32,7 @@ class TensorAxis(AppliedAxis):
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__(context, "tp", "tensor group")
-        self.group = context.tp_group
+        self.group = context.group("tp")
         self.device = context.device
         self.fork = RandomFork(self.rank, context.device)
         self._copied: tuple[Any, ...] | None = None

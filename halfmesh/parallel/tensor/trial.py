@@ -20,8 +20,8 @@ from torch import nn
 from ...errors import InputError, bullet_list, counted, find_module, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
+from ..comm import gather_objects
 from ..modules import meta_copy
-from ..objects import gather_objects
 from ..registries import BUILTIN_TENSOR_PLANS
 from ..trial import find_gap, no_side_effects
 from .feature_styles import Rowwise

@@ -12,7 +12,6 @@ from halfmesh.amp.recipe import HALF
 from halfmesh.engine.accumulation import Accumulation
 from halfmesh.engine.parallelize import ParallelModel
 from halfmesh.parallel import reducer
-from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.reducer import Bucket, Reducer
 from halfmesh.parallel.sharding.fsdp import FSDP
 from halfmesh.parallel.sharding.fsdp_reducer import FSDPReducer
@@ -73,7 +72,7 @@ def half_gradients_reduced_in_half(patch: pytest.MonkeyPatch) -> None:
 
 def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
     """Each rank keeps the weights that it began with."""
-    patch.setattr(ParallelContext, "broadcast_initial_state", lambda self, model, optimizer: None)
+    patch.setattr("halfmesh.engine.initialize.broadcast_initial_state", lambda context, model, optimizer: None)
 
 
 def statistics_not_averaged(patch: pytest.MonkeyPatch) -> None:
