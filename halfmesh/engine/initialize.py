@@ -29,8 +29,13 @@ from ..debug.nonfinite import NonFiniteProbes
 from ..debug.probes import Criterion
 from ..distributed.failures import recorded_for_torchrun
 from ..errors import IncompatibleConfigError, InputError, problem_list
-from ..parallel.deferred.creation import build, convert_to_meta, refuse_early_state
-from ..parallel.deferred.materialize import Materializer, make_materializer
+from ..parallel.deferred.creation import (
+    Materializer,
+    build,
+    convert_to_meta,
+    make_materializer,
+    refuse_early_state,
+)
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import broadcast_initial_state, same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction

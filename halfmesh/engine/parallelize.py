@@ -19,7 +19,7 @@ from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
-from ..parallel.deferred.materialize import Materializer
+from ..parallel.deferred.creation import Materializer
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import SameCalls
 from ..parallel.reducer import ReduceOptions, Reduction
@@ -111,7 +111,7 @@ class ParallelModel:
         """
         context, late, plans = self._context, self.late, self.plans
         if late is not None:
-            late.begin(model, plans.blocks, {p: cut for axis in self.axes.values() for p, cut in axis.cuts.items()})
+            late.cuts = {p: cut for axis in self.axes.values() for p, cut in axis.cuts.items()}
         inputs = StrategyInputs(
             model=model,
             optimizer=optimizer,
@@ -127,7 +127,6 @@ class ParallelModel:
             tied={param for axis in self.axes.values() for param in axis.ties},
             outside=_params_of(criterion, model),
             make=(lambda module: None) if late is None else late.make,
-            finish=(lambda: None) if late is None else late.finish,
         )
         self.data = plans.strategy(inputs)
         return self.data.shards

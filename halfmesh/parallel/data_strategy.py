@@ -39,8 +39,7 @@ class StrategyInputs:
         kept: parameters that the mode leaves in fp32 by their names.
         tied: parameters that other pipeline ranks hold, too.
         outside: parameters that the criterion computes with, outside of the model's forward.
-        make: materializes the tensors of a module of a deferred model.
-        finish: materializes all others. A strategy calls it once.
+        make: materializes the tensors of a module of a deferred model. A strategy calls it at last for `model`.
     """
 
     model: nn.Module
@@ -57,7 +56,6 @@ class StrategyInputs:
     tied: Collection[nn.Parameter]
     outside: Collection[nn.Parameter]
     make: Callable[[nn.Module], None]
-    finish: Callable[[], None]
 
 
 class DataStrategy:
@@ -82,7 +80,7 @@ class DataStrategy:
 
     def __init__(self, inputs: StrategyInputs) -> None:
         """Move the model to its device, and keep this rank's shard of it."""
-        inputs.finish()
+        inputs.make(inputs.model)
         move_module(inputs.model, inputs.context.device)
         self.inputs = inputs
         self.shards: Sequence[ParamShard] = inputs.shards

@@ -26,8 +26,7 @@ from ..engine import initialize as assembly
 from ..engine.engine import Engine
 from ..engine.launch import Launch
 from ..errors import InputError
-from ..parallel.deferred.creation import named_tensors
-from ..parallel.deferred.materialize import materialize
+from ..parallel.deferred.creation import materialize, named_tensors
 from ..parallel.rank_checks import plain_settings
 from ..report.folder import RunFolder
 from ..utils.log import rank_and_world_size

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..dry_run.model_spec import Built, call_builder, find_function
 from ..errors import InputError
-from ..parallel.deferred.creation import named_tensors
-from ..parallel.deferred.materialize import materialize
+from ..parallel.deferred.creation import materialize, named_tensors
 from ..parallel.deferred.recording import recording_of
 from ..utils.tensors import count_rows, map_tensors, tensors_of
 

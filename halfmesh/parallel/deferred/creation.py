@@ -1,153 +1,26 @@
-"""Models built without values: the scopes in which they are, and as what."""
+"""Models built without values: the scopes in which they are, and how each rank makes the values that it holds."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn, optim
 
 from ...errors import InputError, bullet_list, shorten
-from ...utils.tensors import map_tensors
+from ...utils.tensors import map_tensors, replace_data
 from ...utils.torch_private import has_grad_hooks
-from .operations import View
-from .recording import Recording, recording_of
+from ..mesh import ParallelContext
+from ..rank_checks import same_on_ranks
+from .recording import Recording, View, default_dtype, recording_of
 
 _MARK = "_halfmesh_recorded"
 
-
-@dataclass(frozen=True)
-class Recorded:
-    """Where the value of a tensor is recorded."""
-
-    recording: Recording
-    view: View
-
-    def value(self) -> torch.Tensor:
-        """The whole value, in memory of its own."""
-        return self.recording.value(self.view)
-
-
-def recorded(tensor: torch.Tensor) -> Recorded | None:
-    """Where the value of `tensor`, of a converted model, is recorded; None if the tensor has it."""
-    return getattr(tensor, _MARK, None)
-
-
-def forget(tensor: torch.Tensor) -> None:
-    """`tensor` has its value now."""
-    vars(tensor).pop(_MARK, None)
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, each once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
-    """Turn the tensors of `model` that have no memory into ordinary ones on the meta device; `undo` turns them back.
-
-    They stay the same objects, except those with weak references (nn.LSTM's): these are replaced, in `optimizer`, too,
-    by new tensors that get their values at once. Does nothing to a model with values.
-
-    Raises:
-        InputError: a tensor cannot be made separately.
-    """
-    found = {name: tensor for name, tensor in named_tensors(model) if recording_of(tensor) is not None}
-    if not found:
-        return
-    if problems := list(_find_problems(found)):
-        raise InputError(bullet_list("the model was built without memory, and cannot get its values:", problems))
-    new: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in list(held.items()):
-                if tensor is not None and recording_of(tensor) is not None:
-                    _replace(module, name, tensor, new, undo)
-    internal = vars(nn.Module()).keys()
-    for module in model.modules():  # after all parameters: an attribute may be one of them
-        for name, value in list(vars(module).items()):
-            if name not in internal:
-                _complete(module, name, value, new)
-    for group in getattr(optimizer, "param_groups", ()) if isinstance(optimizer, optim.Optimizer) else ():
-        group["params"][:] = [new.get(id(param), param) for param in group["params"]]
-
-
-def _replace(module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor], undo: ExitStack) -> None:
-    if weakref.getweakrefcount(tensor):
-        setattr(module, name, _made(tensor, new))
-        return
-    made = _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-    setattr(made, _MARK, _where(tensor))
-    torch.utils.swap_tensors(tensor, made)
-    undo.callback(torch.utils.swap_tensors, tensor, made)
-
-
-def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` as a parameter if `tensor` is one, with what is set on it."""
-    if isinstance(tensor, nn.Parameter):
-        made: torch.Tensor = nn.Parameter(value, tensor.requires_grad)
-    else:
-        made = value.requires_grad_(tensor.requires_grad)
-    vars(made).update(_own_attributes(tensor))
-    return made
-
-
-def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that the user has set on `tensor`, without torch's own attributes."""
-    with Recording():
-        of_torch = vars(nn.Parameter(torch.empty(0))).keys()
-    return {name: value for name, value in vars(tensor).items() if name not in of_torch}
-
-
-def _where(tensor: torch.Tensor) -> Recorded:
-    recording = recording_of(tensor)
-    assert recording is not None
-    return Recorded(recording, recording.view(tensor))
-
-
-def _complete(module: nn.Module, name: str, value: Any, new: dict[int, torch.Tensor]) -> None:
-    """Make tensors that a module keeps in other attributes at once: they are never sharded."""
-    if isinstance(value, (torch.Tensor, list, tuple, dict)):
-        completed = map_tensors(lambda tensor: _made(tensor, new), value)
-        if completed is not value:
-            setattr(module, name, completed)
-
-
-def _made(tensor: torch.Tensor, new: dict[int, torch.Tensor]) -> torch.Tensor:
-    """`tensor`, or one with its value if it has no memory: `new` has these, by the ids of the old ones."""
-    if id(tensor) not in new and recording_of(tensor) is not None:
-        new[id(tensor)] = _like(tensor, _where(tensor).value())
-    return new.get(id(tensor), tensor)
-
-
-def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
-    hooked = [name for name, tensor in tensors.items() if has_grad_hooks(tensor)]
-    if hooked:
-        yield f"{shorten(hooked)} have hooks on the gradient, which would be lost; register them after initialize"
-    by_memory: dict[Any, list[str]] = {}
-    for name, tensor in tensors.items():
-        where = _where(tensor)
-        by_memory.setdefault((id(where.recording), where.view.memory), []).append(name)
-    for names in by_memory.values():
-        if len(names) > 1:
-            yield f"{shorten(names)} are views of one memory; make each a parameter of its own, or build as usual"
-
-
-def refuse_early_state(optimizer: Any) -> None:
-    """Raise InputError if `optimizer` has made its state from weights that have no values yet."""
-    held = getattr(optimizer, "state", {}) if isinstance(optimizer, optim.Optimizer) else {}
-    state = [value for entry in held.values() for value in entry.values()]
-    if any(isinstance(v, torch.Tensor) and (v.is_meta or recording_of(v) is not None) for v in state):
-        raise InputError(
-            f"optimizer: {type(optimizer).__name__} made its state from weights that have no values yet; take one "
-            "whose state is made by its first step, or build the model as usual"
-        )
+# -- scopes --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -178,14 +51,8 @@ def model_creation(dtype: torch.dtype | str | None = None, *, deferred: bool = F
             default. Mode NAIVE takes a model in its own dtype, and its fp32 masters start from the rounded weights.
     """
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    before = torch.get_default_dtype()
-    with deferred_init() if deferred else nullcontext():
-        if chosen is not None:
-            torch.set_default_dtype(chosen)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+    with deferred_init() if deferred else nullcontext(), nullcontext() if chosen is None else default_dtype(chosen):
+        yield
 
 
 def build(model: Callable[[], Any]) -> nn.Module:
@@ -205,3 +72,187 @@ def build(model: Callable[[], Any]) -> nn.Module:
             "pass the model itself"
         ) from error
     return built
+
+
+# -- the model on the meta device ----------------------------------------------------------------------------------
+
+
+def recorded(tensor: torch.Tensor) -> View | None:
+    """Where the value of `tensor`, of a converted model, is recorded; None if the tensor has it."""
+    return getattr(tensor, _MARK, None)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
+    """Turn the tensors of `model` that have no memory into ordinary ones on the meta device; `undo` turns them back.
+
+    They stay the same objects, except those with weak references (nn.LSTM's): these are replaced, in `optimizer`, too,
+    by new tensors that get their values at once. Does nothing to a model with values.
+
+    Raises:
+        InputError: a tensor cannot be made separately.
+    """
+    views = {name: view for name, tensor in named_tensors(model) if (view := _view(tensor)) is not None}
+    if not views:
+        return
+    if problems := list(_find_problems(model, views)):
+        raise InputError(bullet_list("the model was built without memory, and cannot get its values:", problems))
+    new: dict[int, torch.Tensor] = {}
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        """One with its value if it has no memory: `new` has these, by the ids of the old ones."""
+        if id(tensor) not in new and (view := _view(tensor)) is not None:
+            new[id(tensor)] = _like(tensor, view.value())
+        return new.get(id(tensor), tensor)
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in list(held.items()):
+                if tensor is None or (view := _view(tensor)) is None:
+                    continue
+                if weakref.getweakrefcount(tensor):
+                    setattr(module, name, made(tensor))
+                    continue
+                meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                setattr(meta := _like(tensor, meta), _MARK, view)
+                torch.utils.swap_tensors(tensor, meta)
+                undo.callback(torch.utils.swap_tensors, tensor, meta)
+    internal = vars(nn.Module()).keys()
+    for module in model.modules():  # after all parameters: an attribute may be one of them
+        for name, value in list(vars(module).items()):
+            # Tensors that a module keeps in other attributes are never sharded.
+            if name not in internal and isinstance(value, (torch.Tensor, list, tuple, dict)):
+                completed = map_tensors(made, value)
+                if completed is not value:
+                    setattr(module, name, completed)
+    for group in getattr(optimizer, "param_groups", ()) if isinstance(optimizer, optim.Optimizer) else ():
+        group["params"][:] = [new.get(id(param), param) for param in group["params"]]
+
+
+def _view(tensor: torch.Tensor) -> View | None:
+    recording = recording_of(tensor)
+    return None if recording is None else recording.view(tensor)
+
+
+def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value` as a parameter if `tensor` is one, with the attributes that the user has set on it."""
+    made = nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
+    with Recording():
+        of_torch = vars(nn.Parameter(torch.empty(0))).keys()
+    vars(made).update((name, value) for name, value in vars(tensor).items() if name not in of_torch)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _find_problems(model: nn.Module, views: Mapping[str, View]) -> Iterator[str]:
+    hooked = [name for name, tensor in named_tensors(model) if name in views and has_grad_hooks(tensor)]
+    if hooked:
+        yield f"{shorten(hooked)} have hooks on the gradient, which would be lost; register them after initialize"
+    by_memory: dict[Any, list[str]] = {}
+    for name, view in views.items():
+        by_memory.setdefault((id(view.recording), view.memory), []).append(name)
+    for names in by_memory.values():
+        if len(names) > 1:
+            yield f"{shorten(names)} are views of one memory; make each a parameter of its own, or build as usual"
+
+
+def refuse_early_state(optimizer: Any) -> None:
+    """Raise InputError if `optimizer` has made its state from weights that have no values yet."""
+    held = getattr(optimizer, "state", {}) if isinstance(optimizer, optim.Optimizer) else {}
+    state = [value for entry in held.values() for value in entry.values()]
+    if any(isinstance(v, torch.Tensor) and (v.is_meta or recording_of(v) is not None) for v in state):
+        raise InputError(
+            f"optimizer: {type(optimizer).__name__} made its state from weights that have no values yet; take one "
+            "whose state is made by its first step, or build the model as usual"
+        )
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+class Materializer:
+    """Gives the tensors of a model that is on the meta device their values: each rank makes what it holds.
+
+    Args:
+        tensors: by their names in the full model. Values go to `device`.
+        check: is called with the name and value of each tensor of this rank; raises if the value cannot be used.
+
+    Attributes:
+        description: where the values come from, for the effective plan.
+        cuts: for each sharded parameter a function from the full tensor to this rank's shard.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device, check: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        self.description = f"made where they are held, one of {len(tensors)} tensors at a time"
+        self.cuts: Mapping[Any, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._device, self._check = device, check
+
+    def make(self, module: nn.Module) -> None:
+        """Make the tensors of `module`."""
+        for _, tensor in list(named_tensors(module)):
+            if (view := recorded(tensor)) is not None:
+                value = view.value()
+                value = self.cuts[tensor](value) if tensor in self.cuts else value
+                if value.untyped_storage().nbytes() > value.numel() * value.element_size():
+                    value = value.clone(memory_format=torch.preserve_format)
+                self._check(self._names[id(tensor)], value)
+                _give(tensor, value.to(self._device, tensor.dtype))
+
+
+def make_materializer(
+    model: nn.Module, context: ParallelContext, check: Callable[[str, torch.Tensor], None]
+) -> Materializer | None:
+    """Make the source of values for the tensors of `model`; None if they have them. All ranks together.
+
+    Args:
+        check: see `Materializer`.
+
+    Raises:
+        InputError: on all ranks, if they have not built the same.
+    """
+    views = {name: view for name, tensor in named_tensors(model) if (view := recorded(tensor)) is not None}
+    same_on_ranks(
+        list(views),
+        what="{ranks} built other tensors without memory than rank 0; build the model under halfmesh.deferred_init() "
+        "on all ranks, or on none",
+    )
+    if not views:
+        return None
+    recordings = list({id(view.recording): view.recording for view in views.values()}.values())
+    same_on_ranks(
+        [] if context.size == 1 else [recording.digest() for recording in recordings],
+        what="{ranks} would make other values than rank 0: what the build asks of random numbers, or takes from "
+        "outside (python's or numpy's random numbers, a file), differs; call torch.manual_seed with the same seed on "
+        "all ranks before (and seed the others), or build the model as usual",
+    )
+    for recording in recordings:
+        recording.is_over = True
+        seeds = context.from_first([op.seed for op in recording.ops])  # ranks differ if the user has not seeded torch
+        for op, seed in zip(recording.ops, seeds, strict=True):
+            op.seed = seed
+    return Materializer({name: t for name, t in named_tensors(model) if name in views}, context.device, check)
+
+
+def materialize(model: nn.Module, optimizer: Any = None) -> None:
+    """Give the tensors of `model` that have no memory the values that one process makes. Others stay as they are.
+
+    Raises:
+        InputError: a tensor cannot be made separately.
+    """
+    convert_to_meta(model, optimizer, ExitStack())
+    for _, tensor in named_tensors(model):
+        if (view := recorded(tensor)) is not None:
+            view.recording.is_over = True
+            _give(tensor, view.value())
+
+
+def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    replace_data(tensor, value)
+    vars(tensor).pop(_MARK)  # a recording may hold large tensors

@@ -8,7 +8,9 @@ where. They are not those of an ordinary build, which draws all of them from one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,21 +18,123 @@ import torch
 from ...errors import InputError
 from ...utils.tensors import leaves_of, map_tensors, tensors_of
 from ...utils.torch_private import DATA_NEEDED, FakeTensorMode
-from .operations import Constant, Op, View
+
+_COPIED_BYTES = 2**20
+_UNSET = ("aten::empty", "aten::new_empty")
+"""Operators that make memory without writing to it."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor of a recording: which elements of which memory. Memories are numbered in the order of their making."""
+
+    recording: Recording = field(repr=False)
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+    def value(self) -> torch.Tensor:
+        """The full value, in separate memory."""
+        return self.recording.value(self)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor with values, from outside the recording. A large one is not copied, and must not change until it is
+    used."""
+
+    tensor: torch.Tensor = field(repr=False)
+    digest: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Constant:
+        is_small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        return cls(tensor.detach().clone() if is_small else tensor, _digest(tensor))
+
+    def value(self) -> torch.Tensor:
+        if _digest(self.tensor) != self.digest:
+            raise InputError(
+                f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
+                "changed after the model was built; leave it as it is until initialize has returned, or copy it"
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A generator, which is seeded for each operator."""
+
+    device: torch.device
+
+
+@dataclass
+class Op:
+    """One operator that made memory, or wrote to it. Its text is equal on all ranks that do the same."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    makes: list[tuple[int, View]]
+    """The new tensors among the results, by their index."""
+    writes: set[int] = field(repr=False)
+    reads: set[int] = field(repr=False)
+    seed: int | None = field(repr=False)
+    """None if it draws nothing."""
+    default_dtype: torch.dtype
+
+    def run(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Run it again on the memories in `storages`, and add those that it makes."""
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                return leaf.of(storages[leaf.memory])
+            return (
+                leaf.value() if isinstance(leaf, Constant) else torch.Generator(leaf.device).manual_seed(self.seed or 0)
+            )
+
+        args, kwargs = map_tensors(value, (self.args, self.kwargs), (View, Constant, Drawn))
+        devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
+        cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
+        with ExitStack() as scopes:
+            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                scopes.enter_context(torch.autocast(kind, enabled=False))  # as below it, where this was recorded
+            scopes.enter_context(default_dtype(self.default_dtype))
+            if self.seed is not None:
+                scopes.enter_context(torch.random.fork_rng(cuda))
+                torch.default_generator.manual_seed(self.seed)  # `torch.manual_seed` would seed every device, for good
+                for device in cuda:
+                    with torch.cuda.device(device):
+                        torch.cuda.manual_seed(self.seed)
+            results = tensors_of(self.function(*args, **kwargs))
+        for index, view in self.makes:
+            if self.function.name().startswith(_UNSET):
+                results[index].zero_()  # or ranks would start from different leftovers
+            storages[view.memory] = results[index].untyped_storage()
 
 
 class Recording(FakeTensorMode):
-    """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left."""
+    """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left.
+
+    Attributes:
+        ops: what was recorded.
+        is_over: a model of this recording has got its values; other tensors of it will never have any.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._ops: list[Op] = []
+        self.ops: list[Op] = []
+        self.is_over = False
         self._writers: dict[int, list[int]] = {}  # of each memory, the numbers of operators
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # or numbers would be given twice
         self._answers = hashlib.sha256()
         self._is_inside = False
-        self._is_over = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_inside:  # an operator that is made of others
@@ -46,36 +150,22 @@ class Recording(FakeTensorMode):
     def __deepcopy__(self, memo: Any) -> Recording:
         return self  # copies of a tensor are of the same recording
 
-    def end(self) -> None:
-        """A model of this recording gets its values now; other tensors of it will never have any."""
-        self._is_over = True
-
     def digest(self) -> str:
         """Equal on ranks that will make the same values from the same seeds."""
         known = self._answers.copy()
-        for op in self._ops:
-            known.update(op.describe().encode())
+        for op in self.ops:
+            known.update(f"{op} {op.seed is None}".encode())
         return known.hexdigest()
-
-    @property
-    def seeds(self) -> list[int | None]:
-        """Of each operator; None for those that draw nothing."""
-        return [op.seed for op in self._ops]
-
-    @seeds.setter
-    def seeds(self, seeds: Sequence[int | None]) -> None:
-        for op, seed in zip(self._ops, seeds, strict=True):
-            op.seed = seed
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def value(self, view: View) -> torch.Tensor:
-        """The value of the tensor of this recording that was at `view`, in memory of its own."""
+        """The value of the tensor of this recording that was at `view`, in separate memory."""
         numbers = self._needed(view.memory)
-        last = {memory: n for n in numbers for memory in self._ops[n].reads | self._ops[n].writes}
+        last = {memory: n for n in numbers for memory in self.ops[n].reads | self.ops[n].writes}
         storages: dict[int, torch.UntypedStorage] = {}
         for number in numbers:
-            op = self._ops[number]
+            op = self.ops[number]
             op.run(storages)
             for memory in (op.reads | op.writes) - {view.memory}:
                 if last[memory] == number:
@@ -85,7 +175,7 @@ class Recording(FakeTensorMode):
     def _needed(self, memory: int) -> list[int]:
         """The numbers of the operators that `memory` depends on."""
         bounds: dict[int, int] = {}
-        left = [(memory, len(self._ops))]
+        left = [(memory, len(self.ops))]
         needed: set[int] = set()
         while left:
             current, before = left.pop()
@@ -95,7 +185,7 @@ class Recording(FakeTensorMode):
             for number in self._writers[current]:
                 if number < before and number not in needed:
                     needed.add(number)
-                    left += [(read, number) for read in self._ops[number].reads]
+                    left += [(read, number) for read in self.ops[number].reads]
         return sorted(needed)
 
     def view(self, tensor: torch.Tensor) -> View:
@@ -103,16 +193,16 @@ class Recording(FakeTensorMode):
         key, shape = id(tensor.untyped_storage()), tuple(tensor.shape)
         if key not in self._numbers or tensor.is_conj() or tensor.is_neg():
             raise _unknown(shape)
-        return View(self._numbers[key], tensor.dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()))
+        return View(self, self._numbers[key], tensor.dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()))
 
     # -- recording ---------------------------------------------------------------------------------------------
 
     def _take(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = tensors_of((args, kwargs))
-        ours = [t for t in found if _mode_of(t) is self]
+        ours = [t for t in found if recording_of(t) is self]
         if found and not ours:
             return func(*args, **kwargs)
-        if ours and self._is_over:
+        if ours and self.is_over:
             raise InputError(
                 f"a tensor of shape {tuple(ours[0].shape)} has no value: it was made under halfmesh.deferred_init(), "
                 "and initialize, which gives values to parameters, buffers and attributes of modules, has not seen it; "
@@ -121,53 +211,48 @@ class Recording(FakeTensorMode):
         if leaves_of((args, kwargs), torch.UntypedStorage):
             raise _unknown(tuple(found[0].shape))
         written = tensors_of(_written(func, args, kwargs))
-        if any(_mode_of(t) is not self for t in written):
+        if any(recording_of(t) is not self for t in written):
             return func(*self._with_values(args), **self._with_values(kwargs))
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DATA_NEEDED:
-            return self._answer(func, args, kwargs)
+            with torch.no_grad():
+                result = func(*self._with_values(args), **self._with_values(kwargs))
+            self._answers.update(repr(map_tensors(lambda tensor: tensor.tolist(), result)).encode())
+            return result
         self._note(func, args, kwargs, written, result)
         return result
 
-    def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an operator that needs values, which are made for it."""
-        with torch.no_grad():
-            result = func(*self._with_values(args), **self._with_values(kwargs))
-        self._answers.update(repr(map_tensors(lambda tensor: tensor.tolist(), result)).encode())
-        return result
-
     def _with_values(self, tree: Any) -> Any:
-        return map_tensors(lambda t: self.value(self.view(t)) if _mode_of(t) is self else t, tree)
+        return map_tensors(lambda t: self.view(t).value() if recording_of(t) is self else t, tree)
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Any], result: Any) -> None:
-        made: list[tuple[int, torch.Tensor]] = []
-        known = set(self._numbers)
-        for place, tensor in enumerate(tensors_of(result)):
-            if id(tensor.untyped_storage()) not in known:
-                known.add(self._number(tensor))
-                made.append((place, tensor))
-        if not made and not written:
+        makes: list[tuple[int, View]] = []
+        for index, tensor in enumerate(tensors_of(result)):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._numbers:
+                self._numbers[id(storage)] = len(self._alive)
+                self._alive.append(storage)
+                makes.append((index, self.view(tensor)))
+        if not makes and not written:
             return  # a view, or an operator that needs the shape only
-        op = Op(func, self._described(args), self._described(kwargs))
-        op.makes = [(place, self.view(tensor)) for place, tensor in made]
-        op.writes = {view.memory for _, view in op.makes} | {self.view(tensor).memory for tensor in written}
-        op.reads = {view.memory for view in leaves_of((op.args, op.kwargs), View)}
+        described = self._describe(args), self._describe(kwargs)
+        writes = {view.memory for _, view in makes} | {self.view(tensor).memory for tensor in written}
+        reads, seed = {view.memory for view in leaves_of(described, View)}, None
         if torch.Tag.nondeterministic_seeded in func.tags:
             generators = leaves_of((args, kwargs), torch.Generator)
-            op.seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
-        for memory in op.writes:
-            self._writers.setdefault(memory, []).append(len(self._ops))
-        self._ops.append(op)
+            seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
+        for memory in writes:
+            self._writers.setdefault(memory, []).append(len(self.ops))
+        self.ops.append(Op(func, *described, makes, writes, reads, seed, torch.get_default_dtype()))
 
-    def _number(self, tensor: torch.Tensor) -> int:
-        key = id(tensor.untyped_storage())
-        self._numbers[key] = len(self._alive)
-        self._alive.append(tensor.untyped_storage())
-        return key
+    def _describe(self, tree: Any) -> Any:
+        def describe(leaf: Any) -> View | Constant | Drawn:
+            if isinstance(leaf, torch.Generator):
+                return Drawn(leaf.device)
+            return self.view(leaf) if recording_of(leaf) is self else Constant.of(leaf)
 
-    def _described(self, tree: Any) -> Any:
-        return map_tensors(lambda t: self.view(t) if _mode_of(t) is self else Constant.of(t), tree)
+        return map_tensors(describe, tree, (torch.Tensor, torch.Generator))
 
 
 def _unknown(shape: tuple[int, ...]) -> InputError:
@@ -180,13 +265,26 @@ def _unknown(shape: tuple[int, ...]) -> InputError:
 
 def recording_of(tensor: object) -> Recording | None:
     """The recording of a `tensor` without memory; None for any other tensor."""
-    mode = _mode_of(tensor)
+    mode = getattr(tensor, "fake_mode", None) if isinstance(tensor, torch.Tensor) else None
     return mode if isinstance(mode, Recording) else None
 
 
-def _mode_of(tensor: object) -> Any:
-    """The mode in which `tensor` was made, if it has no memory."""
-    return getattr(tensor, "fake_mode", None) if isinstance(tensor, torch.Tensor) else None
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A scope with this default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of values, shape and dtype."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    values = hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
+    return f"{values} {tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -87,7 +87,7 @@ class FSDP(DataStrategy):
         inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state)
         if not data.reshard_after_forward:  # writes into weights after an evaluation have to reach the shards
             model.register_forward_hook(self._after_forward)
-        inputs.finish()
+        inputs.make(model)
         self._move(device)
         self.sharded = [(s, s.source.param) for s in self.originals.values() if s.source is not None]
         if param_dtype is not None:
