@@ -70,6 +70,9 @@ class Probes(EngineHook):
         parallel: applied to `model`; None: nothing is.
         stages: of a pipeline, on this rank.
         criterion: watched, too.
+
+    Attributes:
+        attached: the hooks are registered.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Probes(EngineHook):
         self._stages = stages
         self._criterion = criterion
         self._names: dict[nn.Module, str] = {}
+        self.attached = False
         self._scope = ExitStack()
         self._order = 0
         self._place = 0, 0  # stage and microbatch
@@ -103,14 +107,9 @@ class Probes(EngineHook):
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
-    @property
-    def attached(self) -> bool:
-        """True if the hooks are registered."""
-        return bool(self._names)
-
     def attach(self) -> None:
         """Register the hooks."""
-        scope, held = self._scope, self._criterion
+        self.attached, scope, held = True, self._scope, self._criterion
         partition = None if self._parallel is None else self._parallel.plans.partition
         not_called = set() if partition is None else {module for _, module in partition.not_called(self._model)}
         self._names = {module: name for name, module in self._model.named_modules() if module not in not_called}
@@ -132,7 +131,7 @@ class Probes(EngineHook):
     def detach(self) -> None:
         """Remove the hooks."""
         self._scope.close()
-        self._names, self._open = {}, []
+        self.attached, self._names, self._open = False, {}, []
 
     def _begin_stage(self, stage: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._place = stage.index, int(kwargs["index"])

@@ -34,6 +34,8 @@ class Accumulation:
         trained: passes the trained parameters to `reducer`.
 
     Attributes:
+        update: takes the update of a cycle.
+        precision: of forward, loss and backward.
         index: finished microbatches of this cycle.
         seed_divisor: each loss is divided by it in backward.
         has_backward: a backward ran since the last `count_microbatch`.
@@ -58,8 +60,8 @@ class Accumulation:
         self.reducer = reducer
         self.seed_divisor = float(length) if reduction == "mean" else 1.0
         self.averaged = False
-        self._update = update
-        self._precision = precision
+        self.update = update
+        self.precision = precision
         self._guard = guard
         self._context = context
         self._trained = trained
@@ -74,7 +76,7 @@ class Accumulation:
     @property
     def holds_gradients(self) -> bool:
         """True if there are gradients that no update has used yet."""
-        return self._update.has_gradients
+        return self.update.has_gradients
 
     @property
     def position(self) -> str:
@@ -102,7 +104,7 @@ class Accumulation:
             InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
         self.refuse_averaged("engine.backward()")
-        update, reducer = self._update, self.reducer
+        update, reducer = self.update, self.reducer
         update.loss_scales.check_id(loss_id)
         if pipeline is None:
             loss, weight = self.check_loss(loss)
@@ -119,12 +121,12 @@ class Accumulation:
                 self._trained.follow(reducer)
             reducer.open(reduces and pipeline is None)
         try:
-            with self._precision.backward():
+            with self.precision.backward():
                 if pipeline is None:
                     update.backward(loss, self.seed_divisor, retain_graph, loss_id)
                 else:
                     pipeline.backward(loss, loss_id, retain_graph, reducer, reduces)
-            self._precision.clear_weight_cache()
+            self.precision.clear_weight_cache()
             self.has_backward = True
             if reduces and reducer is not None:
                 reducer.finish()
@@ -153,7 +155,7 @@ class Accumulation:
                 )
             loss, weight = loss
         _check_scalar(loss)
-        self._precision.check_loss(loss)
+        self.precision.check_loss(loss)
         if isinstance(weight, torch.Tensor):
             weight = weight.detach().to(loss.device, torch.float64, non_blocking=True)
         elif weight is not None:  # filled there: a copy from the host would be waited for
@@ -177,7 +179,7 @@ class Accumulation:
         try:
             divisor = self.grad_divisor()
             self._guard.check(divisor)
-            result = self._update.step(divisor)
+            result = self.update.step(divisor)
         except BaseException:
             self.clear()
             raise
@@ -207,13 +209,13 @@ class Accumulation:
 
     def clear(self) -> None:
         """Forget the gradients and begin a new cycle."""
-        self._update.zero_grad()
+        self.update.zero_grad()
         self.end_update()
 
     def end_update(self) -> None:
         """Begin a new cycle, after the update has used its gradients."""
         self._guard.forget()
-        self._precision.clear_weight_cache()  # the weights may have changed
+        self.precision.clear_weight_cache()  # the weights may have changed
         if self.reducer is not None:
             self.reducer.forget()
         self.index = 0

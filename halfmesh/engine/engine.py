@@ -16,14 +16,13 @@ from ..checkpoint import export
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
-from ..errors import InputError, NonFiniteError, refuse_closure, show
+from ..errors import InputError, NonFiniteError, refuse_closure
 from ..utils.engine_hook import Hooks, Progress
 from .ema import AveragedModel
 from .executor import DirectExecutor
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:
-    from ..amp.precision import Precision
     from ..checkpoint.preemption import PreemptionHook
     from ..checkpoint.state import ShardedState
     from ..config import Config
@@ -61,7 +60,6 @@ class Engine:
         context: ParallelContext,
         config: Config,
         plan: EffectivePlan,
-        precision: Precision,
         accumulation: Accumulation,
         executor: DirectExecutor | PipelineExecutor,
         lr: LRAdvance,
@@ -83,9 +81,10 @@ class Engine:
         self._parallel = state.parallel_model
         self._average = state.average
         self._criterion = criterion
-        self._precision = precision
         self._accumulation = accumulation
+        self._precision = accumulation.precision
         self._executor = executor
+        self._forward = state.parallel_model.full_call(state.model, executor.forward)
         self._lr = lr
         self._dataloader = dataloader
         self._eval_dataloader = eval_dataloader
@@ -106,9 +105,14 @@ class Engine:
         """
         self._refuse_if_closed()
         self._update.sync_writes()
-        self._hooks.run("before_forward", args, kwargs)
-        with self._explained(), self._guard:
-            return self._parallel.call(self.model, self._executor.forward, args, kwargs)
+        for told in self._hooks.calls["before_forward"]:
+            told(args, kwargs)
+        try:
+            with self._guard:
+                return self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
@@ -117,8 +121,12 @@ class Engine:
         """
         if self._criterion.function is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        with self._explained(), self._parallel.scope():
-            return self._executor.criterion(self._criterion.function, *args, **kwargs)
+        try:
+            with self._parallel.scope():
+                return self._executor.criterion(self._criterion.function, *args, **kwargs)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -133,16 +141,21 @@ class Engine:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
         """
         self._refuse_if_closed()
-        self._hooks.run("before_backward", loss)
+        for told in self._hooks.calls["before_backward"]:
+            told(loss)
         loader = self._dataloader
         is_last_batch = loader is not None and loader.at_end
         pipeline = None if isinstance(self._executor, DirectExecutor) else self._executor
-        with self._explained(), self._parallel.scope():
-            self._accumulation.backward(
-                loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id, pipeline=pipeline
-            )
-        self._parallel.check_loss(loss)
-        self._hooks.run("after_backward", loss)
+        try:
+            with self._parallel.scope():
+                self._accumulation.backward(
+                    loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id, pipeline=pipeline
+                )
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        for told in (*self._parallel.loss_checks, *self._hooks.calls["after_backward"]):
+            told(loss)
         if loader is not None:
             loader.note_training()
 
@@ -162,21 +175,23 @@ class Engine:
             NonFiniteError: inf or nan, by `on_nonfinite` and `max_consecutive_skips`; with a diagnosis.
             SyncError: with `debug="sync"`: values differ that should be equal on all ranks.
         """
-        refuse_closure("engine.step", closure)
-        if not isinstance(last, bool):
-            raise InputError(f"engine.step(last={show(last)}): expected True or False")
+        if closure is not None:
+            refuse_closure("engine.step", closure)
         self._refuse_if_closed()
-        self._lr.check()
-        self._hooks.run("before_step")
         accumulation, progress = self._accumulation, self._progress
+        lr = None if self._lr.scheduler is None else self._lr
+        if lr is not None:
+            lr.check()
+        for told in self._hooks.calls["before_step"]:
+            told()
         if not accumulation.has_backward and not (last and accumulation.in_progress):
             raise InputError(
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
                 "(loss.backward() does not count)"
             )
         updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
-        if updates:
-            self._lr.settle()
+        if updates and lr is not None:
+            lr.settle()
         accumulation.count_microbatch()
         if not updates:
             return None
@@ -192,8 +207,10 @@ class Engine:
         progress.global_step += 1
         if self._average.values:
             self._average.after_step()
-        self._lr.after(result)
-        self._hooks.run("after_step", result)
+        if lr is not None:
+            lr.after(result)
+        for told in self._hooks.calls["after_step"]:
+            told(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -580,15 +597,10 @@ class Engine:
             self._accumulation.refuse_averaged(call)
         self.context.agree_on_call(call.removesuffix("()"))
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """A scope in which known errors of torch are explained."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._parallel.explain(error)
-            self._precision.explain(self.model, error)
-            raise
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise InputError for a known error of torch in forward, criterion or backward."""
+        self._parallel.explain(error)
+        self._precision.explain(self.model, error)
 
 
 def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:

@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.precision import Precision, cast_model
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import SameCalls
 from ..utils.tensors import tensors_of
 from .accumulation import Accumulation
+from .parallelize import ParallelModel
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
-    from .parallelize import ParallelModel
     from .pipeline_executor import PipelineExecutor
 
 
-class DirectExecutor:
-    """Computes immediately: no pipeline splits the model.
+@contextmanager
+def random_numbers(
+    parallel_model: ParallelModel, model: nn.Module, saving: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[None]:
+    """The scope of a forward, or of a batch's passes through stages: in training the model draws from its own
+    generators. (With stages in evaluation, too, where some modules may be in training mode.)"""
+    random, trains = parallel_model.random, model.training or parallel_model.plans.partition is not None
+    if random is None or random.is_open or not trains:  # open: a criterion that calls the engine
+        with saving():
+            yield
+        return
+    parallel_model.settle()  # a backward may have left a fork open, which must not be restored
+    with parallel_model.host_random if parallel_model.same_layers else nullcontext(), random:
+        try:
+            with saving():
+                yield
+        finally:
+            parallel_model.settle()
 
-    Args:
-        scope: entered around each forward.
-        same: compare calls over the ranks that compute one batch.
-    """
+
+class DirectExecutor:
+    """Computes immediately: no pipeline splits the model."""
 
     stages = ()
 
-    def __init__(
-        self,
-        model: nn.Module,
-        precision: Precision,
-        scope: Callable[[], AbstractContextManager[Any]],
-        same: Sequence[SameCalls],
-    ) -> None:
+    def __init__(self, parallel_model: ParallelModel, model: nn.Module, accumulation: Accumulation) -> None:
         self._model = model
-        self._precision = precision
-        self._scope = scope
-        self._same = same
+        self._precision = accumulation.precision
+        saving, is_alone = parallel_model.saving(model), parallel_model.random is None
+        self._scope = saving if is_alone else partial(random_numbers, parallel_model, model, saving)
+        self._same = parallel_model.same
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
@@ -70,28 +77,13 @@ class DirectExecutor:
 def make_executor(
     parallel_model: ParallelModel,
     model: nn.Module,
-    precision: Precision,
-    update: MixedPrecisionOptimizer,
     accumulation: Accumulation,
     context: ParallelContext,
     options: PipelineConfig,
 ) -> DirectExecutor | PipelineExecutor:
     """The executor for a model that was cast and parallelized."""
-    params = parallel_model.axes.get("pipeline")
-    if params is None:
-        return DirectExecutor(model, precision, parallel_model.around_call(model), parallel_model.same)
-    from ..parallel.pipeline.runner import Pipeline
-    from ..parallel.pipeline.stage import ForwardContext
-    from ..parallel.pipeline.stage_params import StageParameters
-    from ..parallel.registries import SCHEDULES
+    if "pipeline" not in parallel_model.axes:
+        return DirectExecutor(parallel_model, model, accumulation)
     from .pipeline_executor import PipelineExecutor
 
-    assert isinstance(params, StageParameters)
-    cast_model(params.meta_model, update.recipe)
-    forward_context = ForwardContext(precision.autocast, parallel_model.settle, parallel_model.saving(model))
-    schedule = SCHEDULES.get(options.schedule)
-    pipeline = Pipeline(model, params, schedule, context, forward_context)
-    scope = partial(parallel_model.random_numbers, model)
-    return PipelineExecutor(
-        model, pipeline, options, context, precision, update, accumulation, scope, parallel_model.same
-    )
+    return PipelineExecutor(parallel_model, model, accumulation, context, options)

@@ -14,7 +14,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.step_result import is_captured
 from ..errors import InputError, shorten
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import ADVICE, differ, is_checked, norms, same_trained
+from ..parallel.rank_checks import ADVICE, differ, norms, same_trained
 from ..parallel.reducer import Reduction
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
@@ -58,7 +58,7 @@ _WRITTEN = (
     "averages values)",
 )
 """Of weights that are lost, lost in the masters, and unlike."""
-_LOOKS = 3
+_LOOKS = 2
 """The first updates with finite gradients, in which writes through `grad.data` are seen, too, which torch does not
 count."""
 
@@ -208,6 +208,7 @@ class ForwardWrites(EngineHook):
         self._state = state
         self._context = context
         self._steps = 0
+        self._next = 1  # of the steps, that is looked at
         self._evaluated = -1  # at which of the steps
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,12 +219,13 @@ class ForwardWrites(EngineHook):
     def before_step(self) -> None:
         self._steps += 1
         data = self._state.parallel_model.data
-        if is_checked(self._steps):
+        if self._steps == self._next:
+            self._next *= 10
             found = data.find_lost_writes(False), self._state.update.master_weights.uncounted(), self._find_unlike()
             for text, names in zip(_WRITTEN, zip(*self._context.everyone(found), strict=True), strict=True):
                 if some := sorted(set().union(*names)):
                     raise InputError(text % shorten(some))
-        if is_checked(self._steps + 1):
+        if self._steps + 1 == self._next:
             data.find_lost_writes(True)
 
     def _find_unlike(self) -> set[str]:

@@ -211,7 +211,7 @@ def _make_engine(
     has_divisor = config.gradient_accumulation > 1 or config.loss_reduction == "weighted"
     gradients = GradientGuard(update, model, sharded=bool(parallel_model.axes), has_divisor=has_divisor)
     accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
-    executor = make_executor(parallel_model, model, precision, update, accumulation, context, config.parallel.pipeline)
+    executor = make_executor(parallel_model, model, accumulation, context, config.parallel.pipeline)
     ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
     parallel_model.checkpoint_and_compile(model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
@@ -258,7 +258,6 @@ def _make_engine(
         context=context,
         config=config,
         plan=make_plan(config, context, state, lr, recipe, given.dataloader),
-        precision=precision,
         accumulation=accumulation,
         executor=executor,
         lr=lr,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
@@ -62,15 +61,12 @@ class LastStage:
 
     def __init__(
         self,
-        precision: Precision,
-        update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
         loss: PipelineLoss,
         keeps_outputs: bool,
-        params: Collection[nn.Parameter] | None = None,
+        params: Collection[nn.Parameter] | None,
     ) -> None:
-        self._precision = precision
-        self._update = update
+        self._precision = accumulation.precision
         self._accumulation = accumulation
         self._handle: Handle = loss.output
         self._criterion: CriterionCalls = loss.call
@@ -98,7 +94,7 @@ class LastStage:
         self._losses[index] = total.detach()
         if weight is not None:
             self._weights[index] = weight
-        return self._update.scaled(total, self._divisor)
+        return self._accumulation.update.scaled(total, self._divisor)
 
     def figures(self, device: torch.device) -> torch.Tensor:
         """The batch's loss, its weight if weighted, and if compared the loss computed on the full batch, nan if equal:

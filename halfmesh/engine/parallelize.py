@@ -67,6 +67,7 @@ class ParallelModel:
     Attributes:
         axes: each applied axis larger than 1, in the order of application.
         data: the applied data strategy.
+        loss_checks: raise InputError if a loss should be the same on other ranks, and is not.
         own_rng_axes: axes of the mesh whose ranks compute different things, with different random numbers.
         random: the model's random number generators, if there are several ranks.
         compiled: the modules that `compile` has compiled.
@@ -96,12 +97,16 @@ class ParallelModel:
         self.random = ModelRNG(seed, context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Python's and numpy's random numbers where ranks call the same layers, or different stages of one model."""
-        self._same_layers = any(AXES.get(name).same_rng for name in plans.axes)
+        self.same_layers = any(AXES.get(name).same_rng for name in plans.axes)
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
             inputs = AxisInputs(model, optimizer, plan, context, plans.partition is not None)
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
+        self._settles, scopes = self._overridden("settle"), self._overridden("scope")
+        self.loss_checks: list[Callable[[Any], None]] = self._overridden("check_loss")
+        self.scope: Callable[[], AbstractContextManager[Any]] = partial(_within, scopes) if scopes else nullcontext
+        """The scope of criterion and backward."""
 
     def make_shards(
         self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
@@ -181,53 +186,22 @@ class ParallelModel:
         """Comparisons of calls over the ranks that compute the same; one for each such axis."""
         return [axis.same for axis in self.axes.values() if axis.same is not None]
 
-    def call(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """The output of the full model; `forward` computes this rank's share of it."""
+    def full_call(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that returns the output of the full model; `forward` computes this rank's share of it."""
         for axis in self.axes.values():
-            forward = partial(_call, axis, model, forward)
-        return forward(*args, **kwargs)
+            if type(axis).call is not AppliedAxis.call:
+                forward = partial(_call, axis, model, forward)
+        return forward
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """The scope around criterion and backward."""
-        with ExitStack() as scopes:
-            for axis in self.axes.values():
-                scopes.enter_context(axis.scope())
-            yield
-
-    def check_loss(self, loss: Any) -> None:
-        """Raise InputError if `loss` should be the same on other ranks, and is not."""
-        for axis in self.axes.values():
-            axis.check_loss(loss)
+    def _overridden(self, name: str) -> list[Any]:
+        """The methods of the axes that are not those of AppliedAxis, so that a step calls nothing in vain."""
+        axes = self.axes.values()
+        return [getattr(axis, name) for axis in axes if getattr(type(axis), name) is not getattr(AppliedAxis, name)]
 
     def settle(self) -> None:
         """Reset the axes: a forward or backward may have ended early."""
-        for axis in self.axes.values():
-            axis.settle()
-
-    @contextmanager
-    def random_numbers(
-        self, model: nn.Module, saving: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> Iterator[None]:
-        """The scope of a forward, or of a batch's passes through stages: in training the model draws from its own
-        generators. (With stages in evaluation, too, where some modules may be in training mode.)"""
-        trains = model.training or self.plans.partition is not None
-        if self.random is None or self.random.is_open or not trains:  # open: a criterion that calls the engine
-            with saving():
-                yield
-            return
-        self.settle()  # a backward may have left a fork open, which must not be restored
-        with self.host_random if self._same_layers else nullcontext(), self.random:
-            try:
-                with saving():
-                    yield
-            finally:
-                self.settle()
-
-    def around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-        """The scope of a forward of the full model: its random numbers, and `saving`."""
-        saving = self.saving(model)
-        return saving if self.random is None else partial(self.random_numbers, model, saving)
+        for settle in self._settles:
+            settle()
 
     def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
         """The scope of a forward of `model`, or of a stage, that offloads what autograd saves."""
@@ -271,9 +245,17 @@ class ParallelModel:
 
 def _params_of(criterion: Any, model: nn.Module) -> set[nn.Parameter]:
     """The parameters of a criterion, which may be a submodule of `model`, or contain one."""
-    apart = isinstance(criterion, nn.Module) and model not in set(criterion.modules())
-    return set(criterion.parameters()) if apart else set()
+    is_outside = isinstance(criterion, nn.Module) and model not in set(criterion.modules())
+    return set(criterion.parameters()) if is_outside else set()
 
 
 def _call(axis: AppliedAxis, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return axis.call(model, forward, args, kwargs)
+
+
+@contextmanager
+def _within(scopes: Sequence[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope())
+        yield

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.precision import Precision
+from ..amp.precision import cast_model
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.comm import gather_objects
@@ -20,12 +19,17 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.schedules import Given, Splitter, choose_count
+from ..parallel.pipeline.stage import ForwardContext
+from ..parallel.pipeline.stage_params import StageParameters
 from ..parallel.rank_checks import SameCalls, is_checked
 from ..parallel.reducer import Reduction
+from ..parallel.registries import SCHEDULES
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
+from .executor import random_numbers
 from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
+from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 from .row_trial import NOT_BY_ROWS, refuse_mixed_rows
 
@@ -55,37 +59,30 @@ class _Forward:
 
 
 class PipelineExecutor:
-    """The executor of a rank that holds some stages of the model.
-
-    Args:
-        scope: of the passes of a batch, for the model's random numbers.
-        same: compare calls over the ranks of a stage that compute one batch.
-    """
+    """The executor of a rank that holds some stages of the model."""
 
     def __init__(
         self,
+        parallel_model: ParallelModel,
         model: nn.Module,
-        pipeline: Pipeline,
-        options: PipelineConfig,
-        context: ParallelContext,
-        precision: Precision,
-        update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
-        scope: Callable[[], AbstractContextManager[Any]],
-        same: Sequence[SameCalls],
+        context: ParallelContext,
+        options: PipelineConfig,
     ) -> None:
+        params = parallel_model.axes["pipeline"]
+        assert isinstance(params, StageParameters)
+        self._accumulation, self._precision, self._update = accumulation, accumulation.precision, accumulation.update
+        cast_model(params.meta_model, self._update.recipe)
+        forward = ForwardContext(self._precision.autocast, parallel_model.settle, parallel_model.saving(model))
+        self._pipeline = Pipeline(model, params, SCHEDULES.get(options.schedule), context, forward)
+        self.stages = self._pipeline.stages
         self._model = model
-        self._pipeline = pipeline
-        self.stages = pipeline.stages
         self._options = options
         self._context = context
-        self._precision = precision
-        self._update = update
-        self._accumulation = accumulation
-        self._scope = scope
+        self._scope = partial(random_numbers, parallel_model, model)
         self._group = context.group("pp")
-        self._computing = [SameCalls(self._group, "pipeline"), *same]  # ranks that compute one batch
-        self._same = same
+        self._same = parallel_model.same
+        self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
         self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._most_rows = 0  # of a microbatch so far
         self._split_batches = 0  # so far
@@ -149,7 +146,7 @@ class PipelineExecutor:
         params = None if self._has_run else list(self._model.parameters())
         self._has_run = True
         keeps_outputs = self._options.keep_outputs
-        last = LastStage(self._precision, self._update, self._accumulation, loss, keeps_outputs, params)
+        last = LastStage(self._accumulation, loss, keeps_outputs, params)
 
         def finish(output: Any, index: int) -> torch.Tensor:
             self._compare_output(output)

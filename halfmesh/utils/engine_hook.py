@@ -65,11 +65,16 @@ class EngineHook:
 
 
 class Hooks:
-    """The hooks of an engine."""
+    """The hooks of an engine.
+
+    Attributes:
+        calls: by event, the methods of the hooks that override it; the engine's loop runs over them.
+    """
 
     def __init__(self) -> None:
         self._hooks: list[EngineHook] = []
-        self._calls: dict[str, list[Callable[..., None]]] = {}
+        self.calls: dict[str, list[Callable[..., None]]] = {}
+        self._set([])
 
     def add(self, hook: EngineHook) -> None:
         """From now on `hook` runs after the others."""
@@ -86,7 +91,7 @@ class Hooks:
 
     def run(self, event: str, *args: Any) -> None:
         """Call the hooks that override `event`."""
-        for call in self._calls.get(event, ()):
+        for call in self.calls[event]:
             call(*args)
 
     def close(self, error: BaseException | None) -> None:
@@ -97,7 +102,7 @@ class Hooks:
             hook.close(error)
 
     def _set(self, hooks: list[EngineHook]) -> None:
-        self._hooks, self._calls = hooks, {}
+        self._hooks = hooks
         for event in (name for name in vars(EngineHook) if not name.startswith("_")):
             overriding = [hook for hook in hooks if getattr(type(hook), event) is not getattr(EngineHook, event)]
-            self._calls[event] = [getattr(hook, event) for hook in overriding]
+            self.calls[event] = [getattr(hook, event) for hook in overriding]
