@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,17 +74,16 @@ class Checkpointed:
         self._refuse_caches(kwargs)
         before = self._copy_changing()
         training = [module.training for module in self._module.modules()]
-        again = functools.partial(self._again, training, before)
         names = tuple(kwargs)
 
         def run(*values: Any) -> Any:
             count = len(values) - len(names)
             return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        def contexts() -> tuple[AbstractContextManager[Any], _Again]:
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             keeps = self._keep_products
             first, second = create_selective_checkpoint_contexts(_policy) if keeps else (nullcontext(), nullcontext())
-            return first, _Again(again, second)
+            return first, _Again(functools.partial(self._again, training, before, second))
 
         with self._saving():
             # Not as keywords: torch would neither save tensors among them nor see the device of random numbers.
@@ -128,20 +127,25 @@ class Checkpointed:
             del before[name]
 
     @contextmanager
-    def _again(self, training: Sequence[bool], before: dict[str, torch.Tensor]) -> Iterator[None]:
+    def _again(
+        self, training: Sequence[bool], before: dict[str, torch.Tensor], selective: AbstractContextManager[Any]
+    ) -> Iterator[None]:
         """The scope of a recomputation: training modes as in the forward, and copies of buffers, which are dropped."""
         modules, originals = list(self._module.modules()), dict(self._buffers())
         now = [module.training for module in modules]
-        _set_training(modules, training)
+        for module, flag in zip(modules, training, strict=True):
+            module.training = flag
         for name, buffer in originals.items():
             if name in before or self._is_statistic(name):
                 self._set_buffer(name, before.get(name, buffer).detach().clone())
         try:
-            yield
+            with selective:
+                yield
         finally:
             for name, buffer in originals.items():
                 self._set_buffer(name, buffer)
-            _set_training(modules, now)
+            for module, flag in zip(modules, now, strict=True):
+                module.training = flag
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._module.named_buffers(remove_duplicate=False)
@@ -154,27 +158,18 @@ class Checkpointed:
         return isinstance(self._module.get_submodule(name.rpartition(".")[0]), RUNNING_STATISTICS)
 
 
-class _Again:
-    """Nested scopes that can be entered again: there may be several recomputations."""
+class _Again(AbstractContextManager[None]):
+    """A scope that can be entered again: there may be several recomputations."""
 
-    def __init__(self, first: Callable[[], AbstractContextManager[Any]], second: AbstractContextManager[Any]) -> None:
-        self._first, self._second = first, second
-        self._open = ExitStack()
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._first())
-            stack.enter_context(self._second)
-            self._open = stack.pop_all()
+        self._open = self._make()
+        self._open.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
-
-
-def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
-    for module, flag in zip(modules, flags, strict=True):
-        if module.training != flag:
-            module.training = flag
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

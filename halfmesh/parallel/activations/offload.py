@@ -67,8 +67,8 @@ class Offload:
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self._device = device
         self._copies = copies
-        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
-        self._last: weakref.ref[_Copied] | None = None
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()  # tensors that are being copied, and the events of it
+        self._last: weakref.ref[_OnHost] | None = None
 
     def inputs(self) -> AbstractContextManager[Any]:
         """The scope for module inputs, among which there are no weights."""
@@ -80,29 +80,44 @@ class Offload:
         return saved_tensors_hooks(lambda tensor: self._pack(tensor, own), operator.call)
 
     def _pack(self, tensor: torch.Tensor, own: frozenset[int]) -> Callable[[], torch.Tensor]:
-        if not self._moves(tensor) or _storage(tensor) in own or _is_cast_of_parameter(tensor):
-            return _Kept(tensor)
-        if self._copies is None and self._device.type == "cuda":
-            self._copies = Copies(self._device)
-        if self._copies is None:
-            return _OnHost(tensor.detach().clone(), tensor)
-        return self._copy_out(tensor, self._copies)
-
-    def _moves(self, tensor: torch.Tensor) -> bool:
-        return (
+        moves = (
             tensor.device.type == self._device.type
             and tensor.layout == torch.strided
             and tensor.numel() * tensor.element_size() >= SMALLEST
         )
-
-    def _copy_out(self, tensor: torch.Tensor, copies: Copies) -> _Copied:
-        while len(self._leaving) >= IN_FLIGHT:  # after this wait the computation may reuse its memory
-            copies.wait(self._leaving.popleft()[1])
-        host, event = copies.to_host(tensor)
+        if not moves or _storage(tensor) in own or _is_cast_of_parameter(tensor):
+            return _Kept(tensor)
+        if self._copies is None and self._device.type == "cuda":
+            self._copies = Copies(self._device)
+        if self._copies is None:
+            return _OnHost(tensor.detach().clone(), tensor, self, None)
+        self.wait_for_leaving(IN_FLIGHT - 1)
+        host, event = self._copies.to_host(tensor)
         self._leaving.append((tensor.detach(), event))
-        packed = _Copied(host, tensor, copies, self._leaving, self._last)
+        packed = _OnHost(host, tensor, self, self._last)
         self._last = weakref.ref(packed)
         return packed
+
+    def wait_for_leaving(self, count: int) -> None:
+        """Wait until at most `count` copies to the host are pending: the computation may reuse the others' memory."""
+        while self._copies is not None and len(self._leaving) > count:
+            self._copies.wait(self._leaving.popleft()[1])
+
+    def fetch(self, packed: _OnHost) -> torch.Tensor:
+        """The tensor that backward needs; those saved just before it, which are next, are begun to be copied."""
+        if self._copies is None:
+            return packed.host
+        self.wait_for_leaving(0)
+        tensor, event = packed.fetched or self._copies.to_device(packed.host)
+        packed.fetched = None  # a second backward fetches it again
+        for _ in range(IN_FLIGHT):
+            earlier = None if packed.before is None else packed.before()
+            if earlier is None:
+                break
+            packed = earlier
+            packed.fetched = packed.fetched or self._copies.to_device(packed.host)
+        self._copies.wait(event)
+        return tensor
 
 
 class _Kept:
@@ -119,10 +134,22 @@ class _Kept:
 
 
 class _OnHost:
-    """A copy of `tensor` in `host`. Later writes to `tensor` are refused: the copy may not be finished."""
+    """A copy of `tensor` in `host`. Later writes to `tensor` are refused: the copy may not be finished.
 
-    def __init__(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
+    Args:
+        before: the tensor that was saved before this one; backward needs it next.
+
+    Attributes:
+        fetched: a copy on the device that was begun, and the event of its end.
+    """
+
+    def __init__(
+        self, host: torch.Tensor, tensor: torch.Tensor, offload: Offload, before: weakref.ref[_OnHost] | None
+    ) -> None:
         self.host = host
+        self.before = before
+        self.fetched: tuple[torch.Tensor, Any] | None = None
+        self._offload = offload
         self._counter = tensor.detach()  # counts the writes to `tensor`, without its memory
         self._counter.data = tensor.new_empty(0)
         self._version = versions([self._counter])
@@ -130,51 +157,7 @@ class _OnHost:
     def __call__(self) -> torch.Tensor:
         if versions([self._counter]) != self._version:
             raise _written(self.host)
-        return self._fetch()
-
-    def _fetch(self) -> torch.Tensor:
-        return self.host
-
-
-class _Copied(_OnHost):
-    """A copy that `copies` made.
-
-    Args:
-        leaving: tensors that are kept until they are copied; backward frees them.
-        before: the tensor that was saved before this one; backward needs it next.
-    """
-
-    def __init__(
-        self,
-        host: torch.Tensor,
-        tensor: torch.Tensor,
-        copies: Copies,
-        leaving: deque[tuple[torch.Tensor, Any]],
-        before: weakref.ref[_Copied] | None,
-    ) -> None:
-        super().__init__(host, tensor)
-        self._copies = copies
-        self._leaving = leaving
-        self._before = before
-        self._fetched: tuple[torch.Tensor, Any] | None = None
-
-    def _fetch(self) -> torch.Tensor:
-        while self._leaving:
-            self._copies.wait(self._leaving.popleft()[1])
-        tensor, event = self._fetched or self._copies.to_device(self.host)
-        self._fetched = None  # a second backward fetches it again
-        earlier = self._earlier()
-        for _ in range(IN_FLIGHT):
-            if earlier is None:
-                break
-            if earlier._fetched is None:
-                earlier._fetched = self._copies.to_device(earlier.host)
-            earlier = earlier._earlier()
-        self._copies.wait(event)
-        return tensor
-
-    def _earlier(self) -> _Copied | None:
-        return None if self._before is None else self._before()
+        return self._offload.fetch(self)
 
 
 def _written(tensor: torch.Tensor) -> RuntimeError:

@@ -209,9 +209,9 @@ def recomputed_from_other_inputs(patch: pytest.MonkeyPatch) -> None:
 
 def recomputed_in_evaluation(patch: pytest.MonkeyPatch) -> None:
     """A block is computed again with its modules in evaluation."""
-    inner = checkpoint._set_training
+    inner = checkpoint.Checkpointed._again
     patch.setattr(
-        checkpoint, "_set_training", lambda modules, flags: inner(modules, [flag and not _again() for flag in flags])
+        checkpoint.Checkpointed, "_again", lambda self, flags, *more: inner(self, [False for _ in flags], *more)
     )
 
 
@@ -219,7 +219,7 @@ def offloaded_in_half(patch: pytest.MonkeyPatch) -> None:
     """Activations are rounded to bfloat16 on their way to the host."""
     inner = offload._OnHost.__init__
     patch.setattr(
-        offload._OnHost, "__init__", lambda self, host, tensor: inner(self, host.bfloat16().to(host.dtype), tensor)
+        offload._OnHost, "__init__", lambda self, host, *more: inner(self, host.bfloat16().to(host.dtype), *more)
     )
 
 
@@ -228,7 +228,7 @@ def offload_buffer_used_twice(patch: pytest.MonkeyPatch) -> None:
     places: dict[Any, torch.Tensor] = {}
     inner = offload._OnHost.__init__
 
-    def init(self: Any, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        inner(self, places.setdefault((host.shape, host.dtype), host).copy_(host), tensor)
+    def init(self: Any, host: torch.Tensor, *more: Any) -> None:
+        inner(self, places.setdefault((host.shape, host.dtype), host).copy_(host), *more)
 
     patch.setattr(offload._OnHost, "__init__", init)
