@@ -11,7 +11,7 @@ Read in this order:
     master_weights  fp32 masters in the user's optimizer, and the full precision of tensors that are not trained
     loss_scaler     how a scale moves, the seed of backward, and several losses
     grad_norm       norm and overflow, the same on all ranks
-    stepper         calls `optimizer.step()`; fused: with which implementation
+    stepper         calls `optimizer.step()`, with which implementation
     step_result     the host's view of an update, and the end of a run with too many skipped updates
 
 It imports `utils`, `options` and `errors` only, never `parallel`: it reaches other ranks by an all-reduce it is given.

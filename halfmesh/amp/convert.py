@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import InputError
 from ..utils.optimizer_state import cast, cast_state, repoint
-from ..utils.param_shard import ParamShard, Publisher, Ranks
+from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks
 from ..utils.torch_private import assigns
 from .master_weights import MasterWeights, masters_for
 from .optimizer import MixedPrecisionOptimizer
@@ -59,7 +59,9 @@ def convert(
     changed = {tensor: dtypes[name] for name, tensor in _named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
-    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, options, masters, device, publisher)
+    update = MixedPrecisionOptimizer(
+        optimizer, shards, recipe, ranks or OneRank(), options or UpdateOptions(), masters, device, publisher
+    )
     for name, tensor in _named_tensors(model):
         if name in not_trained:  # taken out one by one, to free GPU memory while the originals go to the host
             update.master_weights.originals.add(tensor, not_trained.pop(name))

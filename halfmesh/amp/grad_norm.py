@@ -37,9 +37,9 @@ def grad_stats(
     grads: Grads,
     ranks: Ranks,
     device: torch.device,
-    norm_type: float = 2.0,
-    count_zeros: bool = False,
-    flags: torch.Tensor | None = None,
+    norm_type: float,
+    count_zeros: bool,
+    flags: torch.Tensor | None,
 ) -> GradStats:
     """Measure `grads` together with those of the other ranks.
 
@@ -57,16 +57,14 @@ def grad_stats(
     """
     norm = _local_norm(grads, device, norm_type)
     extra = [_count_zeros(grads, device).unsqueeze(0)] if count_zeros else []
-    if flags is not None:
-        extra.append(flags.flatten())
-    sums = torch.cat(extra) if extra else None
+    extra += [] if flags is None else [flags.flatten()]
     if ranks.size > 1:
-        norm, sums = _over_ranks(norm, sums, ranks, norm_type)
+        norm, *extra = _over_ranks([norm, *extra], ranks, norm_type)
     return GradStats(
         norm=norm,
         found_inf=(norm < math.inf).logical_not_().float(),
-        num_zeros=sums[0] if count_zeros and sums is not None else None,
-        flags=None if flags is None or sums is None else sums[-flags.numel() :].view_as(flags),
+        num_zeros=extra[0][0] if count_zeros else None,
+        flags=None if flags is None else extra[-1].view_as(flags),
     )
 
 
@@ -90,37 +88,34 @@ def first_nonfinite(grads: Grads) -> str | None:
     return next((shard.name for shard, grad in grads.items() if not bool(grad.isfinite().all())), None)
 
 
-def _over_ranks(
-    norm: torch.Tensor, sums: torch.Tensor | None, ranks: Ranks, norm_type: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The norm over all ranks, and the sums of `sums`."""
+def _over_ranks(mine: list[torch.Tensor], ranks: Ranks, norm_type: float) -> list[torch.Tensor]:
+    """The norm over all ranks of the first of `mine`, and the sums of the others, by one all-reduce."""
+    norm = mine[0]
     if math.isinf(norm_type):
         # SUM over one slot per rank, because a MAX all-reduce loses nan on gloo.
         own = torch.zeros(ranks.size, dtype=torch.float64, device=norm.device)
         own[ranks.rank] = norm
     else:
         own = (norm**norm_type).unsqueeze(0)
-    joined = own if sums is None else torch.cat([own, sums])
+    sent = [own, *mine[1:]]
+    joined = torch.cat(sent) if len(sent) > 1 else own
     ranks.all_reduce(joined)
-    own, rest = joined[: own.numel()], joined[own.numel() :]
-    norm = own.max() if math.isinf(norm_type) else own[0] ** (1 / norm_type)
-    return norm, None if sums is None else rest
+    own, *sums = joined.split([len(x) for x in sent])
+    return [own.max() if math.isinf(norm_type) else own[0] ** (1 / norm_type), *sums]
 
 
 def _local_norm(grads: Grads, device: torch.device, norm_type: float) -> torch.Tensor:
     """This rank's norm (0-dim float64), each element counted with its shard's weight."""
-    alike: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {}
     for shard, grad in grads.items():
         if grad.layout is not torch.strided:
             raise InputError(
                 f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
                 "gradient norm do not support; build its layer with sparse=False"
             )
-        if grad.numel() > 0:
-            alike.setdefault((shard.weight, grad.dtype, grad.device), []).extend(_chunks(grad))
     total: torch.Tensor | None = None
     common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
-    for (weight, dtype, _), chunks in alike.items():
+    for (weight, dtype, _), same in _by_kind(grads).items():
+        chunks = [chunk for grad in same for chunk in _chunks(grad)]
         accumulate = torch.float32 if common and dtype is not torch.float64 else torch.float64
         each = torch.stack(torch._foreach_norm(chunks, norm_type, dtype=accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
@@ -140,12 +135,18 @@ def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
 def _count_zeros(grads: Grads, device: torch.device) -> torch.Tensor:
     """The elements of this rank (0-dim float64) that are zero, each counted with its shard's weight."""
     total = torch.full((), sum(s.weight * g.numel() for s, g in grads.items()), dtype=torch.float64, device=device)
-    alike: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for shard, grad in grads.items():
-        alike.setdefault((shard.weight, grad.dtype, grad.device), []).append(grad)
-    for (weight, _, place), same in alike.items():
-        limit = bucket_bytes(place, sum(grad.numel() for grad in same))
+    for (weight, _, on), same in _by_kind(grads).items():
+        limit = bucket_bytes(on, sum(grad.numel() for grad in same))
         for bucket in by_bytes(same, limit, torch.Tensor.numel):  # copied, so that a few launches count them
             joined = torch.cat([in_memory_order(grad).reshape(-1) for grad in bucket])
             total -= weight * torch.count_nonzero(joined).to(device)
     return total
+
+
+def _by_kind(grads: Grads) -> dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]]:
+    """The gradients that have elements, by weight, dtype and device: a launch takes one kind."""
+    kinds: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for shard, grad in grads.items():
+        if grad.numel() > 0:
+            kinds.setdefault((shard.weight, grad.dtype, grad.device), []).append(grad)
+    return kinds

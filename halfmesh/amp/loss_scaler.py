@@ -13,8 +13,10 @@ from ..utils.param_shard import ParamShard, clear_grads, set_grad
 from ..utils.tensors import bucket_bytes, by_bytes
 from ..utils.torch_private import foreach_copy_, foreach_mul_
 from .grad_norm import GradStats, count_nonfinite
-from .recipe import HALF, LossScale, Recipe, UpdateOptions
+from .recipe import HALF, LossScale, Recipe
 from .step_result import HostCopy, is_captured
+
+_log = get_logger(__name__)
 
 _SMALLEST = 2.0**-126
 """Below this fp32 has no full precision, and soon none at all: a scale of zero could not be divided by."""
@@ -89,31 +91,36 @@ class LossScaler:
         self._hysteresis_left.fill_(state["hysteresis_left"])
 
 
-_log = get_logger(__name__)
-
-
 class LossScales:
     """Seeds backward with the loss scales, and moves them after each update.
 
+    Where several losses have dynamic scales each has its own. After each backward its gradients are then divided by
+    that loss's scale and added in fp32 to the other losses' gradients. An overflow in any of them skips the update;
+    only the scale of the loss that overflowed is lowered, and a loss without a backward in this update leaves its scale
+    as it was.
+
     Attributes:
-        scalers: empty where nothing is scaled; one for each loss where there are several and the scale is dynamic.
-        multi: adds up the gradients of losses with separate scales; None: all gradients have the same scale.
+        scalers: empty where nothing is scaled.
+        several: each loss has its own scale.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device, update: UpdateOptions) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, engine: str | None) -> None:
         self._device = device
         options = recipe.loss_scale
-        count = 0 if options is None else 1 if recipe.keeps_scale else recipe.num_losses
-        self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
-        self.multi = MultiLoss(self.scalers, device) if count > 1 else None
+        self.several = options is not None and not recipe.keeps_scale
+        count = recipe.num_losses if self.several else 1
+        self.scalers = [] if options is None else [LossScaler(options, device) for _ in range(count)]
         self._num_losses = recipe.num_losses
-        verbose = options is not None and options.dynamic and options.verbose
-        self._log = ScaleLog(update.name) if verbose else None
+        self._prefix = "" if engine is None else f"{engine}: "
+        self._is_verbose = options is not None and options.dynamic and options.verbose
+        self._to_log: list[HostCopy] = []  # the scales before and after an update
+        self._nonfinite: dict[int, torch.Tensor] = {}  # of each loss used in this update: 0-dim float64
+        self._stash: dict[ParamShard, torch.Tensor] = {}
 
     @property
     def scale(self) -> torch.Tensor | None:
         """The scale that gradients have until the update (0-dim fp32, changed in place); None: they are unscaled."""
-        return self.scalers[0].scale if self.scalers and self.multi is None else None
+        return self.scalers[0].scale if self.scalers and not self.several else None
 
     @property
     def scales(self) -> bool:
@@ -124,122 +131,62 @@ class LossScales:
         """The seed of the backward of `loss`: its loss scale / `divisor`; None for 1."""
         if not self.scalers:
             return None if divisor == 1 else torch.full_like(loss, 1 / divisor)
-        scaler = self.scalers[0 if self.multi is None else loss_id]
-        scale = scaler.scale.to(torch.promote_types(loss.dtype, torch.float32))  # float64 is divided in float64
-        seed = (scale / divisor).to(loss)  # a copy: the scale moves in place
-        return seed if loss.ndim == 0 else seed.expand_as(loss)
+        scale = self.scalers[loss_id if self.several else 0].scale
+        scale = scale.to(torch.promote_types(loss.dtype, torch.float32))  # float64 is divided in float64
+        return (scale / divisor).to(loss).expand_as(loss)  # a copy: the scale moves in place
 
     def grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The loss scale (of loss 0), and the divisor of the gradients: their scale x `divisor`.
         0-dim float64, None for 1."""
         scale = self.scalers[0].scale.double() if self.scalers else None  # a copy: it moves in place
-        carried = None if self.multi is not None else scale
+        carried = None if self.several else scale
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(self._device, torch.float64)
-            return scale, divisor if carried is None else carried * divisor
-        if divisor == 1:
+        elif divisor == 1:
             return scale, carried
-        if carried is None:
-            return scale, torch.full((), divisor, dtype=torch.float64, device=self._device)
-        return scale, carried * divisor
+        elif carried is None:
+            divisor = torch.full((), divisor, dtype=torch.float64, device=self._device)
+        return scale, divisor if carried is None else carried * divisor
 
     def update(self, stats: GradStats) -> None:
         """Move the scales, after the step: the gradients were divided by the scale that backward had."""
-        before = [scaler.scale.clone() for scaler in self.scalers] if self._log is not None else []
-        if self.multi is not None:
-            self.multi.update(stats)
+        before = [scaler.scale.clone() for scaler in self.scalers] if self._is_verbose else []
+        if self.several:
+            assert stats.flags is not None
+            nonfinite, used = stats.flags
+            # Where finite gradients add up to inf or nan it is no single loss's fault: all scales are lowered.
+            overflow_in_sum = stats.found_inf * (nonfinite.sum() == 0)
+            found = ((nonfinite + overflow_in_sum) > 0).float()
+            for loss_id, scaler in enumerate(self.scalers):
+                scaler.update(found[loss_id], used[loss_id] > 0)
         elif self.scalers:
             self.scalers[0].update(stats.found_inf)
-        if self._log is not None:
-            self._log.record(before, [scaler.scale for scaler in self.scalers])
+        if self._is_verbose and not is_captured(self._device):
+            self._to_log.append(HostCopy([*before, *(scaler.scale.clone() for scaler in self.scalers)]))
+            while self._to_log and self._to_log[0].arrived:
+                self._tell(self._to_log.pop(0).read())
 
-    def check_id(self, loss_id: object) -> None:
-        """Raise InputError if `loss_id` is not one of the losses."""
-        if type(loss_id) is int and 0 <= loss_id < self._num_losses:
-            return
-        raise InputError(
-            f"loss_id={loss_id!r} is not one of {self._num_losses} loss(es); allowed: 0 to {self._num_losses - 1}; "
-            "num_losses of mode='apex' says how many there are"
-        )
-
-    def current(self) -> tuple[float, ...]:
-        """The scale of each loss; 1.0 without loss scaling (reads the host)."""
-        scales = [scaler.scale.item() for scaler in self.scalers] or [1.0]
-        return tuple(scales) if self.multi is not None else (scales[0],) * self._num_losses
-
-    def explain(self) -> str:
-        """The state of the scales in words, for an error. Reads the device."""
-        if not self.scalers:
-            return "no loss scaling is in use"
-        if len(self.scalers) > 1:
-            return f"the loss scales have come to {', '.join(f'{scaler.scale.item():g}' for scaler in self.scalers)}"
-        scale, options = self.scalers[0].scale.item(), self.scalers[0].options
-        if not options.dynamic:
-            return f"the loss scale is static at {scale:g}"
-        if scale <= options.min_scale:
-            return f"the loss scale has reached its floor, {options.min_scale:g}"
-        return f"the loss scale {'has fallen to' if scale < options.initial else 'is'} {scale:g}"
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """The state of each scaler."""
-        return [scaler.state_dict() for scaler in self.scalers]
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore `state_dict`."""
-        for scaler, state in zip(self.scalers, states, strict=True):
-            scaler.load_state_dict(state)
-
-
-class ScaleLog:
-    """Logs each change of the loss scales; on a GPU some updates late, when it is known on the host."""
-
-    def __init__(self, engine: str | None) -> None:
-        self._prefix = "" if engine is None else f"{engine}: "
-        self._pending: list[HostCopy] = []  # the scales before and after an update
-
-    def record(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
-        """Record the scales (0-dim) before and after an update. (Replays of a CUDA graph are not logged.)"""
-        if is_captured(after[0].device):
-            return
-        self._pending.append(HostCopy([*before, *(scale.clone() for scale in after)]))
-        while self._pending and self._pending[0].arrived:
-            self._tell(self._pending.pop(0).read())
-
-    def _tell(self, scales: list[float]) -> None:
-        half = len(scales) // 2
-        for loss_id, (old, new) in enumerate(zip(scales[:half], scales[half:], strict=True)):
+    def _tell(self, scales: Sequence[float]) -> None:
+        """Log the changes among the scales before and after an update."""
+        count = len(self.scalers)
+        for loss_id, (old, new) in enumerate(zip(scales[:count], scales[count:], strict=True)):
             if old != new:
-                which = f" of loss {loss_id}" if half > 1 else ""
+                which = f" of loss {loss_id}" if count > 1 else ""
                 why = "; gradients with inf or nan" if new < old else ""
                 _log.info("%sloss scale%s %g -> %g%s", self._prefix, which, old, new, why)
 
-
-class MultiLoss:
-    """Adds up the gradients of losses that have different scales.
-
-    After each backward its gradients are divided by that loss's scale and added in fp32 to the other losses' gradients.
-    An overflow in any of them skips the update; only the scale of the loss that overflowed is lowered, and a loss
-    without a backward in this update leaves its scale as it was.
-    """
-
-    def __init__(self, scalers: Sequence[LossScaler], device: torch.device) -> None:
-        self._scalers = scalers
-        self._device = device
-        self._nonfinite: dict[int, torch.Tensor] = {}  # of each loss used in this update: 0-dim float64
-        self._stash: dict[ParamShard, torch.Tensor] = {}
+    # -- the gradients of several losses -----------------------------------------------------------------------
 
     def stash_grads(self, shards: Sequence[ParamShard]) -> None:
         """Before a backward: set the gradients of the other losses aside."""
-        for shard in shards:
-            if shard.param.grad is not None:
-                self._stash[shard] = shard.param.grad
+        self._stash.update({shard: grad for shard in shards if (grad := shard.param.grad) is not None})
         clear_grads([shard.param for shard in self._stash])
 
     def merge_grads(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
         """After the backward of loss `loss_id`: unscale its gradients and add those of the other losses."""
         grads = {shard: grad for shard in shards if (grad := shard.param.grad) is not None}
         self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + count_nonfinite(grads, self._device)
-        factor = 1 / self._scalers[loss_id].scale
+        factor = 1 / self.scalers[loss_id].scale
         limit = bucket_bytes(self._device, sum(grad.numel() for grad in grads.values()))
         for bucket in by_bytes(list(grads), limit, lambda shard: shard.param.numel()):
             wide = widened([grads.pop(shard) for shard in bucket])
@@ -261,24 +208,48 @@ class MultiLoss:
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         one = torch.ones_like(zero)  # made there: a CUDA graph cannot capture a copy from the host
-        losses = range(len(self._scalers))
+        losses = range(len(self.scalers))
         used = torch.stack([one if loss_id in self._nonfinite else zero for loss_id in losses])
         found = torch.stack([self._nonfinite.get(loss_id, zero) for loss_id in losses])
         return torch.stack([found, used])
 
-    def update(self, stats: GradStats) -> None:
-        """Move the scales of the losses that any rank used in this update."""
-        assert stats.flags is not None
-        nonfinite, used = stats.flags
-        # Where finite gradients add up to inf or nan it is no single loss's fault: all scales are lowered.
-        overflow_in_sum = stats.found_inf * (nonfinite.sum() == 0)
-        found = ((nonfinite + overflow_in_sum) > 0).float()
-        for loss_id, scaler in enumerate(self._scalers):
-            scaler.update(found[loss_id], used[loss_id] > 0)
-
     def forget(self) -> None:
         """Forget the gradients: they were used or cleared."""
         self._nonfinite, self._stash = {}, {}
+
+    # -- what is told and saved --------------------------------------------------------------------------------
+
+    def check_id(self, loss_id: object) -> None:
+        """Raise InputError if `loss_id` is not one of the losses."""
+        if type(loss_id) is not int or not 0 <= loss_id < self._num_losses:
+            raise InputError(
+                f"loss_id={loss_id!r} is not one of {self._num_losses} loss(es); allowed: 0 to "
+                f"{self._num_losses - 1}; num_losses of mode='apex' says how many there are"
+            )
+
+    def current(self) -> tuple[float, ...]:
+        """The scale of each loss; 1.0 without loss scaling (reads the host)."""
+        scales = [scaler.scale.item() for scaler in self.scalers] or [1.0]
+        return tuple(scales) if self.several else (scales[0],) * self._num_losses
+
+    def explain(self) -> str:
+        """The state of the scales in words, for an error. Reads the device."""
+        if not self.scalers:
+            return "no loss scaling is in use"
+        options = self.scalers[0].options
+        words = f"the loss scale is {', '.join(f'{scaler.scale.item():g}' for scaler in self.scalers)}"
+        if not options.dynamic:
+            return f"{words}, which is static"
+        return words + (", its floor" if self.scalers[0].scale.item() <= options.min_scale else "")
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of each scaler."""
+        return [scaler.state_dict() for scaler in self.scalers]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore `state_dict`."""
+        for scaler, state in zip(self.scalers, states, strict=True):
+            scaler.load_state_dict(state)
 
 
 def widen_grads(params: Sequence[torch.Tensor]) -> None:

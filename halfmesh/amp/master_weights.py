@@ -1,5 +1,4 @@
-"""The tensors in the user's optimizer: for each parameter the parameter itself, or its fp32 master weight. For tensors
-that are cast but not trained their full-precision originals."""
+"""The fp32 master weights in the user's optimizer, and the full-precision originals of tensors that are not trained."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from .recipe import HALF
 _log = get_logger(__name__)
 
 _UNCOUNTED = (
-    "%s in the model and the fp32 master weights are not the same any more: one of them was written through `.data` "
-    "(param.data.copy_(...)), which torch does not count. The model computes with its own, and saves take these, but "
-    "the next step trains on the masters. Write without .data, as in `with torch.no_grad(): param.copy_(...)`"
+    "%s in the model and their fp32 master weights differ: one was written through `.data`, which torch does not "
+    "count. The model and saves use the written values, but the next step trains on the masters. Write without .data, "
+    "as in `with torch.no_grad(): param.copy_(...)`"
 )
 
 
@@ -41,7 +40,10 @@ class MasterWeights:
         stepped: shard -> the tensor that the optimizer steps for it, the parameter or its master.
         receivers: for each of `trained`, the shard in which backward leaves the gradient.
         grad_params: every parameter that may hold a gradient.
+        with_master: those of `trained` that have a master.
         originals: the full precision of tensors that are cast and not trained.
+        stamps: of the tensors that users may write and that have to be equal (masters and the model's parameters that
+            they stand for, shards that are stepped in place of a parameter), when they were last published.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -52,20 +54,15 @@ class MasterWeights:
         optimizer: optim.Optimizer,
         shards: Sequence[ParamShard],
         enabled: bool,
-        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        masters: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.optimizer = optimizer
         self.shards = list(shards)
         self.enabled = enabled
-        self.masters: dict[nn.Parameter, nn.Parameter] = {}
+        self.masters = dict(masters)
         self.originals = Originals()
-        self._model_params = {shard.param: shard.model_param for shard in shards}
-        # Users write into the model's original parameters of `masters`, and into tensors that are stepped in place of a
-        # parameter of the model: the stamps that they had when the latter were last published.
-        self._written: dict[torch.Tensor, WriteStamp] = {}
-        self._published: dict[torch.Tensor, WriteStamp] = {}
+        self.stamps: dict[torch.Tensor, WriteStamp] = {}
         self._has_warned = False
-        self.add(masters or {})
         self.sync()
 
     def sync(self) -> None:
@@ -75,28 +72,17 @@ class MasterWeights:
             half = [shard for shard in self.shards if shard.param.dtype in HALF]
             masters = masters_for(self.optimizer, half, self.masters, self.originals.take)
             repoint(self.optimizer, masters, lambda param, value: cast(value, param.dtype, torch.float32))
-            self.add(masters)
-        held = self._held_ids()
+            self.masters.update(masters)
+        held = held_ids(self.optimizer)
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
         self.grad_params = [shard.param for shard in {*self.trained, *self.receivers}]
         self.stepped = {s: target for s in self.trained if id(target := self.target(s)) in held}
-        apart = [self.target(s) for s in self.trained if s.source is not None or s.param in self.masters]
-        stamps = zip(apart, write_stamps(apart), strict=True)
-        self._published = {target: self._published.get(target, stamp) for target, stamp in stamps}
-
-    def add(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Register the masters of further parameters."""
-        added = [self._model_params[param] for param in masters if param not in self.masters]
-        self.masters.update(masters)
-        _stamp(self._written, added)
-
-    def groups_changed(self) -> bool:
-        """Return True if the groups hold other parameters than at the last `sync`."""
-        return self._held_ids() != set(map(id, self.stepped.values()))
-
-    def _held_ids(self) -> set[int]:
-        return {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        self.with_master = [s for s in self.trained if s.param in self.masters]
+        watched = [self.target(s) for s in self.trained if s.source is not None or s.param in self.masters]
+        watched += [s.model_param for s in self.with_master]
+        now = dict(zip(watched, write_stamps(watched), strict=True))
+        self.stamps = {tensor: self.stamps.get(tensor, stamp) for tensor, stamp in now.items()}
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """The tensor that the optimizer steps for `shard`: its master, if it has one."""
@@ -105,68 +91,59 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self, shards: Iterable[ParamShard]) -> None:
         """Round the masters of `shards` into the model; `mark_published` follows."""
-        shards = list(shards)
         params = [shard.param for shard in shards if shard.param in self.masters]
         foreach_copy_(params, [self.masters[param] for param in params])
-        _stamp(self._published, [target for shard in shards if (target := self.target(shard)) in self._published])
 
-    def mark_published(self) -> None:
-        """Note that the model's weights are now the rounded masters."""
-        _stamp(self._written, self._written)
+    def mark_published(self, shards: Iterable[ParamShard]) -> None:
+        """Note that the model's weights are now the rounded masters of `shards`. (Others may have been written, too, by
+        an optimizer that steps without gradients: `changed` finds those.)"""
+        tensors = [*map(self.target, shards), *(shard.model_param for shard in self.with_master)]
+        tensors = [tensor for tensor in tensors if tensor in self.stamps]
+        self.stamps.update(zip(tensors, write_stamps(tensors), strict=True))
 
-    def forget_stamps(self) -> None:
-        """Free the memory that stamps keep; nothing is published any more."""
-        self._written.clear()
-        self._published.clear()
-
-    def moved(self) -> set[torch.Tensor]:
-        """The masters, and other tensors stepped in place of the model's, that user code wrote since `publish`.
-
-        Writes through `.data` are not seen, neither here nor in the model: torch does not count them.
+    def changed(self) -> set[torch.Tensor]:
+        """The tensors that user code wrote since `mark_published`: masters, other tensors that are stepped in place of
+        the model's, and parameters that have masters. Writes through `.data` are not seen: torch does not count them.
         """
-        return _changed(self._published)
+        now = write_stamps(list(self.stamps))
+        return {tensor for (tensor, old), new in zip(self.stamps.items(), now, strict=True) if old != new}
 
-    def adopt_external_writes(self, moved: Container[torch.Tensor] = ()) -> list[str]:
-        """Copy to the masters what user code wrote into the model since the last `publish`, which the next would undo.
+    def adopt(self, changed: Container[torch.Tensor]) -> list[str]:
+        """Copy to the masters what user code wrote into the model, which the next `publish` would undo.
 
-        Returns the names of parameters whose master has `moved` too, to another value: either of the two may be the
+        Returns the names of parameters whose master has `changed` too, to another value: either of the two may be the
         intended one.
         """
-        written = _changed(self._written)
-        if not written:
-            return []
-        pairs = [(p, master) for p, master in self.masters.items() if self._model_params[p] in written]
-        unlike = set()
-        for (param, master), value in zip(pairs, current_values(pairs), strict=True):
-            if master not in moved:
-                master.data.copy_(value)  # not seen by `moved`
+        held = [s for s in self.with_master if s.model_param in changed]
+        pairs = [(shard.param, self.masters[shard.param]) for shard in held]
+        unlike = []
+        for shard, (_, master), value in zip(held, pairs, current_values(pairs), strict=True):
+            if master not in changed:
+                master.data.copy_(value)  # `.data`: not a user's write
             elif value.data_ptr() != master.data_ptr():  # a merged copy
-                unlike.add(param)
-        if not unlike:
-            _stamp(self._written, written)
-        return [shard.name for shard in self.shards if shard.param in unlike]
+                unlike.append(shard.name)
+        return unlike
 
     def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A parameter or buffer of the model in full precision; None if the model itself holds that."""
         master = self.masters.get(tensor)  # type: ignore[call-overload]  # a buffer has none
         if master is None:
             return self.originals.value(tensor)
-        has_moved = write_stamps([master]) != [self._published.get(master)]
+        has_moved = write_stamps([master]) != [self.stamps.get(master)]
         return master.detach() if has_moved else current_value(tensor, master)
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """The masters by the parameter's name, with what user code wrote into the model. Tells of `uncounted`."""
         self.tell_uncounted()
-        held = [shard for shard in self.trained if shard.param in self.masters]
-        values = current_values([(shard.param, self.masters[shard.param]) for shard in held])
-        return {shard.name: value for shard, value in zip(held, values, strict=True)}
+        values = current_values([(shard.param, self.masters[shard.param]) for shard in self.with_master])
+        return {shard.name: value for shard, value in zip(self.with_master, values, strict=True)}
 
     @torch.no_grad()
     def uncounted(self) -> list[str]:
         """The names of parameters that are not their rounded masters, although torch has counted no write into either
         since the last `publish`: it was through `.data`. Reads the device."""
-        counted = self.moved() | _changed(self._written)
-        held = [s for s in self.trained if s.param in self.masters and not counted & {s.model_param, self.target(s)}]
+        changed = self.changed()
+        held = [s for s in self.with_master if changed.isdisjoint((s.model_param, self.target(s)))]
         pairs = [(s.param, self.masters[s.param].to(s.param.dtype)) for s in held]
         flags = [((param != master) & ~param.isnan()).any().to(held[0].param.device) for param, master in pairs]
         found = torch.stack(flags).cpu().tolist() if held else ()
@@ -181,16 +158,15 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy `values`, by the parameter's name, into the masters and the model. See `refuse_unfit`."""
-        self.refuse_unfit(values)
-        loaded = [shard for shard in self.trained if shard.param in self.masters and values]
-        for shard in loaded:
-            self.masters[shard.param].copy_(values[shard.name])
-        self.publish(loaded)
-        self.mark_published()
+        if values:
+            for shard in self.with_master:
+                self.masters[shard.param].copy_(values[shard.name])
+            self.publish(self.with_master)
+            self.mark_published(self.with_master)
 
     def refuse_unfit(self, values: Mapping[str, torch.Tensor]) -> None:
         """Raise InputError unless `values` are of these masters, or none: of a mode that has no masters."""
-        own = {shard.name: self.masters[shard.param] for shard in self.trained if shard.param in self.masters}
+        own = {shard.name: self.masters[shard.param] for shard in self.with_master}
         unfit = [name for name, value in values.items() if name in own and value.shape != own[name].shape]
         if own and values and (unfit or own.keys() != values.keys()):
             names = sorted(own.keys() ^ values.keys()) or unfit
@@ -203,29 +179,19 @@ class MasterWeights:
     def _refuse_unknown_params(self) -> None:
         """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""
         foreign = foreign_params(self.optimizer, [*(shard.param for shard in self.shards), *self.masters.values()])
-        sharded = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
         if foreign:
+            sharded = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
             names = [sharded.get(id(param), place) for place, param in foreign.items()]
             raise InputError(
-                f"{shorten(names)} came into the optimizer after initialize. Only parameters that this rank's model "
-                "had then can be added: zero1 and fsdp step shards instead, and under a pipeline each rank has its "
-                "stages only. Add them before initialize (they may be frozen, and unfrozen later), or close the "
-                "engine and initialize again; take parameters from engine.model, not from a list made before"
+                f"{shorten(names)} came into the optimizer after initialize, which takes parameters of this rank's "
+                "model only (of zero1 and fsdp not those: they step shards). Add them before initialize (they may be "
+                "frozen, and unfrozen later), and take them from engine.model, not from a list made before"
             )
 
 
-def _stamp(stamps: dict[torch.Tensor, WriteStamp], tensors: Iterable[torch.Tensor]) -> None:
-    """Note that `tensors` are as they are now."""
-    tensors = list(tensors)
-    stamps.update(zip(tensors, write_stamps(tensors), strict=True))
-
-
-def _changed(stamps: dict[torch.Tensor, WriteStamp]) -> set[torch.Tensor]:
-    """The tensors that were written since `_stamp`."""
-    now = write_stamps(list(stamps))
-    if now == list(stamps.values()):
-        return set()
-    return {tensor for (tensor, old), new in zip(stamps.items(), now, strict=True) if old != new}
+def held_ids(optimizer: optim.Optimizer) -> set[int]:
+    """The ids of the parameters in the optimizer's groups."""
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 def make_master(param: torch.Tensor) -> nn.Parameter:
@@ -244,7 +210,7 @@ def masters_for(
     full_value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """The master of each parameter of `shards` that `optimizer` holds: one of `known`, or made from `full_value`."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = held_ids(optimizer)
     params = [shard.param for shard in shards if id(shard.param) in held]
     return {param: known[param] if param in known else make_master(full_value(param)) for param in params}
 

@@ -11,11 +11,11 @@ from torch import nn, optim
 
 from ..errors import InputError, shorten
 from ..utils.optimizer_state import saved_state
-from ..utils.param_shard import OneRank, ParamShard, Publisher, Ranks, clear_grads
+from ..utils.param_shard import ParamShard, Publisher, Ranks, clear_grads
 from .grad_norm import GradStats, clip_divisor, grad_stats
 from .loss_scaler import LossScales, widen_grads
-from .master_weights import MasterWeights
-from .recipe import HALF, Recipe, UpdateOptions, wider_format
+from .master_weights import MasterWeights, held_ids
+from .recipe import HALF, Recipe, UpdateOptions
 from .step_result import SkipCounter, StepResult
 from .stepper import Grads, Stepper
 
@@ -52,75 +52,65 @@ class MixedPrecisionOptimizer:
         optimizer: optim.Optimizer,
         shards: Sequence[ParamShard],
         recipe: Recipe,
-        ranks: Ranks | None = None,
-        options: UpdateOptions | None = None,
-        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
-        device: torch.device | None = None,
-        publisher: Publisher | None = None,
+        ranks: Ranks,
+        options: UpdateOptions,
+        masters: Mapping[nn.Parameter, nn.Parameter],
+        device: torch.device | None,
+        publisher: Publisher | None,
     ) -> None:
         self.optimizer = optimizer
         self.recipe = recipe
-        self.options = options or UpdateOptions()
+        self.options = options
         self.device = shards[0].param.device if device is None else device
         self.master_weights = MasterWeights(optimizer, shards, recipe.master_weights, masters)
-        self.stepper = Stepper(self.master_weights, self.device, allow_fused=self.options.fused == "auto")
-        self.loss_scales = LossScales(recipe, self.device, self.options)
-        self._ranks = ranks or OneRank()
-        self.skips_nonfinite = self.options.skips_nonfinite(recipe)
-        self.needs_grad_norm = self.options.needs_grad_norm(recipe)
-        self.skip_counter = SkipCounter(
-            self.options.max_consecutive_skips,
-            self.device,
-            self.skips_nonfinite,
-            samples=not (self.options.max_norm > 0 or self.needs_grad_norm),
-            last_rank=self._ranks.size - 1,
-            wider=wider_format(self.device) if recipe.compute_dtype == torch.float16 else "",
-            name=self.options.name,
-        )
+        self.stepper = Stepper(self.master_weights, self.device, allow_fused=options.fused == "auto")
+        self.loss_scales = LossScales(recipe, self.device, options.name)
+        self.skips_nonfinite = options.skips_nonfinite(recipe)
+        self.skip_counter = SkipCounter(options, recipe, self.device, ranks)
         self.found_inf: torch.Tensor | None = None
         self.publisher = publisher
-        self._sums_in_fp32 = recipe.wide_gradients or self.options.wide_gradients
         self.on_close: Callable[[], None] | None = None
+        self.has_gradients = False
+        self._ranks = ranks
         # The largest norm of the next update, and the norm before clipping, if that is of all of its gradients.
         self._clip_once: tuple[float, torch.Tensor | None] | None = None
-        self.has_gradients = False
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self._sync_groups())
-        self._sync_groups()
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False, loss_id: int = 0) -> None:
         """Run backward from a scalar `loss`, with its loss scale / `divisor` as the seed."""
         self.before_backward()
-        loss = loss.float() if loss.dtype in HALF else loss  # a scaled seed does not fit into half precision
-        self.skip_counter.see(loss)
-        seed = self.loss_scales.seed(loss, divisor, loss_id)
+        loss, seed = self._seed(loss, divisor, loss_id)
         torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         self.after_backward(loss_id)
 
-    def scaled(self, loss: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
+    def scaled(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
         """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that the caller runs."""
-        loss = loss.float() if loss.dtype in HALF else loss
-        self.skip_counter.see(loss)
-        seed = self.loss_scales.seed(loss.detach(), divisor)
+        loss, seed = self._seed(loss, divisor, 0)
         return loss if seed is None else loss * seed
+
+    def _seed(self, loss: torch.Tensor, divisor: float, loss_id: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        loss = loss.float() if loss.dtype in HALF else loss  # a scaled seed does not fit into half precision
+        self.skip_counter.see(loss)
+        return loss, self.loss_scales.seed(loss, divisor, loss_id)
 
     def before_backward(self) -> None:
         """Prepare for the gradients of one loss, which come until `after_backward`."""
         if self._clip_once is not None:
             self._clip_once = self._clip_once[0], None  # the norm is no longer that of all gradients
         self.has_gradients = True
-        self.stepper.free_used()
-        receivers, multi = self.master_weights.receivers, self.loss_scales.multi
-        if multi is not None:
-            multi.stash_grads(receivers)
-        elif self._sums_in_fp32:
+        self.stepper.used = []
+        receivers = self.master_weights.receivers
+        if self.loss_scales.several:
+            self.loss_scales.stash_grads(receivers)
+        elif self.recipe.wide_gradients or self.options.wide_gradients:
             widen_grads([shard.param for shard in receivers])
 
     def after_backward(self, loss_id: int = 0) -> None:
         """Take in the gradients of loss `loss_id`."""
-        if self.loss_scales.multi is not None:
-            self.loss_scales.multi.merge_grads(loss_id, self.master_weights.receivers)
+        if self.loss_scales.several:
+            self.loss_scales.merge_grads(loss_id, self.master_weights.receivers)
 
     def gradients(self) -> Grads:
         """The local gradients of the parameters in the optimizer's groups, which an update would use now."""
@@ -128,14 +118,13 @@ class MixedPrecisionOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradients of all parameters that the optimizer holds, or has held."""
-        self.stepper.free_used()
+        self.stepper.used = []
         self._forget_grads()
 
     def _forget_grads(self) -> None:
         self._clip_once = None
         self.has_gradients = False
-        if self.loss_scales.multi is not None:
-            self.loss_scales.multi.forget()
+        self.loss_scales.forget()
         self.skip_counter.forget()
         clear_grads(self.master_weights.grad_params)
 
@@ -166,26 +155,22 @@ class MixedPrecisionOptimizer:
             NonFiniteError: inf or nan, by the options.
         """
         self.follow_groups()
-        self.sync_writes()
-        self.master_weights.adopt_external_writes()
+        self.sync_writes(adopt=True)
         grads = self.gradients()
         max_norm, clipped_norm = self._clip_once or (self.options.max_norm, None)
-        buckets = self.stepper.buckets(grads, self.publisher is not None)
-        sparse = {grad.layout for grad in grads.values()} - {torch.strided}
-        if sparse:
-            self.stepper.avoid_fused()
-
         self._clip_once = None
-        wants_norm = max_norm > 0 or self.needs_grad_norm
+        buckets = self.stepper.buckets(grads, self.publisher is not None)
+        wants_norm = max_norm > 0 or self.options.needs_grad_norm(self.recipe)
         measured = grads
-        if sparse and not wants_norm:
-            measured = {shard: grad for shard, grad in grads.items() if grad.layout is torch.strided}
+        if any(grad.layout is not torch.strided for grad in grads.values()):
+            self.stepper.avoid_fused()
+            if not wants_norm:
+                measured = {shard: grad for shard, grad in grads.items() if grad.layout is torch.strided}
         stats = self._measure(measured) if wants_norm or self.skip_counter.due_for_check() else None
         if stats is not None:
             if clipped_norm is not None:  # user code may have changed gradients since: inf and nan are those of now
                 stats.norm = clipped_norm
-            raise_now = self.options.on_nonfinite == "raise"
-            self.skip_counter.record(stats, measured, raise_now, self.loss_scales.explain)
+            self.skip_counter.record(stats, measured, self.loss_scales.explain)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
 
         scale, total = self.loss_scales.grad_divisor(divisor)
@@ -208,7 +193,7 @@ class MixedPrecisionOptimizer:
         return result
 
     def _measure(self, grads: Grads) -> GradStats:
-        flags = self.skip_counter.flags() if self.loss_scales.multi is None else self.loss_scales.multi.flags()
+        flags = self.loss_scales.flags() if self.loss_scales.several else self.skip_counter.flags()
         norm_type, count_zeros = self.options.norm_type, self.recipe.count_zeros
         return grad_stats(grads, self._ranks, self.device, norm_type, count_zeros, flags)
 
@@ -226,7 +211,7 @@ class MixedPrecisionOptimizer:
             found_inf = None
         if self.publisher is not None:
             self.publisher.begin()
-        pending, bucketed = buckets, len(buckets) > 1
+        pending, bucketed = list(buckets), len(buckets) > 1
         if bucketed:
             clear_grads([shard.param for shard in grads])  # each step would take all that are attached
         try:
@@ -238,7 +223,7 @@ class MixedPrecisionOptimizer:
                 self._publish(bucket)
             if self.publisher is not None:
                 self.publisher.finish()
-            self.master_weights.mark_published()
+            self.master_weights.mark_published(shard for bucket in buckets for shard in bucket)
 
     def _publish(self, shards: Sequence[ParamShard]) -> None:
         """Round the masters of `shards` into the model, and begin to send them to the ranks that use them."""
@@ -247,9 +232,12 @@ class MixedPrecisionOptimizer:
             self.publisher.stepped(shards)
 
     @torch.no_grad()
-    def sync_writes(self) -> None:
+    def sync_writes(self, adopt: bool = False) -> None:
         """Copy what user code wrote into masters, or shards of weights, since the last update to the model and the
         ranks that use them. All ranks together.
+
+        Args:
+            adopt: copy what it wrote into the model to the masters, too, which the next update would undo.
 
         Raises:
             InputError: different values were written into a parameter and into its master.
@@ -257,20 +245,24 @@ class MixedPrecisionOptimizer:
         masters, publisher = self.master_weights, self.publisher
         if publisher is not None:
             publisher.follow()
-        if moved := masters.moved():
-            unlike = masters.adopt_external_writes(moved)
+        changed = masters.changed()
+        has_moved = bool(changed) and any(masters.target(shard) in changed for shard in masters.trained)
+        if not has_moved and not (changed and adopt):
+            return
+        unlike = masters.adopt(changed)
+        if has_moved:
             if publisher is not None:
                 unlike = publisher.join(unlike)
             if unlike:
                 raise InputError(
-                    f"since the last update both {shorten(unlike)} in the model and the fp32 master weights "
-                    "(engine.master_params()) were written, to different values, so that it is open which of them to "
-                    "train on; write into one of the two only, or load weights after it (engine.load_weights)"
+                    f"both {shorten(unlike)} in the model and the fp32 master weights (engine.master_params()) were "
+                    "written since the last update, to different values; write into one of the two only, or load "
+                    "weights after it (engine.load_weights)"
                 )
             self._publish(masters.trained)
             if publisher is not None:
                 publisher.finish()
-            masters.mark_published()
+        masters.mark_published(masters.trained)
 
     def follow_groups(self) -> None:
         """Follow the optimizer's groups, if they have changed: parameters added or removed, or settings that decide the
@@ -284,7 +276,7 @@ class MixedPrecisionOptimizer:
 
     def _sync_groups(self) -> None:
         masters = self.master_weights
-        if self.has_gradients and masters.groups_changed():
+        if self.has_gradients and held_ids(self.optimizer) != set(map(id, masters.stepped.values())):
             raise InputError(
                 "parameters were added to the optimizer, or exchanged, between backward and step; do that before the "
                 "first backward of an update, or after its step"
@@ -321,6 +313,6 @@ class MixedPrecisionOptimizer:
         if self.on_close is not None and undo:
             self.on_close()
         self.on_close = None  # it refers back to this object
-        self.master_weights.forget_stamps()
+        self.master_weights.stamps = {}  # they keep the memory of the tensors
         self.stepper.close()
         self._load_hook.remove()

@@ -12,7 +12,9 @@ from torch import optim
 
 from ..errors import NonFiniteError
 from ..utils.log import get_logger
+from ..utils.param_shard import Ranks
 from .grad_norm import Grads, GradStats, first_nonfinite
+from .recipe import Recipe, UpdateOptions, wider_format
 
 _log = get_logger(__name__)
 
@@ -23,10 +25,9 @@ _LOOK_EVERY = 10
 
 _TOLD = (
     "%sthe loss, or the gradient norm, of the last %d updates is inf or nan, and they were taken "
-    "(on_nonfinite='auto'): if their gradients were inf or nan, the weights are now. Look for inf or nan in the batch, "
-    "for a division by 0 or logarithm of 0, and at the learning rate. After %d such updates in a row "
-    "(max_consecutive_skips) the run ends; on_nonfinite='raise' ends it at the first one, and with debug='nonfinite' "
-    "names the module"
+    "(on_nonfinite='auto'), so the weights may be inf or nan now. Look for inf or nan in the batch, a division by 0 or "
+    "logarithm of 0, and at the learning rate. After %d such updates in a row (max_consecutive_skips) the run ends; "
+    "on_nonfinite='raise' ends it at the first one, and with debug='nonfinite' names the module"
 )
 
 
@@ -42,14 +43,13 @@ class StepResult:
         lr = optimizer.param_groups[0].get("lr", math.nan)  # a third party's optimizer may have none
         self._lr: float | torch.Tensor = lr.clone() if isinstance(lr, torch.Tensor) else lr
         known = {name: number for name, number in numbers.items() if number is not None}
-        self._names = list(known)
         self._copy = HostCopy(list(known.values()))
-        self._values: dict[str, float] | None = None
+        self._values: dict[str, float | None] = dict.fromkeys(known)  # None: not read yet
 
     def _get(self, name: str) -> float | None:
-        if self._values is None and name in self._names:
-            self._values = dict(zip(self._names, self._copy.read(), strict=True))
-        return (self._values or {}).get(name)
+        if None in self._values.values():
+            self._values = dict(zip(self._values, self._copy.read(), strict=True))
+        return self._values.get(name)
 
     @property
     def skipped(self) -> bool:
@@ -94,32 +94,22 @@ class SkipCounter:
     GPU it reads a copy that was started before, so that nothing waits; the run then ends one update later, on all ranks
     the same.
 
-    Args:
-        skips: updates with inf or nan are skipped.
-        samples: only one update in `limit` is measured. Those before it count by the losses of all ranks.
-        last_rank: the last rank that takes updates; it has losses if rank 0, a pipeline's first stage, has none.
+    Where nothing else needs a norm, only one update in `limit` is measured. Those before it count by the losses of all
+    ranks.
+
+    Attributes:
         wider: advice to compute in a wider format; "" if there is none.
-        name: the engine's name.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        device: torch.device,
-        skips: bool,
-        samples: bool,
-        last_rank: int,
-        wider: str = "",
-        name: str | None = None,
-    ) -> None:
-        self.limit = limit
-        self.wider = wider
-        self._skips = skips
-        self._samples = samples
-        self._last_rank = last_rank
-        self._prefix = "" if name is None else f"{name}: "
+    def __init__(self, options: UpdateOptions, recipe: Recipe, device: torch.device, ranks: Ranks) -> None:
+        self.limit = options.max_consecutive_skips
+        self.wider = wider_format(device) if recipe.compute_dtype == torch.float16 else ""
+        self._skips = options.skips_nonfinite(recipe)
+        self._raises = options.on_nonfinite == "raise"
+        self._samples = not (options.max_norm > 0 or options.needs_grad_norm(recipe))
+        self._last_rank = ranks.size - 1  # it has losses if rank 0, a pipeline's first stage, has none
+        self._prefix = "" if options.name is None else f"{options.name}: "
         self._has_told = False
-        self._near = max(1, limit - _BEFORE_LIMIT)
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         self._in_a_row, self._skipped = self._counts.unbind()
         self._known = 0  # in a row, when the host read the count
@@ -128,13 +118,17 @@ class SkipCounter:
         self._loss: torch.Tensor | None = None  # of this update
         self._losses: list[torch.Tensor | None] = []  # of the updates since one was measured
         self._late = device.type == "cuda"
-        self._copy: HostCopy | None = None  # of the count at the last update
-        self._sight: HostCopy | None = None  # of the newest losses
+        self._count: HostCopy | None = None  # at the last update
+        self._newest_losses: HostCopy | None = None
 
     @property
     def nears_limit(self) -> bool:
         """True if a few more updates with inf or nan end the run, as far as the host knows; the same on all ranks."""
         return self._known >= self._near
+
+    @property
+    def _near(self) -> int:
+        return max(1, self.limit - _BEFORE_LIMIT)
 
     @property
     def taken_in_a_row(self) -> int:
@@ -166,10 +160,10 @@ class SkipCounter:
         if is_captured(self._counts.device):
             return False
         if self._is_time(len(self._losses)):
-            self._sight = HostCopy([loss for loss in self._losses[-_LOOK_EVERY:] if loss is not None])
-        if self._sight is not None and self._sight.arrived:
-            newest_first = reversed(self._sight.read())
-            self._sight = None
+            self._newest_losses = HostCopy([loss for loss in self._losses[-_LOOK_EVERY:] if loss is not None])
+        if self._newest_losses is not None and self._newest_losses.arrived:
+            newest_first = reversed(self._newest_losses.read())
+            self._newest_losses = None
             self._warn(len(list(takewhile(lambda loss: not math.isfinite(loss), newest_first))), self._last_rank)
         return False
 
@@ -180,16 +174,16 @@ class SkipCounter:
         fine = torch.zeros_like(self._in_a_row)
         return torch.stack([fine if loss is None else (~loss.isfinite()).to(fine) for loss in self._losses])
 
-    def record(self, stats: GradStats, grads: Grads, raise_now: bool, scale: Callable[[], str]) -> None:
+    def record(self, stats: GradStats, grads: Grads, scale: Callable[[], str]) -> None:
         """Count one update that was measured, and those before it that were not.
 
         Args:
             stats: with `flags` of all ranks.
-            raise_now: inf or nan end the run (the host waits for the device).
             scale: the state of the loss scale in words, for the error.
 
         Raises:
-            NonFiniteError: inf or nan with `raise_now`, or `limit` was reached.
+            NonFiniteError: inf or nan under on_nonfinite="raise" (the host waits for the device), or `limit` was
+                reached.
         """
         if self._losses and stats.flags is not None:
             bad = torch.cat([stats.flags.sign(), stats.found_inf.double().unsqueeze(0)])
@@ -202,12 +196,12 @@ class SkipCounter:
         self._measured += 1
         if self._late and is_captured(stats.found_inf.device):
             return
-        if raise_now and bool(stats.found_inf):
+        if self._raises and bool(stats.found_inf):
             raise NonFiniteError("gradients hold inf or nan" + self._explain(grads, scale()))
         self._read_previous()
         is_time = self._is_time(self._measured) and _can_be_read(stats.norm)
         if sampled or self._known or is_time or self._at_most >= self._near:
-            self._copy = HostCopy([self._in_a_row.clone()])
+            self._count = HostCopy([self._in_a_row.clone()])
             if not self._late:
                 self._read_previous()
         if self._known >= self.limit:
@@ -221,8 +215,8 @@ class SkipCounter:
         return not self._skips and (updates in (1, 2, 4, 8) or updates % _LOOK_EVERY == 0)
 
     def _read_previous(self) -> None:
-        if self._copy is not None and not is_captured(self._counts.device):
-            self._known, self._copy = round(self._copy.read()[0]), None
+        if self._count is not None and not is_captured(self._counts.device):
+            self._known, self._count = round(self._count.read()[0]), None
             self._at_most = self._known + self._late
             self._warn(self._known)
 
@@ -240,19 +234,19 @@ class SkipCounter:
         self._in_a_row.fill_(state["in_a_row"])
         self._skipped.fill_(state["skipped"])
         self._at_most = self._known = state["in_a_row"]
-        self._copy = None
-        self._loss, self._losses, self._sight = None, [], None
+        self._count = self._loss = self._newest_losses = None
+        self._losses = []
 
     def _explain(self, grads: Grads, scale: str) -> str:
         """Explain where inf or nan is, the loss scale, and what to do."""
         name = first_nonfinite(grads)
-        where = f"; the first parameter with a non-finite gradient is {name!r}"
+        where = f"the first parameter with a non-finite gradient is {name!r}"
         if not name:
-            where = "; none on this rank (or gradients so large, above 1e19, that the sum of their squares is inf)"
-        ways = ["lower the learning rate", "clip with clip_grad_norm", *([self.wider] if self.wider else ())]
+            where = "none on this rank (or gradients so large, above 1e19, that the sum of their squares is inf)"
+        wider = f", or {self.wider}" if self.wider else ""
         return (
-            f"{where}; {scale}. Look for inf or nan in the batch, the loss and the weights; otherwise "
-            f"{', '.join(ways[:-1])}{',' * (len(ways) > 2)} or {ways[-1]}. on_nonfinite='raise' stops at the first one"
+            f"; {where}; {scale}. Look for inf or nan in the batch, the loss and the weights; otherwise lower the "
+            f"learning rate, clip with clip_grad_norm{wider}. on_nonfinite='raise' stops at the first one"
         )
 
 

@@ -1,22 +1,36 @@
-"""Steps the user's optimizer: chooses its implementation, and the gradients of each call."""
+"""Steps the user's optimizer, with torch's fused implementation where that is exact."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import optim
 from torch.optim import optimizer as all_optimizers
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, clear_grads
-from ..utils.tensors import bucket_bytes, by_bytes
+from ..utils.tensors import bucket_bytes, by_bytes, is_dense
 from ..utils.torch_private import foreach_copy_, foreach_mul_
-from . import fused
 from .master_weights import MasterWeights
+from .recipe import HALF
+from .step_result import is_captured
 
 Grads = dict[ParamShard, torch.Tensor]
+
+# When fused, these read the attributes `grad_scale` and `found_inf` of the optimizer. Every other optimizer of torch
+# ignores them, and a subclass may override `step`: exact types only.
+_TAKES_GRAD_SCALE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+
+# These update each parameter from its own gradient and state alone, so a step may be taken in buckets.
+_ELEMENTWISE = (
+    *_TAKES_GRAD_SCALE,
+    *(optim.RMSprop, optim.Adadelta, optim.NAdam, optim.RAdam, optim.Adamax, optim.ASGD, optim.Rprop),
+)
+
+_SETTINGS = ("fused", "foreach", "momentum", "dampening", "differentiable")
 
 
 class Stepper:
@@ -31,54 +45,86 @@ class Stepper:
         switched: the indices of the groups that were made fused here.
         divides_in: the dtype of the divisor: fp32, all that fused kernels take; float64 if parameters are in float64,
             and then gradients are divided before the kernel.
+        used: on a CPU the gradients of the last update, until the next backward. (Freed at once, malloc returns them
+            to the system and takes them again page by page: a tenth of a small ViT's step.)
     """
 
     def __init__(self, masters: MasterWeights, device: torch.device, allow_fused: bool) -> None:
         self.optimizer = masters.optimizer
-        self.allow_fused = allow_fused
+        self.used: list[torch.Tensor] = []
+        self.switched: set[int] = set()
+        self._allow_fused = allow_fused
         self._masters = masters
         self._device = device
-        # On a CPU used gradients stay in memory until the next `zero_grad` or backward, as in a loop by hand: freed at
-        # once, malloc returns them to the system and takes them again page by page (a tenth of a small ViT's step).
-        self._used: list[torch.Tensor] = []
-        self.switched: set[int] = set()
-        self.takes_grad_scale = self._is_elementwise = False
-        self.divides_in = torch.float32
         self._stepping = False
-        self._settings: list[Any] = []
-        self.guard = self.optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
+        self._guard = self.optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
+        self.sync()
+
+    # -- the implementation ------------------------------------------------------------------------------------
 
     def changed(self) -> bool:
         """Return True if the groups hold other parameters or settings than at the last `sync`."""
-        return self._settings != fused.group_settings(self.optimizer)
+        return self._settings != self._find_settings()
+
+    def _find_settings(self) -> list[Any]:
+        """What the choice of an implementation depends on."""
+        settings: list[Any] = [vars(self.optimizer).get("step")]
+        for group in self.optimizer.param_groups:
+            params = group["params"]
+            settings += [*map(id, params), *map(torch.Tensor.stride, params), *map(bool, map(group.get, _SETTINGS))]
+        return settings
 
     def sync(self) -> None:
-        """Choose the implementation again."""
-        fused.switch_back(self.optimizer, self.switched)  # it may not be exact any more
-        self.switched = fused.switch_to_fused(self.optimizer) if self.allow_fused else set()
-        fused.place_step_counters(self.optimizer)
-        self.takes_grad_scale = fused.takes_grad_scale(self.optimizer)
-        self._is_elementwise = fused.is_elementwise(self.optimizer)
-        self._settings = fused.group_settings(self.optimizer)
+        """Choose the implementation again: fused in the groups where the user left the choice to torch and it is
+        exact."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        for index, group in enumerate(groups):  # the choice made here may not be exact any more
+            if index in self.switched and group["fused"] is True and group["foreach"] is False:
+                group["fused"] = group["foreach"] = None
+        is_known = type(optimizer) in _TAKES_GRAD_SCALE and _has_own_step(optimizer)
+        exact = [is_known and _is_exact(group, optimizer) for group in groups]
+        self.switched = {index for index, group in enumerate(groups) if exact[index] and self._may_switch(group)}
+        for index in self.switched:
+            groups[index]["fused"], groups[index]["foreach"] = True, False
+        _place_step_counters(optimizer)
+        self.takes_grad_scale = is_known and all(group.get("fused") for group in groups) and all(exact)
+        self._settings = self._find_settings()
         dtypes = {target.dtype for target in self._masters.stepped.values()}
         self.divides_in = torch.float64 if torch.float64 in dtypes else torch.float32
 
+    def _may_switch(self, group: dict[str, Any]) -> bool:
+        # In half precision the kernel rounds once where the plain optimizer rounds after each operation.
+        half = any(param.dtype in HALF for param in group["params"])
+        return self._allow_fused and not half and group.get("fused") is None and group.get("foreach") is None
+
     def avoid_fused(self) -> None:
         """Leave the choice to torch from now on: gradients are sparse, which fused kernels cannot take."""
-        if self.allow_fused:
-            self.allow_fused = False
+        if self._allow_fused:
+            self._allow_fused = False
             self.sync()
+
+    def close(self) -> None:
+        """Restore the optimizer's original implementation."""
+        self.avoid_fused()
+        self._guard.remove()
 
     @property
     def fuses_unscale(self) -> bool:
         """True if the optimizer's kernels unscale and skip themselves. (Not with user hooks before its step: these
         expect unscaled gradients, and no call in an update that is skipped.)"""
-        return self.takes_grad_scale and not _has_step_pre_hooks(self.optimizer, self.guard)
+        hooks = self.optimizer._optimizer_step_pre_hooks.keys() - {self._guard.id}
+        return self.takes_grad_scale and not hooks and not all_optimizers._global_optimizer_pre_hooks
 
     @property
     def can_step_in_buckets(self) -> bool:
-        """True if `step` may be called with some of the gradients at a time."""
-        return self._is_elementwise and not _has_step_hooks(self.optimizer, self.guard)  # hooks expect one call
+        """True if `step` may be called with some of the gradients at a time: the optimizer is elementwise, and has no
+        hooks, which expect one call."""
+        hooks = self.optimizer._optimizer_step_pre_hooks.keys() - {self._guard.id}
+        hooks |= self.optimizer._optimizer_step_post_hooks.keys()
+        of_all = all_optimizers._global_optimizer_pre_hooks or all_optimizers._global_optimizer_post_hooks
+        return is_elementwise(self.optimizer) and not hooks and not of_all
+
+    # -- the step ----------------------------------------------------------------------------------------------
 
     def buckets(self, grads: Grads, publishes: bool) -> list[list[ParamShard]]:
         """The shards to step together: several buckets where gradients are copied to fp32 (few copies then exist at a
@@ -119,12 +165,12 @@ class Stepper:
     def step(
         self,
         shards: Sequence[ParamShard],
-        grads: Grads,
+        all_grads: Grads,
         divisor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
-        bucketed: bool = False,
+        bucketed: bool,
     ) -> None:
-        """Step with the gradients of `shards`, which are used up and taken out of `grads`.
+        """Step with the gradients of `shards`, which are used up and taken out of `all_grads`.
 
         Args:
             divisor: the gradients are divided by it (0-dim, in `divides_in`); None for 1.
@@ -133,63 +179,40 @@ class Stepper:
                 go through all of them for each bucket.
         """
         if bucketed or not self._masters.masters:  # else they fit already
-            self._fit(shards, grads)
-        targets, fitting = [self._masters.stepped[shard] for shard in shards], [grads.pop(shard) for shard in shards]
-        self._used = fitting if self._device.type == "cpu" else []
-        self._step(targets, fitting, divisor, found_inf, bucketed)
-
-    def _step(
-        self,
-        targets: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        divisor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        bucketed: bool,
-    ) -> None:
+            self._fit(shards, all_grads)
+        targets, grads = [self._masters.stepped[s] for s in shards], [all_grads.pop(s) for s in shards]
+        self.used = grads if self._device.type == "cpu" else []
         for target, grad in zip(targets, grads, strict=True):
             if target.grad is not grad:
                 target.grad = grad
-        attributes, groups = vars(self.optimizer), self.optimizer.param_groups
-        fuses_unscale = self.fuses_unscale
+        attributes, groups, fuses_unscale = vars(self.optimizer), self.optimizer.param_groups, self.fuses_unscale
         if divisor is not None and (divisor.dtype == torch.float64 or not fuses_unscale):
-            _multiply(grads, 1 / divisor)
+            for device in {grad.device for grad in grads}:
+                foreach_mul_([grad for grad in grads if grad.device == device], (1 / divisor).to(device))
             divisor = None
         if fuses_unscale:
             attributes.update(grad_scale=divisor, found_inf=found_inf)
-            fused.seed_momentum(self.optimizer, targets)
-        whole = [group["params"] for group in groups] if bucketed else []
+            _seed_momentum(self.optimizer, targets)
+        before = [{key: group[key] for key in ("params", "capturable") if key in group} for group in groups]
         if bucketed:
             ids = set(map(id, targets))
             for group in groups:
                 group["params"] = [param for param in group["params"] if id(param) in ids]
-        refused = [group for group in groups if group.get("fused") and group.get("capturable") is False]
-        if not (refused and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            refused = []  # in a capture torch refuses them, though their kernels can
-        for group in refused:
-            group["capturable"] = True
+        if is_captured(self._device):  # torch refuses fused groups in a capture, though their kernels can; and if they
+            for group in groups:  # kept the setting, it would warn in each ordinary step
+                if group.get("fused") and "capturable" in group:
+                    group["capturable"] = True
         self._stepping = True
         try:
             self.optimizer.step()
         finally:
             self._stepping = False
-            for group in refused:  # kept, torch would warn of it in each ordinary step
-                group["capturable"] = False
             attributes.pop("grad_scale", None)
             attributes.pop("found_inf", None)
-            for group, params in zip(groups, whole, strict=False):
-                group["params"] = params
+            for group, settings in zip(groups, before, strict=False):
+                group.update(settings)
             for target in targets:
                 target.grad = None
-
-    def free_used(self) -> None:
-        """Free the gradients of the last update."""
-        self._used = []
-
-    def close(self) -> None:
-        """Restore the optimizer's original implementation."""
-        fused.switch_back(self.optimizer, self.switched)
-        fused.place_step_counters(self.optimizer)
-        self.guard.remove()
 
     def _refuse_calls_from_outside(self, *_: Any) -> None:
         if not self._stepping:
@@ -199,24 +222,58 @@ class Stepper:
             )
 
 
-def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply `grads` in place by the 0-dim `factor`, which may be on another device."""
-    for device in {grad.device for grad in grads}:
-        foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
-
-
-def is_stepped(optimizer: torch.optim.Optimizer) -> bool:
+def is_stepped(optimizer: optim.Optimizer) -> bool:
     """Return True if `optimizer` belongs to an engine, or to `convert_to_amp`, which steps it."""
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
     return any(isinstance(owner, Stepper) for owner in owners)
 
 
-def _has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle) -> bool:
-    """Return True if hooks other than `besides` run before `optimizer.step()`, those for all optimizers included."""
-    return bool(optimizer._optimizer_step_pre_hooks.keys() - {besides.id} or all_optimizers._global_optimizer_pre_hooks)
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Return True if several calls of `step`, each with some of the gradients, do the same as one call with all."""
+    return type(optimizer) in _ELEMENTWISE and _has_own_step(optimizer)
 
 
-def _has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle) -> bool:
-    """Return True if hooks run before or after `optimizer.step()`, as `_has_step_pre_hooks` counts them."""
-    after = optimizer._optimizer_step_post_hooks or all_optimizers._global_optimizer_post_hooks
-    return bool(after) or _has_step_pre_hooks(optimizer, besides)
+def _has_own_step(optimizer: optim.Optimizer) -> bool:
+    """Return True if `optimizer.step` is its class's, below the wrappers of torch and its LR schedulers."""
+    return inspect.unwrap(optimizer.step) is inspect.unwrap(type(optimizer).step)
+
+
+def _is_exact(group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
+    """Return True if the fused kernel does the same as the plain one for this group. The CPU's ignore strides: they
+    need dense parameters, and state with the same strides."""
+    dampened = group.get("momentum", 0) != 0 and group.get("dampening", 0) != 0  # the first step is special then
+    kinds = {(p.device, p.dtype) for p in group["params"]}
+    has_kernel = all(device.type in ("cpu", "cuda") and dtype.is_floating_point for device, dtype in kinds)
+    laid_out = all(
+        is_dense(param)
+        and all(
+            value.stride() == param.stride()
+            for value in optimizer.state.get(param, {}).values()
+            if isinstance(value, torch.Tensor) and value.shape == param.shape
+        )
+        for param in group["params"]
+    )
+    return not dampened and not group.get("differentiable") and has_kernel and len(kinds) <= 1 and laid_out
+
+
+def _seed_momentum(optimizer: optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Give `params` a momentum of zeros where fused SGD steps them for the first time.
+
+    torch leaves it uninitialised where that step is skipped, and uses it in the next. Zeros are exact if `dampening`
+    is 0.
+    """
+    if type(optimizer) is optim.SGD and any(group["momentum"] != 0 for group in optimizer.param_groups):
+        for param in params:
+            if optimizer.state[param].get("momentum_buffer") is None:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def _place_step_counters(optimizer: optim.Optimizer) -> None:
+    """Move the `step` counters to the device that the implementation expects: for fused groups the parameter's, in
+    fp32; the CPU where `step` reads them on the host."""
+    for group in optimizer.param_groups if type(optimizer) in _TAKES_GRAD_SCALE else ():
+        read = not group.get("fused") and not group.get("capturable")
+        for param in group["params"]:
+            step = optimizer.state[param].get("step") if param in optimizer.state else None
+            if isinstance(step, torch.Tensor) and (read or group.get("fused")):
+                optimizer.state[param]["step"] = step.cpu() if read else step.to(param.device, torch.float32)

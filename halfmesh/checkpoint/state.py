@@ -168,7 +168,7 @@ class ShardedState:
         masters.publish(masters.trained)
         if others or not self._gets_weights:
             self.parallel_model.publish(masters.trained)
-        masters.mark_published()
+        masters.mark_published(masters.trained)
 
     @property
     def _gets_weights(self) -> bool:

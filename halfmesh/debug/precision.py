@@ -296,7 +296,7 @@ class PrecisionSurvey(Probes):
         report.skipped, report.updates = sum(result.skipped for result in results), len(results)
         if recipe.compute_dtype == torch.float16:
             seen = [layer.gradients for layer in layers.values()]
-            if losses.multi is None:  # else complete gradients are unscaled already
+            if not losses.several:  # else complete gradients are unscaled already
                 seen += [layer.weights for layer in layers.values()]
             report.room = _room(seen)
         report.layers = tuple(layer.row(name, self._scale) for name, layer in layers.items())

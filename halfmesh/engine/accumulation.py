@@ -115,7 +115,7 @@ class Accumulation:
         self._guard.before_backward()
         self.is_last_batch = is_last_batch
         self.is_last_microbatch = is_last_batch or self.index + 1 >= self.length
-        reduces = self.is_last_microbatch and update.loss_scales.multi is None
+        reduces = self.is_last_microbatch and not update.loss_scales.several
         if reducer is not None:
             if self._trained is not None:
                 self._trained.follow(reducer)

@@ -43,8 +43,7 @@ class WeightAverage:
     def restart(self, besides: Container[ParamShard] = ()) -> None:
         """Restart the average from the current weights, except for the shards in `besides`."""
         masters = self._update.master_weights
-        self._update.sync_writes()
-        masters.adopt_external_writes()
+        self._update.sync_writes(adopt=True)
         for shard in masters.trained:
             if shard not in besides:
                 self.make(shard).copy_(masters.target(shard))

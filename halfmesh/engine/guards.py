@@ -78,7 +78,7 @@ class GradientGuard:
         self._masters = update.master_weights
         self._update = update
         scales = update.loss_scales
-        self._is_scaled = scales.scales and scales.multi is None
+        self._is_scaled = scales.scales and not scales.several
         self._why = _SHARDED if sharded else _SCALED if self._is_scaled else _UNDIVIDED if has_divisor else None
         self._unseen = model if scales.scales else None  # its hooks
         self._ranks = None if sharded else (0,)  # that tell of what they have

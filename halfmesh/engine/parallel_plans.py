@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
 
-from ..amp.fused import is_elementwise
+from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
 from ..errors import IncompatibleConfigError, shorten
 from ..parallel import optimizer_checks as elementwise

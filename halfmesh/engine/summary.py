@@ -76,7 +76,7 @@ def state_bytes(
         temporary = trained * reduce_dtype.itemsize
     elif reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
         grads = max(grads, trained * reduce_dtype.itemsize)
-    elif update.loss_scales.multi is not None:  # the sum in fp32, and the gradients of one backward
+    elif update.loss_scales.several:  # the sum in fp32, and the gradients of one backward
         temporary = trained * 4
     elif update.master_weights.masters:
         limit = bucket_bytes(update.device, trained) if update.stepper.can_step_in_buckets else trained * 4

@@ -239,6 +239,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr("torch.accelerator.current_stream", lambda: stream)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # torch 2.11 asks these two
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", stream.is_capturing)
+    monkeypatch.setattr(stepper, "is_captured", lambda _: stream.is_capturing())
     return stream
 
 

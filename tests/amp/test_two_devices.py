@@ -15,7 +15,7 @@ from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.dry_run.tracker import dry_run_mode
 from halfmesh.parallel.reducer import Bucket, ReduceOptions, make_buckets
-from halfmesh.utils.param_shard import ParamShard
+from halfmesh.utils.param_shard import OneRank, ParamShard
 from tests.support.updates import OPTIMIZERS
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,7 +47,9 @@ def test_an_update_keeps_to_the_devices(no_memory, recipe, optimizer, norm_type)
         # torch's fused SGD cannot run without memory.
         fused = False if optimizer == "sgd_momentum" else "auto"
         options = UpdateOptions(fused=fused, max_norm=1.0, norm_type=norm_type, track_grad_norm=True)
-        update = MixedPrecisionOptimizer(OPTIMIZERS[optimizer](params), shards, recipe, options=options, device=HOST)
+        update = MixedPrecisionOptimizer(
+            OPTIMIZERS[optimizer](params), shards, recipe, OneRank(), options, {}, device=HOST, publisher=None
+        )
         for divisor in (1.0, 4.0, torch.full((), 4.0, device=GPU)):
             update.before_backward()
             for shard in shards:

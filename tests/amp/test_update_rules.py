@@ -41,9 +41,9 @@ def test_on_nonfinite_raise_names_the_parameter():
 @pytest.mark.parametrize(
     ("recipe", "ending"),
     [
-        (Recipe(loss_scale=LossScale(initial=8.0, min_scale=4.0)), "has reached its floor, 4"),
-        (Recipe(loss_scale=LossScale(initial=8.0)), "has fallen to 2"),
-        (STATIC, "is static at 8"),
+        (Recipe(loss_scale=LossScale(initial=8.0, min_scale=4.0)), "loss scale is 4, its floor"),
+        (Recipe(loss_scale=LossScale(initial=8.0)), "loss scale is 2"),
+        (STATIC, "loss scale is 8, which is static"),
         (FP32, "no loss scaling is in use"),
     ],
 )

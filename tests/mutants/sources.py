@@ -109,8 +109,8 @@ UPDATE = (
     Fault(
         "what others write into the model is lost under masters",
         OPTIMIZER,
-        "        self.master_weights.adopt_external_writes()\n",
-        "",
+        "self.sync_writes(adopt=True)",
+        "self.sync_writes()",
         ("tests/checkpoint/test_state.py",),
     ),
     Fault(
@@ -185,24 +185,24 @@ UPDATE = (
     ),
     Fault(
         "fused SGD with momentum that nobody has filled, so that it is not used",
-        "amp/fused.py",
+        "amp/stepper.py",
         'if optimizer.state[param].get("momentum_buffer") is None:',
         "if False:",
         (EXACT, FUSED),
     ),
-    Fault("fused SGD with dampening", "amp/fused.py", "return not dampened and not", "return not", (FUSED,)),
+    Fault("fused SGD with dampening", "amp/stepper.py", "return not dampened and not", "return not", (FUSED,)),
     Fault(
         "fused kernels ignore the layout of state",
-        "amp/fused.py",
+        "amp/stepper.py",
         "and len(kinds) <= 1 and laid_out",
         "and len(kinds) <= 1",
         (FUSED,),
     ),
     Fault(
         "a subclass with a step of its own is given scaled gradients",
-        "amp/fused.py",
-        "return type(optimizer) in _TAKES_GRAD_SCALE and _has_own_step(optimizer)",
-        "return isinstance(optimizer, _TAKES_GRAD_SCALE)",
+        "amp/stepper.py",
+        "is_known = type(optimizer) in _TAKES_GRAD_SCALE and _has_own_step(optimizer)",
+        "is_known = isinstance(optimizer, _TAKES_GRAD_SCALE)",
         (FUSED,),
     ),
     Fault(
