@@ -26,8 +26,6 @@ from ..shard_spec import Placement
 from .fsdp_reducer import FSDPReducer
 from .fsdp_wrap import CastGather, WriteWatch, can_be_sharded, find_units, make_mesh, prefetch, unowned_params, wrap
 
-MIXED = "got mixed torch.Tensor and DTensor"
-"""torch's error for the use of a sharded weight that is not gathered."""
 FREED = "are out of bounds for storage of size 0"
 """torch's error for the use of a tensor whose memory was freed."""
 
@@ -64,9 +62,8 @@ class FSDP(DataStrategy):
         self._mesh = mesh = make_mesh(inputs.context, data.hybrid)
         self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         units = find_units(model, inputs.blocks, inputs.not_called)
-        apart = {*inputs.kept, *inputs.outside}
-        whole = {s.param for s in inputs.shards if s.param in apart or not can_be_sharded(s.param)}
-        whole |= unowned_params(model, units)
+        whole = {*inputs.kept, *inputs.outside, *unowned_params(model, units)}
+        whole |= {shard.param for shard in inputs.shards if not can_be_sharded(shard.param)}
         self.replicated = [shard.name for shard in inputs.shards if shard.param in whole]
         taken = [shard.param for shard in inputs.shards if shard.param not in whole]
         self._dtypes = {param: param.dtype for param in taken}
@@ -77,24 +74,24 @@ class FSDP(DataStrategy):
         self.places = {place: param for place, param in _places(model) if param not in whole}
         names = {shard.param: shard.name for shard in inputs.shards}
         self._writes = WriteWatch({place: names[param] for place, param in self.places.items()}, inputs.context.device)
-        self._cast_buffers(_dtype(data.buffer_dtype))
+        if (buffer_dtype := _dtype(data.buffer_dtype)) is not None:
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(buffer_dtype) if buffer.is_floating_point() else buffer.data
         self.units = self._wrap(units, whole, param_dtype)
         self.originals = self._shard_optimizer()
         self.shards = [self.originals.get(shard.param, shard) for shard in inputs.shards]
-        modules = {module for module, _ in self.places}
-        for module in modules:
+        for module in {module for module, _ in self.places}:
             module.register_load_state_dict_pre_hook(self._load)
         inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state)
         if not data.reshard_after_forward:  # writes into weights after an evaluation have to reach the shards
-            model.register_forward_hook(self._after_forward)
+            model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.reshard())
         inputs.make(model)
         self._move(device)
-        self.sharded = [(s, s.source.param) for s in self.originals.values() if s.source is not None]
+        self.sharded: list[tuple[ParamShard, Any]] = [(s, s.source.param) for s in self.originals.values() if s.source]
         if param_dtype is not None:
             for _, weight in self.sharded:  # not before they are moved, which replaces attributes of a DTensor
                 set_compute_dtype(weight, param_dtype)
         self._storages = [weight.untyped_storage() for _, weight in self.sharded]
-        self._memory = [shard.param.untyped_storage() for shard, _ in self.sharded]
         self._cast = self._cast_gathers()
 
     # -- the config --------------------------------------------------------------------------------------------
@@ -104,27 +101,22 @@ class FSDP(DataStrategy):
         data, computes_in = config.parallel.data, config.precision_dtype or "float32"
         for key in ("output_dtype", "reshard_after_forward", "prefetch") if config.parallel.pipeline.size > 1 else ():
             if getattr(data, key) != type(data).model_fields[key].default:
-                message = (
-                    "FSDP2 does not support this under a pipeline, whose stages call the blocks separately; remove it"
+                yield (
+                    f"parallel.data.{key}",
+                    "FSDP2 does not support this under a pipeline, whose stages call the blocks separately; remove it",
                 )
-                yield f"parallel.data.{key}", message
         if data.buffer_dtype is not None and param_dtype not in (None, _dtype(data.buffer_dtype)):
-            message = (
-                f"{data.buffer_dtype!r} is not the dtype that the mode casts the model to ({computes_in}); remove it"
-            )
-            yield "parallel.data.buffer_dtype", message
+            message = f"is not the dtype that the mode casts the model to ({computes_in}); remove it"
+            yield "parallel.data.buffer_dtype", f"{data.buffer_dtype!r} {message}"
         if data.param_dtype not in (None, computes_in):
-            message = (
-                f"{data.param_dtype!r} is not the dtype that the mode computes in ({computes_in}); remove it: the mode "
-                "decides"
-            )
-            yield "parallel.data.param_dtype", message
+            message = f"is not the dtype that the mode computes in ({computes_in}); remove it: the mode decides"
+            yield "parallel.data.param_dtype", f"{data.param_dtype!r} {message}"
         if config.activation_offload and not config.activation_checkpoint.enabled:
-            message = (
+            yield (
+                "activation_offload",
                 "True with data='fsdp' would also offload the gathered weights that forward saves; set "
-                "activation_checkpoint, which saves inputs only, or use 'zero1'"
+                "activation_checkpoint, which saves inputs only, or use 'zero1'",
             )
-            yield "activation_offload", message
 
     @staticmethod
     def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
@@ -137,12 +129,11 @@ class FSDP(DataStrategy):
     def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
         data = config.parallel.data
         if data.reduce_dtype != "float32":
-            message = (
+            yield (
+                "parallel.data.reduce_dtype",
                 f"gradients are summed over the ranks in {data.reduce_dtype}, where small ones are lost among large "
-                "ones; 'float32', the default, is what FSDP2's documentation recommends, also for weights in half "
-                "precision"
+                "ones; FSDP2's documentation recommends 'float32', the default, also for weights in half precision",
             )
-            yield "parallel.data.reduce_dtype", message
         if param_dtype is None and data.param_dtype in (None, "float32"):
             message = (
                 "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, "
@@ -157,17 +148,6 @@ class FSDP(DataStrategy):
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
-        dtypes = {name: param.dtype for name, param in model.named_parameters() if can_be_sharded(param)}
-        if param_dtype is None and len(set(dtypes.values())) > 1:
-            first, dtype = next(iter(dtypes.items()))
-            others = [name for name, other in dtypes.items() if other != dtype]
-            yield (
-                f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
-                f"{first} ({dtype}); give all parameters one dtype, or use data='zero1'"
-            )
-        sparse = [n for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
-        if sparse:
-            yield f"parallel.data: {shorten(sparse)}: 'fsdp' cannot sum sparse gradients; build it with sparse=False"
         hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]
         if hooked:
             yield (
@@ -176,12 +156,6 @@ class FSDP(DataStrategy):
             )
 
     # -- sharding ----------------------------------------------------------------------------------------------
-
-    def _cast_buffers(self, dtype: torch.dtype | None) -> None:
-        """Cast floating-point buffers to `dtype`."""
-        for buffer in self.inputs.model.buffers() if dtype is not None else ():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
 
     def _wrap(self, units: Sequence[nn.Module], whole: set[nn.Parameter], param_dtype: torch.dtype | None) -> list[Any]:
         """Returns FSDPModules (which, as torch annotates them, are no nn.Modules)."""
@@ -229,7 +203,7 @@ class FSDP(DataStrategy):
         found = {}
         for shard in self.inputs.shards:
             if (weight := weights.get(shard.param)) is not None:
-                own = nn.Parameter(weight.detach().to_local(), requires_grad=shard.param.requires_grad)  # type: ignore[attr-defined]
+                own = nn.Parameter(weight.detach().to_local(), shard.param.requires_grad)  # type: ignore[attr-defined]
                 source, share = ParamShard(shard.name, weight), shard.weight * self._ranks
                 found[shard.param] = ParamShard(shard.name, own, share, source=source, original=shard.param)
 
@@ -298,9 +272,9 @@ class FSDP(DataStrategy):
                 f"new memory was assigned to {shorten(lost)} (param.data = ..., or model.to(dtype)), but FSDP2 goes on "
                 "with the old; write in place under torch.no_grad(), as in param.copy_(...), or do it before initialize"
             )
-        for (shard, weight), memory in zip(self.sharded, self._memory, strict=True):
-            if shard.param.untyped_storage() is not memory:
-                value, shard.param.data = shard.param.data, weight.detach().to_local()  # type: ignore[attr-defined]
+        for shard, weight in self.sharded:
+            if shard.param.untyped_storage() is not weight._local_tensor.untyped_storage():
+                value, shard.param.data = shard.param.data, weight.detach().to_local()
                 shard.param.copy_(value)
 
     def find_lost_writes(self, watch: bool) -> Collection[str]:
@@ -308,25 +282,20 @@ class FSDP(DataStrategy):
         return self._writes.take()
 
     def explain(self, error: RuntimeError) -> None:
-        if "'Sparse" in str(error):
-            raise InputError(
-                "a gradient is sparse, which FSDP2 cannot sum; call F.embedding or F.embedding_bag with sparse=False"
-            ) from error
-        if MIXED in str(error):
-            raise InputError(
-                "weights were used outside of the forward of their module, in the criterion, in the loop or by another "
-                "module, where under data='fsdp' they are DTensors, which do not mix with tensors. Use them in that "
-                "forward; or give initialize as criterion a module that has them, whose weights stay whole on every "
-                "rank; or use data='zero1'"
-            ) from error
-        if FREED in str(error):
-            raise InputError(
-                "backward needs weights that FSDP2 has freed. It gathers them again when the gradient of a block's "
-                "output arrives, which it misses in two cases. A module returns tensors inside an object that FSDP2 "
-                "cannot look into: return tensors, tuples, lists or dicts (dataclasses since torch 2.13). Or the loss "
-                "contains gradients (torch.autograd.grad with create_graph=True), which sharded weights do not "
-                "support: use data='zero1'"
-            ) from error
+        words = {
+            "'Sparse": "a gradient is sparse, which FSDP2 cannot sum; build embeddings with sparse=False",
+            "got mixed torch.Tensor and DTensor": "weights were used outside of the forward of their module (in the "
+            "criterion, the loop or another module), where they are DTensors under data='fsdp'. Use them in that "
+            "forward; or give initialize as criterion a module that has them; or use data='zero1'",
+            FREED: "backward needs weights that FSDP2 has freed. It gathers them "
+            "again when the gradient of a block's output arrives, which it misses in two cases. A module returns "
+            "tensors inside an object that FSDP2 cannot look into: return tensors, tuples, lists or dicts (dataclasses "
+            "since torch 2.13). Or the loss contains gradients (torch.autograd.grad with create_graph=True): use "
+            "data='zero1'",
+        }
+        for theirs, ours in words.items():
+            if theirs in str(error):
+                raise InputError(ours) from error
 
     # -- `halfmesh.utils.param_shard.Publisher` ------------------------------------------------------------------------
 
@@ -342,10 +311,6 @@ class FSDP(DataStrategy):
     def finish(self) -> None:
         """Free the gathered weights, which are stale."""
         if not self.inputs.options.reshard_after_forward:
-            self.reshard()
-
-    def _after_forward(self, *_: Any) -> None:
-        if not torch.is_grad_enabled():
             self.reshard()
 
     def reshard(self) -> None:
