@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ..errors import InputError, counted
 from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs
+from ..parallel.batch_shard.calls import SplitBatch
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.deferred.creation import Materializer
 from ..parallel.mesh import ParallelContext
@@ -103,9 +104,11 @@ class ParallelModel:
             inputs = AxisInputs(model, optimizer, plan, context, plans.partition is not None)
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
-        self._settles, scopes = self._overridden("settle"), self._overridden("scope")
-        self.loss_checks: list[Callable[[Any], None]] = self._overridden("check_loss")
-        self.scope: Callable[[], AbstractContextManager[Any]] = partial(_within, scopes) if scopes else nullcontext
+        axes = self.axes.values()
+        self._settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
+        self._split_batch = split = next((axis for axis in axes if isinstance(axis, SplitBatch)), None)
+        self.loss_checks: list[Callable[[Any], None]] = [] if split is None else [split.check_loss]
+        self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext if split is None else lambda: split.mode
         """The scope of criterion and backward."""
 
     def make_shards(
@@ -188,15 +191,8 @@ class ParallelModel:
 
     def full_call(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A function that returns the output of the full model; `forward` computes this rank's share of it."""
-        for axis in self.axes.values():
-            if type(axis).call is not AppliedAxis.call:
-                forward = partial(_call, axis, model, forward)
-        return forward
-
-    def _overridden(self, name: str) -> list[Any]:
-        """The methods of the axes that are not those of AppliedAxis, so that a step calls nothing in vain."""
-        axes = self.axes.values()
-        return [getattr(axis, name) for axis in axes if getattr(type(axis), name) is not getattr(AppliedAxis, name)]
+        split = self._split_batch
+        return forward if split is None else lambda *args, **kwargs: split.call(model, forward, args, kwargs)
 
     def settle(self) -> None:
         """Reset the axes: a forward or backward may have ended early."""
@@ -247,15 +243,3 @@ def _params_of(criterion: Any, model: nn.Module) -> set[nn.Parameter]:
     """The parameters of a criterion, which may be a submodule of `model`, or contain one."""
     is_outside = isinstance(criterion, nn.Module) and model not in set(criterion.modules())
     return set(criterion.parameters()) if is_outside else set()
-
-
-def _call(axis: AppliedAxis, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return axis.call(model, forward, args, kwargs)
-
-
-@contextmanager
-def _within(scopes: Sequence[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(scope())
-        yield

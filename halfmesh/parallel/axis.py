@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
@@ -134,19 +133,6 @@ class AppliedAxis:
     def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
         """The reduction that `shards` need over the axis; None: their gradients are complete. All ranks together."""
         return None
-
-    def call(
-        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """The output of the full `model` for these arguments. `forward` computes this rank's share of it."""
-        return forward(*args, **kwargs)
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """The context of the criterion, and of backward with its recomputation."""
-        return nullcontext()
-
-    def check_loss(self, loss: Any) -> None:
-        """Raise InputError if `loss`, after its backward, differs from the loss that this rank should have."""
 
     def settle(self) -> None:
         """Reset before a forward, and after it: a forward or backward may have failed."""

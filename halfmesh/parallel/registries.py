@@ -30,71 +30,34 @@ for _name, _strategy in {
     "fsdp": "sharding.fsdp:FSDP",
 }.items():
     DATA_STRATEGIES.register_lazy(_name, f"halfmesh.parallel.{_strategy}")
-for _name, _style in {
-    "colwise": "Colwise",
-    "fused_colwise": "FusedColwise",
-    "colwise_gather": "ColwiseGather",
-    "rowwise": "Rowwise",
-    "rowwise_split": "RowwiseSplit",
-    "vocab": "Vocab",
-    "embedding_features": "EmbeddingFeatures",
-    "embedding_gather": "EmbeddingGather",
-    "heads": "Heads",
-    "config_heads": "ConfigHeads",
-    "rows": "Rows",
-    "latent_keys": "LatentKeys",
-    "off": "Off",
-}.items():
-    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.feature_styles:{_style}")
-for _name, _style in {
-    "partial": "Sequence",
-    "sequence": "Sequence",
-    "sequence_begin": "SequenceBegin",
-    "sequence_end": "SequenceEnd",
-    "region": "GatherSequence",
-}.items():
-    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.sequence_styles:{_style}")
-TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.tensor.sequence_styles:Attention")
-BUILTIN_TENSOR_PLANS = {
-    "timm_attention": "timm:ATTENTION",
-    "timm_mlp": "timm:MLP",
-    "timm_glu_mlp": "timm:GLU_MLP",
-    "timm_swiglu": "timm:SWIGLU",
-    "timm_block": "timm:BLOCK",
-    "timm_vit": "timm:VIT",
-    "torch_attention": "torch_nn:ATTENTION",
-    "torch_encoder": "torch_nn:ENCODER",
-    "torch_encoder_layer": "torch_nn:ENCODER_LAYER",
-    "torch_decoder_layer": "torch_nn:DECODER_LAYER",
-    "hugging_face": "transformers:OWN_PLAN",
-    "torchvision_vit_block": "torch_nn:VIT_BLOCK",
-    "torchvision_swin_block": "torch_nn:SWIN_BLOCK",
-    "gpt2_attention": "transformers:GPT2_ATTENTION",
-    "gpt2_mlp": "transformers:GPT2_MLP",
-    "bert_attention": "transformers:BERT_ATTENTION",
-    "bert_layer": "transformers:BERT_LAYER",
-    "t5_attention": "transformers:T5_ATTENTION",
-    "t5_mlp": "transformers:T5_MLP",
-    "t5_gated_mlp": "transformers:T5_GATED_MLP",
+_STYLES = (
+    "colwise fused_colwise colwise_gather rowwise rowwise_split vocab embedding_features embedding_gather heads "
+    "config_heads rows latent_keys off attention sequence sequence_begin sequence_end region"
+)
+for _name in _STYLES.split():  # "fused_colwise" is FusedColwise
+    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.styles:{_name.title().replace('_', '')}")
+TENSOR_STYLES.register_lazy("partial", "halfmesh.parallel.tensor.styles:Sequence")
+
+_PLANS = {
+    "timm": "timm_attention timm_mlp timm_glu_mlp timm_swiglu timm_block timm_vit",
+    "torch_nn": "torch_attention torch_encoder torch_encoder_layer torch_decoder_layer "
+    "torchvision_vit_block torchvision_swin_block",
+    "transformers": "hugging_face gpt2_attention gpt2_mlp bert_attention bert_layer t5_attention t5_mlp t5_gated_mlp",
 }
-"""The built-in ones, and their modules in `models`."""
-for _name, _plan in BUILTIN_TENSOR_PLANS.items():
-    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_plan}")
-for _name, _schedule in {
-    "gpipe": "GPIPE",
-    "1f1b": "ONE_F_ONE_B",
-    "interleaved": "INTERLEAVED",
-    "zero_bubble": "ZERO_BUBBLE",
-    "zbv": "ZBV",
-    "dualpipev": "DUALPIPEV",
-}.items():
-    SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
-for _name, _partition in {
-    "sequential": "torch_nn:SEQUENTIAL_STAGES",
-    "timm_vit": "timm:VIT_STAGES",
-    "hugging_face_llama": "transformers:LLAMA_STAGES",
-    "hugging_face_gpt2": "transformers:GPT2_STAGES",
-    "hugging_face_bert_classification": "transformers:BERT_CLASSIFICATION_STAGES",
-    "hugging_face_bert_masked": "transformers:BERT_MASKED_STAGES",
-}.items():
-    PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.models.{_partition}")
+BUILTIN_TENSOR_PLANS = frozenset(" ".join(_PLANS.values()).split())
+for _file, _names in _PLANS.items():
+    for _name in _names.split():
+        TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_file}:{_name.upper()}")
+
+for _name in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"):
+    _constant = _name.upper().replace("1F1B", "ONE_F_ONE_B")
+    SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_constant}")
+
+_PARTITIONERS = {
+    "torch_nn": "sequential",
+    "timm": "timm_vit",
+    "transformers": "hugging_face_llama hugging_face_gpt2 hugging_face_bert_classification hugging_face_bert_masked",
+}
+for _file, _names in _PARTITIONERS.items():
+    for _name in _names.split():
+        PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.models.{_file}:{_name.upper()}_STAGES")

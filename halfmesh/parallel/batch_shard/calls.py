@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -14,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import InputError
 from ...utils.param_shard import ParamShard
-from ...utils.tensors import map_tensors, tensors_of
+from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
 from ...utils.torch_private import BACKWARD, without_override
 from ..axis import AppliedAxis, AxisInputs
 from ..rank_checks import SameCalls
 from ..reducer import SharedGradients
 from ..trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
-from .losses import classify, compare, count_targets
-from .shard import ROWS, BatchShard, Seen, shorten_call
+from .shard import ROWS, BatchShard, classify, compare, count_targets
 
+_HALF = (torch.float16, torch.bfloat16)
 Run = Callable[[Mapping[str, Any]], Any]
 _Functions = Mapping[Any, Callable[..., torch.Tensor]]
 _LOSSES: _Functions = {
@@ -55,21 +54,17 @@ class SplitBatch(AppliedAxis):
     functions: ClassVar[_Functions] = MappingProxyType({})
     non_split: Sequence[str] = ()
 
-    def __init__(self, inputs: AxisInputs, dim: str, names: Sequence[str]) -> None:
-        """`names`: of the arguments of the model's forward."""
+    def __init__(self, inputs: AxisInputs, dim: str) -> None:
         super().__init__(inputs.context, dim)
         self.group = inputs.context.group(dim)
         self.calls = SameCalls(self.group, f"{self.key} group")
         self.mode = _Mode({**_LOSSES, **self.functions})
         self.has_stages = inputs.is_split
-        self._names, self._context = names, inputs.context
+        self._names, self._context = parameter_names(inputs.model), inputs.context
         self._is_tried = False
 
     def skip_trial(self) -> None:
         self._is_tried = True
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return self.mode
 
     def call(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -77,9 +72,7 @@ class SplitBatch(AppliedAxis):
         """`forward` with this rank's shard of the arguments, which are the same on all ranks of the group. In training
         it returns this rank's outputs, for the criterion; else all of them."""
         self.calls.compare_inputs(model.training, args, kwargs)
-        if len(args) > len(self._names):
-            raise InputError(f"the model takes {len(self._names)} arguments, and {len(args)} were given")
-        given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        given = dict(zip(position_names(self._names, len(args)), args, strict=True)) | dict(kwargs)
 
         def run(given: Mapping[str, Any]) -> Any:
             values = list(given.values())
@@ -104,23 +97,23 @@ class SplitBatch(AppliedAxis):
         Raises:
             InputError: they differ.
         """
-        short = shorten_call(given, self.shard_of(given))
-        whole, sharded = Seen(), Seen()
+        shard = self.shard_of(given)
+        short = {name: map_tensors(shard.shorten, value) for name, value in given.items()}
+        whole, sharded = list[int](), list[int]()
         try:
             with no_side_effects(model.modules(), self._context.device):
                 model.eval()
-                self.mode.shard, self.mode.seen = None, whole
+                self.mode.shard, self.mode.counts, self.mode.is_half = None, whole, False
                 with self.mode:
                     expected = run(short)
-                self.mode.seen = sharded
+                self.mode.counts = sharded
                 shard, output = self.run_sharded(model, run, short)
                 gap = find_gap(expected, map_tensors(shard.join_if_own, output))
         finally:
-            self.mode.seen = None
-        self.check_functions(sharded.functions)
-        if whole.counts != sharded.counts:
+            self.mode.counts = None
+        if whole != sharded:
             gap = 1.0  # targets were lost, which a loss hardly shows
-        everyone = self._context.everyone((gap, whole.half or rounds_products()))
+        everyone = self._context.everyone((gap, self.mode.is_half or rounds_products()))
         worst = max(theirs for theirs, _ in everyone)
         if worst > (HALF_TOLERANCE if any(rounds for _, rounds in everyone) else TOLERANCE):
             raise InputError(
@@ -141,9 +134,6 @@ class SplitBatch(AppliedAxis):
         with self.mode:
             own = {n: v if n in whole else map_tensors(shard.cut_if_whole, v) for n, v in arguments.items()}
             return shard, run(own)
-
-    def check_functions(self, called: Collection[Any]) -> None:
-        """Raise InputError if a trial called none of torch's functions that it should."""
 
     def find_uneven(self, given: Mapping[str, Any]) -> str:
         """The reason why a call cannot be sharded evenly over the ranks; "" if it can."""
@@ -178,8 +168,8 @@ class SplitBatch(AppliedAxis):
         return shape
 
     def check_loss(self, loss: Any) -> None:
-        value = loss if isinstance(loss, torch.Tensor | tuple) else loss.detach()
-        if not self.calls.are_same(value, "losses"):
+        """Raise InputError if `loss`, after its backward, differs from that of other ranks."""
+        if not self.calls.are_same(loss if isinstance(loss, torch.Tensor | tuple) else loss.detach(), "losses"):
             raise InputError(
                 f"the {self.size} ranks of a {self.key} group have different losses, each of its own outputs: "
                 "gradients would not be those of the whole batch. Compute the loss in the model or in "
@@ -197,14 +187,16 @@ class _Mode(TorchFunctionMode):
 
     Attributes:
         shard: this rank's shard in the last call of the model; None: functions are given full batches.
-        seen: notes of a trial.
+        counts: in a trial, for each loss the number of targets that count on all ranks.
+        is_half: in a trial, something was computed in half precision.
     """
 
     def __init__(self, functions: _Functions) -> None:
         super().__init__()
         self._functions = functions
         self.shard: BatchShard | None = None
-        self.seen: Seen | None = None
+        self.counts: list[int] | None = None
+        self.is_half = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -212,10 +204,11 @@ class _Mode(TorchFunctionMode):
             with self:
                 return without_override(func)(*args, **kwargs)
         function = self._functions.get(func)
-        if self.seen is not None:
-            self.seen.note(func, args)
+        if self.counts is not None:
+            tensors = [value for value in args if isinstance(value, torch.Tensor) and not value.is_meta]
+            self.is_half |= any(t.dtype in _HALF or torch.is_autocast_enabled(t.device.type) for t in tensors)
             if function is classify:
-                self.seen.counts.append(count_targets(self.shard, *args, **kwargs))
+                self.counts.append(count_targets(self.shard, args[1], kwargs["ignore_index"]))
         if function is None or self.shard is None:
             return func(*args, **kwargs)
         return function(self.shard, func, *args, **kwargs)

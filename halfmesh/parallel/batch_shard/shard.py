@@ -1,23 +1,26 @@
-"""The shard of a batch that a rank has."""
+"""The shard of a batch that a rank has, and losses of the full batch, which each rank computes from its outputs.
+
+Gradients of the losses are multiplied by the number of ranks, since the reduction afterwards takes the mean over the
+ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...utils.tensors import map_tensors
+from ...errors import InputError
 from .. import collectives
 
 ROWS, TOKENS = 0, 1
 """Dims of a model's arguments: [batch, ...], or [batch, sequence, ...]."""
-_HALF = (torch.float16, torch.bfloat16)
-ROWS_OF_RANK, TOKENS_OF_RANK = 1, 8
-"""In a trial."""
+TRIAL = {ROWS: 1, TOKENS: 8}
+"""The number of rows, or tokens, of each rank in a trial."""
+
+_Loss = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,39 +85,93 @@ class BatchShard:
         total = self.rows * self.own
         return count == total or (self.splits_rows and 0 < count < total and total % count == 0)
 
+    def shorten(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For a trial, a few rows or the first tokens of a full [batch, sequence, ...], or of a mask [..., sequence]."""
+        kept = min(self.whole, self.size * TRIAL[self.dim])
+        is_mask = self.dim != ROWS and tensor.dim() > 3
+        for dim in (tensor.dim() - 2, tensor.dim() - 1) if is_mask else (self.dim,):
+            if tensor.dim() > dim and tensor.shape[dim] == self.whole:
+                tensor = tensor.narrow(dim, 0, kept)
+        return tensor
 
-# -- the trial before the first update -----------------------------------------------------------------------------
+
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Seen:
-    """The observations of one run of a trial.
+def classify(
+    shard: BatchShard,
+    loss: _Loss,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    **options: Any,
+) -> torch.Tensor:
+    """`loss`, which is torch's cross_entropy or nll_loss: a mean over the targets of all ranks that count.
 
-    Attributes:
-        functions: the functions of torch that were called.
-        counts: for each loss, the number of targets that count on all ranks.
-        half: something was computed in half precision.
+    Args:
+        input: [tokens, classes], or [batch, classes, tokens]: of this rank.
+        target: int64, of this rank or of the full batch.
+
+    Raises:
+        InputError: targets are missing.
     """
-
-    functions: set[Any] = field(default_factory=set)
-    counts: list[int] = field(default_factory=list)
-    half: bool = False
-
-    def note(self, function: Any, args: Any) -> None:
-        tensors = [value for value in args if isinstance(value, torch.Tensor) and not value.is_meta]
-        self.functions.add(function)
-        self.half |= any(t.dtype in _HALF or torch.is_autocast_enabled(t.device.type) for t in tensors)
-
-
-def shorten_call(given: Mapping[str, Any], shard: BatchShard) -> dict[str, Any]:
-    """The arguments for a few rows or the first tokens, of [batch, sequence, ...] and of masks [..., sequence]."""
-    kept = min(shard.whole, shard.size * (ROWS_OF_RANK if shard.dim == ROWS else TOKENS_OF_RANK))
-    return {name: map_tensors(partial(_shorten, shard, kept), value) for name, value in given.items()}
+    outputs = input.numel() // input.shape[1 if input.dim() > 1 else 0]
+    target = _own_targets(shard, outputs, target)
+    losses = loss(input, target, weight=weight, ignore_index=ignore_index, reduction="none", **options)
+    if reduction == "none":
+        return losses
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+    if reduction == "mean":
+        counted = target != ignore_index
+        count = counted.sum(dtype=total.dtype) if weight is None else weight[target[counted]].sum(dtype=total.dtype)
+        dist.all_reduce(count, group=shard.group)
+        total = total / count
+    return collectives.total_loss(total, shard.group).to(losses.dtype)
 
 
-def _shorten(shard: BatchShard, kept: int, tensor: torch.Tensor) -> torch.Tensor:
-    is_mask = shard.dim != ROWS and tensor.dim() > 3
-    for dim in (tensor.dim() - 2, tensor.dim() - 1) if is_mask else (shard.dim,):
-        if tensor.dim() > dim and tensor.shape[dim] == shard.whole:
-            tensor = tensor.narrow(dim, 0, kept)
-    return tensor
+def count_targets(shard: BatchShard | None, target: torch.Tensor, ignore_index: int) -> int:
+    """The targets that count on all ranks. `shard`: None if these are those of the full batch."""
+    count = (target != ignore_index).sum()
+    if shard is not None:
+        dist.all_reduce(count, group=shard.group)
+    return int(count)
+
+
+def compare(
+    shard: BatchShard, loss: _Loss, input: torch.Tensor, target: torch.Tensor, reduction: str, **options: Any
+) -> torch.Tensor:
+    """`loss`, which is a function of two tensors of one shape, as torch's mse_loss: its mean over all ranks.
+
+    Raises:
+        InputError: a weighted mean.
+    """
+    if options.get("weight") is not None and reduction == "mean":
+        raise InputError(
+            f"with parallel.{shard.key} a loss of two tensors cannot be a mean by `weight`, whose sum differs between "
+            "the ranks; call it with reduction='none', and weight the losses yourself"
+        )
+    own = loss(input, shard.cut_if_whole(target), reduction=reduction, **options)
+    if reduction == "none":
+        return own
+    total = collectives.total_loss(own, shard.group)
+    return total / shard.size if reduction == "mean" else total
+
+
+def _own_targets(shard: BatchShard, outputs: int, target: torch.Tensor) -> torch.Tensor:
+    """The targets of this rank's outputs."""
+    if target.is_floating_point():
+        raise InputError(f"with parallel.{shard.key} targets have to be the numbers of classes, not probabilities")
+    if shard.are_outputs(outputs) and target.numel() == outputs:
+        return target
+    if shard.are_outputs(outputs) and target.numel() == outputs * shard.size:
+        return shard.cut_targets(target)
+    has, fix = f"{shard.own} rows", ""
+    if shard.dim == TOKENS:
+        has = f"{shard.own} tokens of each of {shard.rows} sequences"
+        fix = ". Shift the targets of whole sequences, before the call: target = F.pad(ids, (0, 1), value=-100)[:, 1:]"
+    raise InputError(
+        f"the loss was given {outputs} outputs and {target.numel()} targets; with {shard.key}={shard.size} this rank "
+        f"has {has}, and the loss has to take all of them{fix}"
+    )

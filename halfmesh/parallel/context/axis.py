@@ -8,8 +8,7 @@ ranks, each rank gathers all keys and values, and attends with its queries (http
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -52,10 +51,9 @@ def attend(
     Raises:
         InputError: the attention is not that of a sequence with itself, or the mask was made for other lengths.
     """
-    _refuse_other_shapes(sequence, query, key, value)
     if attn_mask is not None and has_no_memory(attn_mask) and attn_mask.shape[-2] == sequence.own:
         attn_mask = None  # transformers makes masks of placeholders, as if sequences were joined in one
-    _refuse_other_mask(sequence, attn_mask)
+    _refuse_other_shapes(sequence, (query, key, value), attn_mask)
     query, key, value = (_as_computed(x) for x in (query, key, value))
     options |= {"dropout_p": dropout_p}
     size, rank, group = sequence.size, sequence.rank, sequence.group
@@ -89,41 +87,20 @@ def _causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)  # a mode sees tensors only
 
 
-def _refuse_other_shapes(sequence: BatchShard, *tensors: torch.Tensor) -> None:
-    if any(x.dim() != 4 or x.shape[_TOKENS] != sequence.own for x in tensors):
-        shapes = ", ".join(str(list(x.shape)) for x in tensors)
+def _refuse_other_shapes(sequence: BatchShard, inputs: Sequence[torch.Tensor], mask: torch.Tensor | None) -> None:
+    own, length = sequence.own, sequence.whole
+    wrong = any(x.dim() != 4 or x.shape[_TOKENS] != own for x in inputs)
+    if mask is not None:
+        wrong |= mask.dim() < 2 or mask.shape[-1] != length or mask.shape[-2] not in (1, length)
+    if wrong:
+        shapes = ", ".join(str(list(x.shape)) for x in inputs)
+        masked = "" if mask is None else f" and a mask of shape {list(mask.shape)}"
         raise InputError(
-            f"scaled_dot_product_attention was called with queries, keys and values of shapes {shapes}; with "
-            f"context={sequence.size} they have to be [batch, heads, {sequence.own}, features]: all tokens of this "
-            "rank and no others. Attention to another sequence, to a cache, or from a single query is not supported; "
-            "train such a model without parallel.context"
+            f"scaled_dot_product_attention was called with queries, keys and values of shapes {shapes}{masked}; with "
+            f"context={sequence.size} they have to be [batch, heads, {own}, features], this rank's tokens of one "
+            f"sequence, and a mask has to be [..., {length}, {length}] or [..., 1, {length}], of whole sequences "
+            "(name the argument that it comes from in parallel.context.non_split, or use is_causal=True)"
         )
-
-
-def _refuse_other_mask(sequence: BatchShard, mask: torch.Tensor | None) -> None:
-    length = sequence.whole
-    if mask is not None and (mask.dim() < 2 or mask.shape[-1] != length or mask.shape[-2] not in (1, length)):
-        raise InputError(
-            f"scaled_dot_product_attention was called with a mask of shape {list(mask.shape)}, but sequences have "
-            f"{length} tokens, {sequence.own} of them on this rank: a mask has to be [..., {length}, {length}] or "
-            f"[..., 1, {length}]. Give the model a mask of whole sequences, in an argument that "
-            "parallel.context.non_split names, or use is_causal=True"
-        )
-
-
-@dataclass(frozen=True)
-class CallPlan:
-    """The plan that shards calls of a model.
-
-    Attributes:
-        names: of the arguments of its forward.
-        positions: the argument that takes the positions of tokens.
-        non_split: the arguments that every rank gets unsharded.
-    """
-
-    names: Sequence[str]
-    positions: str
-    non_split: Sequence[str]
 
 
 class ContextParallel(SplitBatch):
@@ -139,25 +116,16 @@ class ContextParallel(SplitBatch):
     )
     functions = MappingProxyType({F.scaled_dot_product_attention: attend})
 
-    def __init__(self, inputs: AxisInputs, dim: str) -> None:
-        super().__init__(inputs, dim, inputs.plan.names)
-        self._positions = inputs.plan.positions
+    def __init__(self, inputs: AxisInputs) -> None:
+        super().__init__(inputs, ContextParallelism.dim)
+        self._positions, self.non_split = inputs.plan
         self._device = inputs.context.device
-        self.non_split = inputs.plan.non_split
 
     def prepare(self, model: nn.Module, given: dict[str, Any], shard: BatchShard) -> dict[str, Any]:
         given = whole_sequence_arguments(model, given)
         if given.get(self._positions) is None:
             given[self._positions] = torch.arange(shard.whole, device=self._device).expand(shard.rows, -1)
         return given
-
-    def check_functions(self, called: Collection[Any]) -> None:
-        if not (self.has_stages or F.scaled_dot_product_attention in called):  # a stage may have none
-            raise InputError(
-                "the model computes its attention without torch's scaled_dot_product_attention, which parallel.context "
-                "shards: each rank would attend to its own tokens only. Use "
-                "torch.nn.functional.scaled_dot_product_attention (need_weights=False in nn.MultiheadAttention)"
-            )
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         return {"layout": f"1/{self.size} of the tokens of each sequence"}
@@ -192,9 +160,17 @@ class ContextParallelism(Axis):
             yield "compile", message
 
     @staticmethod
-    def plan(inputs: PlanInputs) -> tuple[CallPlan | None, list[str]]:
+    def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
+        """The name of the argument that takes positions, and those that every rank gets unsharded."""
         model, names = inputs.model, parameter_names(inputs.model)
-        problems = list(_find_problems(model))
+        problems = []
+        if mixing := [name for name, module in model.named_modules() if isinstance(module, _MIXES_TOKENS)]:
+            problems.append(
+                f"parallel.context: the tokens of a sequence are combined other than by attention in "
+                f"{shorten(mixing)} (BatchNorm, InstanceNorm, RNN), and a rank has some of them only; leave context out"
+            )
+        if problem := find_context_problem(model):
+            problems.append(f"parallel.context: {problem}")
         positions = next((name for name in _POSITIONS if name in names), None)
         if positions is None:
             problems.append(
@@ -202,21 +178,8 @@ class ContextParallelism(Axis):
                 "count the positions of its tokens from 0; add one (int64 [batch, sequence], by default None), and use "
                 "it for embeddings or rotations of positions. halfmesh passes it"
             )
-            return None, problems
-        return CallPlan(names, positions, inputs.options.non_split), problems
+        return (positions, inputs.options.non_split), problems
 
     @staticmethod
     def apply(inputs: AxisInputs) -> ContextParallel:
-        return ContextParallel(inputs, ContextParallelism.dim)
-
-
-def _find_problems(model: nn.Module) -> Iterator[str]:
-    mixing = [name for name, module in model.named_modules() if isinstance(module, _MIXES_TOKENS)]
-    if mixing:
-        yield (
-            f"parallel.context: the tokens of a sequence are combined other than by attention in {shorten(mixing)} "
-            "(BatchNorm, InstanceNorm, RNN), and a rank has some of them only; leave context out"
-        )
-    problem = find_context_problem(model)
-    if problem is not None:
-        yield f"parallel.context: {problem}"
+        return ContextParallel(inputs)

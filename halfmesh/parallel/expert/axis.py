@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,12 +25,12 @@ _Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def dispatch(
     experts: _Experts,
     count: int,
-    group: dist.ProcessGroup,
+    axis: ExpertParallel,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, of which each rank of `group` has `count`, in order of rank.
+    """The weighted sum of each token's experts, of which each rank of `axis` has `count`, in order of rank.
 
     The host waits for the numbers of tokens: they are the sizes of the messages.
 
@@ -44,7 +43,7 @@ def dispatch(
     Returns:
         Like `hidden_states`.
     """
-    k = top_k_index.shape[-1]
+    group, k = axis.group, top_k_index.shape[-1]
     order = top_k_index.flatten().argsort(stable=True)  # by expert, and so by rank
     token, expert = order // k, top_k_index.flatten()[order]
     sent, received = _counts(expert // count, group)
@@ -81,19 +80,6 @@ class ExpertOptions(Options):
     """The number of ranks over which the experts of each layer, and each batch, are sharded."""
 
 
-@dataclass(frozen=True)
-class ExpertPlan:
-    """The plan that shards experts.
-
-    Attributes:
-        names: of the arguments of the model's forward.
-        layers: names of the modules that hold experts.
-    """
-
-    names: list[str]
-    layers: list[str]
-
-
 class ExpertParallelism(Axis):
     """`parallel.expert`."""
 
@@ -112,7 +98,8 @@ class ExpertParallelism(Axis):
             yield "compile", message
 
     @staticmethod
-    def plan(inputs: PlanInputs) -> tuple[ExpertPlan, list[str]]:
+    def plan(inputs: PlanInputs) -> tuple[list[str], list[str]]:
+        """The names of the modules that hold experts."""
         model, size, problems = inputs.model, inputs.options.size, list[str]()
         layers = [name for name, module in model.named_modules() if holds_experts(module)]
         if not layers:
@@ -123,18 +110,14 @@ class ExpertParallelism(Axis):
         for name in layers:
             count: Any = model.get_submodule(name).num_experts
             if count % size:
-                allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-                problems.append(
-                    f"parallel.expert: {name} has {count} experts, which {size} does not divide; expert can be "
-                    f"{allowed}"
-                )
+                problems.append(f"parallel.expert: {name} has {count} experts, which {size} does not divide")
         norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
         if norms:
             problems.append(
                 f"parallel.expert: the rows of a batch are combined in {shorten(norms)} (BatchNorm), and a rank has "
                 "some of them only; leave expert out"
             )
-        return ExpertPlan(parameter_names(model), layers), problems
+        return layers, problems
 
     @staticmethod
     def apply(inputs: AxisInputs) -> ExpertParallel:
@@ -162,20 +145,15 @@ class ExpertParallel(SplitBatch):
     )
 
     def __init__(self, inputs: AxisInputs) -> None:
-        plan: ExpertPlan = inputs.plan
-        super().__init__(inputs, ExpertParallelism.dim, plan.names)
-        self._layers: list[Any] = [inputs.model.get_submodule(name) for name in plan.layers]
+        super().__init__(inputs, ExpertParallelism.dim)
+        self._layers: list[Any] = [inputs.model.get_submodule(name) for name in inputs.plan]
         for layer in self._layers:
             for param in layer.parameters():
                 self.split(inputs.optimizer, param, Split(dim=0))
             layer.num_experts //= self.size
-            layer.forward = partial(self._dispatch, layer.forward, layer.num_experts)
+            layer.forward = partial(dispatch, layer.forward, layer.num_experts, self)
             layer.is_divided_by_engine = True
         self.take_whole_states(inputs.model, inputs.optimizer)
-
-    def _dispatch(self, experts: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The forward of a layer. (A method of this object, which copies of the model share.)"""
-        return dispatch(experts, count, self.group, *args, **kwargs)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         count = self._layers[0].num_experts

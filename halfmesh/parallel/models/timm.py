@@ -41,10 +41,10 @@ def _mlp(name: str, **styles: str) -> LayerPlan:
     )
 
 
-MLP = _mlp("Mlp", fc1="colwise", fc2="rowwise")
-GLU_MLP = _mlp("GluMlp", fc1="fused_colwise(2)", fc2="rowwise")
-SWIGLU = _mlp("SwiGLU", fc1_g="colwise", fc1_x="colwise", fc2="rowwise")
-ATTENTION = LayerPlan(
+TIMM_MLP = _mlp("Mlp", fc1="colwise", fc2="rowwise")
+TIMM_GLU_MLP = _mlp("GluMlp", fc1="fused_colwise(2)", fc2="rowwise")
+TIMM_SWIGLU = _mlp("SwiGLU", fc1_g="colwise", fc1_x="colwise", fc2="rowwise")
+TIMM_ATTENTION = LayerPlan(
     layers=("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"),
     styles={
         "": "heads(num_heads, attn_dim)",
@@ -57,11 +57,11 @@ ATTENTION = LayerPlan(
     sequence={"": "region", "proj_drop": "sequence"},
     find_problem=_find_norm,
 )
-BLOCK = LayerPlan(
+TIMM_BLOCK = LayerPlan(
     layers=("timm.models.vision_transformer.Block",),
     sequence={"norm1": "sequence", "ls1": "sequence", "norm2": "sequence", "ls2": "sequence"},
 )
-VIT = LayerPlan(
+TIMM_VIT = LayerPlan(
     layers=("timm.models.vision_transformer.VisionTransformer",),
     sequence={"blocks.0": "sequence_begin", "norm": "sequence_end"},
 )
@@ -85,7 +85,7 @@ def _find_stage_problem(model: Any) -> str | None:
     return None
 
 
-VIT_STAGES = BlockPartition(
+TIMM_VIT_STAGES = BlockPartition(
     layers=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
     methods=("forward_features", "forward_head", "pool"),
     blocks="blocks",

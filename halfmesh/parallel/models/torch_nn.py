@@ -27,20 +27,20 @@ def check_activation(name: str) -> Callable[[Any], str | None]:
     return find
 
 
-ATTENTION = LayerPlan(
+TORCH_ATTENTION = LayerPlan(
     layers=("torch.nn.modules.activation.MultiheadAttention",),
     styles={"": "attention", "out_proj": "rowwise"},
 )
-ENCODER = LayerPlan(
+TORCH_ENCODER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerEncoder",),
     styles={"": "off(use_nested_tensor)"},
 )
-ENCODER_LAYER = LayerPlan(
+TORCH_ENCODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerEncoderLayer",),
     styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
     find_problem=check_activation("activation"),
 )
-DECODER_LAYER = LayerPlan(
+TORCH_DECODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerDecoderLayer",),
     styles={"linear1": "colwise", "linear2": "rowwise"},
     find_problem=check_activation("activation"),
@@ -77,11 +77,11 @@ SEQUENTIAL_STAGES = SequentialPartition()
 
 _MLP = {"mlp.0": "colwise", "mlp.3": "rowwise"}
 
-VIT_BLOCK = LayerPlan(
+TORCHVISION_VIT_BLOCK = LayerPlan(
     layers=("torchvision.models.vision_transformer.EncoderBlock",),
     styles=_MLP,
 )
-SWIN_BLOCK = LayerPlan(
+TORCHVISION_SWIN_BLOCK = LayerPlan(
     layers=(
         "torchvision.models.swin_transformer.SwinTransformerBlock",
         "torchvision.models.swin_transformer.SwinTransformerBlockV2",

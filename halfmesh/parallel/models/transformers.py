@@ -81,7 +81,7 @@ class HuggingFacePlan:
                 yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
 
 
-OWN_PLAN = HuggingFacePlan()
+HUGGING_FACE = HuggingFacePlan()
 
 # -- tensor plans for models that have none ---------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ def _end_llama(model: Any, hidden: torch.Tensor) -> Any:
     return _make_output("CausalLMOutputWithPast", model.lm_head(model.model.norm(hidden)))
 
 
-LLAMA_STAGES = _stages(
+HUGGING_FACE_LLAMA_STAGES = _stages(
     "llama.LlamaForCausalLM",
     ("model", "LlamaModel"),
     blocks="model.layers",
@@ -342,7 +342,7 @@ def _end_gpt2(model: Any, hidden: torch.Tensor) -> Any:
     return _make_output("CausalLMOutputWithCrossAttentions", model.lm_head(model.transformer.ln_f(hidden)))
 
 
-GPT2_STAGES = _stages(
+HUGGING_FACE_GPT2_STAGES = _stages(
     "gpt2.GPT2LMHeadModel",
     ("transformer", "GPT2Model"),
     blocks="transformer.h",
@@ -372,11 +372,13 @@ def _fill_in(model: Any, hidden: torch.Tensor) -> Any:
 
 
 _BERT: dict[str, Any] = {"blocks": "bert.encoder.layer", "begin": _begin_bert, "share": _share_bert}
-BERT_CLASSIFICATION_STAGES = _stages(
+HUGGING_FACE_BERT_CLASSIFICATION_STAGES = _stages(
     "bert.BertForSequenceClassification",
     ("bert", "BertModel"),
     end=_classify,
     end_uses=("bert.pooler", "dropout", "classifier"),
     **_BERT,
 )
-BERT_MASKED_STAGES = _stages("bert.BertForMaskedLM", ("bert", "BertModel"), end=_fill_in, end_uses=("cls",), **_BERT)
+HUGGING_FACE_BERT_MASKED_STAGES = _stages(
+    "bert.BertForMaskedLM", ("bert", "BertModel"), end=_fill_in, end_uses=("cls",), **_BERT
+)

@@ -1,8 +1,8 @@
 """The tensor axis: each rank holds shards of the layers, and all ranks see the same data.
 
 plans              the style of each module: plans for classes of layers, or the config's patterns, and checks
-feature_styles, sequence_styles      the effect of a style on one module; attention with sharded heads
-layers             sharded layers
+styles             the effect of a style on one module
+layers             sharded layers, and attention with sharded heads
 apply              shards the parameters, installs the styles, and sums partial gradients
 trial              refuses a plan that trains wrong weights, before the first update
 """

@@ -16,7 +16,7 @@ from ..axis import Axis, AxisInputs, PlanInputs
 from ..reducer import SharedGradients
 from .layers import TensorAxis
 from .plans import Assignment, caller, generalise, resolve
-from .sequence_styles import SequenceBegin
+from .styles import SequenceBegin
 from .trial import PlanTrial
 
 _LOOKS = 5  # at gradients that are zero

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -16,9 +15,8 @@ from ...utils.torch_private import is_compiled
 from ..modules import comes_from
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
-from .feature_styles import Colwise, ColwiseGather, Heads, Rowwise, RowwiseSplit, Vocab
 from .layers import ShardedLayer, TensorAxis
-from .sequence_styles import Attention, SequenceBegin, SequenceEnd, Style, parse_style
+from .styles import Attention, Rowwise, SequenceBegin, SequenceEnd, Style, Vocab, parse_style
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,13 @@ class Assignment:
         fits = not any(self.style.find_problems(self.module, 1))
         return self.style.splits(self.module) if fits else {}
 
-    def install(self, axis: TensorAxis) -> Iterable[Any]:
-        """Make the module work with its shards; returns hooks."""
+    def install(self, axis: TensorAxis) -> None:
+        """Make the module work with its shards."""
         for name in self.style.attributes:
             setattr(self.module, name, getattr(self.module, name) // axis.size)
-        hooks = list(self.style.install(self.module, axis, self.in_region))
+        self.style.install(self.module, axis, self.in_region)
         if isinstance(self.module, ShardedLayer):
             self.module.plan_entry = str(self)
-        return hooks
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.text}, from plan {self.plan!r})"
@@ -199,7 +196,7 @@ def resolve(
     if not problems and not any(a.splits() for a in assignments):
         problems.append(_no_plan(model, plan))
     if not problems:
-        problems += [*_find_inconsistent_ties(model, assignments), *_find_heads(model, assignments, plan)]
+        problems += _find_inconsistent_ties(model, assignments)
         shards_sequence = any(isinstance(a.style, (SequenceBegin, SequenceEnd)) for a in assignments)
         if sequence_parallel or shards_sequence:
             problems += _find_sequence_problems(model, assignments)
@@ -244,24 +241,6 @@ def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment])
             )
 
 
-def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str | Mapping[str, str]) -> Iterator[str]:
-    """Modules with a sharded projection and a number of heads that no style of the config's patterns has."""
-    if isinstance(plan, str):
-        return
-    counted = {a.name for a in assignments if isinstance(a.style, Heads)}
-    parents = {a.name.rpartition(".")[0] for a in assignments if isinstance(a.style, Colwise) and a.style.opens_fork}
-    for parent in sorted(parents - counted):
-        numbers = {name: n for name, n in vars(model.get_submodule(parent)).items() if type(n) is int}
-        # num_heads, n_kv_heads, nhead, heads; but not head_dim
-        found = [n for n in numbers if "head" in n and not any(w in n for w in ("dim", "size", "width", "features"))]
-        if found:
-            yield (
-                f"{parent!r} has {found[0]}={numbers[found[0]]}, and its features are sharded; add "
-                f"{generalise(parent)!r}: 'heads({', '.join(found)})' if its forward reads that number, or 'heads()' "
-                "if it takes the number of heads from the shape (-1)"
-            )
-
-
 def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
     """Under sequence parallelism every layer between begin and end has to be known."""
     begins = {a.name for a in assignments if isinstance(a.style, SequenceBegin)}
@@ -278,20 +257,12 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
         if inside:
             between.add(name)
     for a in assignments:
-        if isinstance(a.style, Attention) and a.name in between:
-            yield (
-                f"{a}: sequence_parallel=True does not support torch.nn.MultiheadAttention, which takes keys and "
-                "values separately; set sequence_parallel=False"
-            )
-        elif (isinstance(a.style, Rowwise) or a.style.opens_fork) and a.name in between and not a.in_region:
+        of_features = isinstance(a.style, Rowwise) or a.style.opens_fork
+        if a.name in between and (isinstance(a.style, Attention) or (of_features and not a.in_region)):
             yield (
                 f"{a}: under sequence_parallel=True it has to be in a 'region', which gathers the sequence; give that "
-                "style to the module around it"
-            )
-        elif isinstance(a.style, RowwiseSplit) and a.in_region and not _gathers_before(a, assignments):
-            yield (
-                f"{a}: its input is that of its 'region', whose gradients are summed over the ranks, and each "
-                "would give the whole gradient; use 'rowwise' after a 'colwise' layer, or leave it whole"
+                "style to the module around it. (torch.nn.MultiheadAttention takes keys and values separately, and "
+                "cannot be in one: set sequence_parallel=False)"
             )
         elif a.style.is_region and a.name not in between:
             yield (
@@ -300,25 +271,13 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
             )
 
 
-def _gathers_before(split: Assignment, assignments: Sequence[Assignment]) -> bool:
-    """Return True if a layer of the same region gathers features, as the input of `split`."""
-    regions = [a.name for a in assignments if a.style.is_region and is_within(split.name, a.name)]
-    gathers = [a.name for a in assignments if isinstance(a.style, ColwiseGather)]
-    return any(is_within(name, region) for name in gathers for region in regions)
-
-
 def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     """The message for a model of which nothing would be sharded."""
-    sizes: Counter[str] = Counter()
-    for name, module in model.named_modules():
-        layer = f"{generalise(name) or 'the model itself'} ({type(module).__name__})"
-        sizes[layer] += sum(param.numel() for param in module.parameters(recurse=False))
-    largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5) if count)
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
     return (
-        f"{which} {type(model).__name__}. Its largest layers: {largest}. Write one: parallel = dict(tensor=dict("
-        f"size=..., plan={_example(model)})), where 'colwise' Linear layers hand sharded features to 'rowwise' ones "
-        "(docs/tensor-parallel.md); convolutions cannot be sharded: if most of the model is in them, leave tensor at 1"
+        f"{which} {type(model).__name__}. Write one: parallel = dict(tensor=dict(size=..., plan={_example(model)})), "
+        "where 'colwise' Linear layers hand sharded features to 'rowwise' ones (docs/tensor-parallel.md); convolutions "
+        "cannot be sharded: if most of the model is in them, leave tensor at 1"
     )
 
 

@@ -24,10 +24,9 @@ from ..comm import gather_objects
 from ..modules import meta_copy
 from ..registries import BUILTIN_TENSOR_PLANS
 from ..trial import find_gap, no_side_effects
-from .feature_styles import Rowwise
 from .layers import TensorAxis
 from .plans import Assignment, caller, is_within
-from .sequence_styles import GatherSequence, SequenceBegin, SequenceEnd
+from .styles import Region, Rowwise, SequenceBegin, SequenceEnd
 
 _log = get_logger(__name__)
 
@@ -252,13 +251,13 @@ def _shard(block: nn.Module, kind: _Kind, axis: TensorAxis) -> None:
     inside = [
         replace(a, module=block.get_submodule(a.name[len(kind.names[0]) :].lstrip(".")), in_region=False)
         for a in kind.assignments
-        if not isinstance(a.style, (GatherSequence, SequenceBegin, SequenceEnd))
+        if not isinstance(a.style, (Region, SequenceBegin, SequenceEnd))
     ]
     splits = {a.module.get_parameter(name): split for a in inside for name, split in a.splits().items()}
     for param, split in splits.items():
         param.data = split.cut(param.data, axis.rank, axis.size)
     for a in inside:
-        list(a.install(axis))
+        a.install(axis)
 
 
 def _outputs(block: nn.Module, call: Any, device: torch.device) -> list[torch.Tensor]:

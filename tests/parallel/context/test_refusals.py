@@ -104,7 +104,12 @@ def refused(rank, world_size, make, step, loss):
     [
         (CountsFromZero, r"differs by .*positions only be taken from the argument position_ids", plain_step, criterion),
         (Convolves, "differs by .*no convolution", plain_step, criterion),
-        (AttendsByHand, "without torch's scaled_dot_product_attention", plain_step, criterion),
+        (
+            AttendsByHand,
+            "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention",
+            plain_step,
+            criterion,
+        ),
         (Pools, r"the model returns something else: its output for 16 tokens", plain_step, criterion),
         (LosesTheBorder, "Shift the targets of whole sequences", own_loss, None),
         (ShiftsItself, "Shift targets of whole sequences before the call", own_loss, None),

@@ -272,7 +272,7 @@ def problems(model, size=2):
 def test_models_that_cannot_be_sharded():
     assert problems(make_mixtral()) == []
     assert "Linear has no layer of experts: a module with `num_experts`" in problems(nn.Linear(2, 2))[0]
-    assert "has 4 experts, which 3 does not divide; expert can be 1, 2, 4" in problems(make_mixtral(), 3)[0]
+    assert "has 4 experts, which 3 does not divide" in problems(make_mixtral(), 3)[0]
     normed = make_mixtral()
     normed.norm = nn.BatchNorm1d(4)
     assert "the rows of a batch are combined in norm (BatchNorm)" in problems(normed)[0]

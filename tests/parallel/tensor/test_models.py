@@ -266,7 +266,7 @@ def test_language_models_that_cannot_be_divided():
         (hf.LlamaForCausalLM(hf.LlamaConfig(**llama)), "3 config.num_key_value_heads are not divisible by tensor=2"),
         (
             hf.BloomForCausalLM(hf.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=20)),
-            "no plan is registered for any layer of BloomForCausalLM. Its largest layers: ",
+            "no plan is registered for any layer of BloomForCausalLM. Write one: ",
         ),
         (
             hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, add_cross_attention=True)),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from halfmesh.parallel import collectives
-from halfmesh.parallel.batch_shard import losses
+from halfmesh.parallel.batch_shard import shard as losses
 from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import axis as attention

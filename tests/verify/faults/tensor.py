@@ -12,8 +12,8 @@ from halfmesh.parallel import collectives
 from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.rng import ModelRNG
 from halfmesh.parallel.tensor.apply import TensorGradients
-from halfmesh.parallel.tensor.feature_styles import FusedColwise
 from halfmesh.parallel.tensor.layers import RowwiseLinear, TensorAxis, VocabEmbedding
+from halfmesh.parallel.tensor.styles import FusedColwise
 
 from . import trains
 

@@ -1,4 +1,4 @@
-"""Styles that shard a layer's features, vocabulary or heads over the tensor axis."""
+"""Styles: how one module is sharded over the tensor axis, by its features, heads, vocabulary or the sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,72 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ...errors import InputError
 from .. import collectives
 from ..modules import comes_from
+from ..registries import TENSOR_STYLES
 from ..shard_spec import Split
-from .layers import ColwiseLinear, RowwiseLinear, TensorAxis, VocabEmbedding
-from .sequence_styles import Style, convert, find_indivisible
+from .layers import (
+    SEQUENCE_DIM,
+    ColwiseLinear,
+    RowwiseLinear,
+    ShardedAttention,
+    ShardedLayer,
+    TensorAxis,
+    VocabEmbedding,
+)
+
+
+class Style:
+    """A style: shards one module. The defaults do nothing.
+
+    Attributes:
+        is_region: the module gathers the sequence at its input (sequence parallelism), so that layers in it do not copy
+            their input, and reduce-scatter their output.
+        opens_fork: modules that follow it within the parent module work on sharded features.
+        attributes: names of integers of the module, which are divided by the number of ranks.
+    """
+
+    is_region: ClassVar[bool] = False
+    opens_fork: ClassVar[bool] = False
+    attributes: tuple[str, ...] = ()
+
+    def find_problems(self, module: Any, size: int) -> Iterator[str]:
+        """The reasons why `module` cannot be sharded over `size` ranks in this way."""
+        yield from ()
+
+    def splits(self, module: nn.Module) -> dict[str, Split]:
+        """The direct parameters of the module that are sharded, by name."""
+        return {}
+
+    def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
+        """Replicated parameters that work on this rank's shard of the activations: their gradients are summed over the
+        ranks."""
+        return ()
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
+        """Make `module` work with its parameters, which are shards now. It may get another class and hooks."""
+
+
+def parse_style(text: str) -> Style:
+    """The style that `text` names: "colwise", "fused_colwise(3)", "heads(num_heads, attn_dim)".
+
+    Raises:
+        RegistryError: there is no such style.
+        InputError: it does not take these arguments.
+    """
+    found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
+    if found is None:
+        raise InputError(f"{text!r} is not a style; write a name, or a name with arguments: 'fused_colwise(3)'")
+    arguments = [part.strip() for part in (found[2] or "").split(",") if part.strip()]
+    kind: type[Style] = TENSOR_STYLES.get(found[1])
+    try:
+        return kind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the style {text!r} does not take these arguments: {error}") from error
+
+
+# -- features ----------------------------------------------------------------------------------------------------------
 
 
 class Colwise(Style):
@@ -37,9 +98,8 @@ class Colwise(Style):
         bias = {} if module.bias is None else {"bias": Split(0, self.blocks)}
         return {"weight": Split(_out_dim(module), self.blocks), **bias}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         _convert_linear(module, ColwiseLinear, axis=axis, in_region=in_region, gathers=self.gathers)
-        return ()
 
 
 class FusedColwise(Colwise):
@@ -75,9 +135,8 @@ class Rowwise(Style):
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1 - _out_dim(module))}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         _convert_linear(module, RowwiseLinear, axis=axis, in_region=in_region, splits=self.splits_input)
-        return ()
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return () if module.bias is None or not in_region else (module.bias,)  # added to this rank's tokens
@@ -105,15 +164,15 @@ class Vocab(Style):
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return ColwiseGather().splits(module) if isinstance(module, nn.Linear) else {"weight": Split(0)}
 
-    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> None:
         if isinstance(module, nn.Linear):
-            return ColwiseGather().install(module, axis, in_region)
+            ColwiseGather().install(module, axis, in_region)
+            return
         kind: Any = type(module)
         # Its forward calls super().forward, which is then that of the sharded embedding.
         layer = type(kind.__name__, (kind, VocabEmbedding), {}) if _extends_embedding(module) else VocabEmbedding
         convert(module, layer, axis=axis, in_region=in_region)
         module.num_embeddings = module.weight.shape[0]
-        return ()
 
 
 class EmbeddingFeatures(Style):
@@ -127,17 +186,16 @@ class EmbeddingFeatures(Style):
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1)}
 
-    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> None:
         module.embedding_dim = module.weight.shape[1]
-        return ()
 
 
 class EmbeddingGather(EmbeddingFeatures):
     """`embedding_features`, and gathers the output."""
 
-    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> None:
         super().install(module, axis, in_region)
-        return [module.register_forward_hook(lambda _, args, output: collectives.gather(output, -1, axis.group))]
+        module.register_forward_hook(lambda _, args, output: collectives.gather(output, -1, axis.group))
 
 
 class Heads(Style):
@@ -206,12 +264,12 @@ class LatentKeys(Style):
     def __init__(self, rotary: int | str) -> None:
         self._rotary = int(rotary)
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         def share(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             latent, keys = output.split([output.shape[-1] - self._rotary, self._rotary], -1)
             return torch.cat([latent, axis.copy_to_tp(keys)], -1)
 
-        return [module.register_forward_hook(share)]
+        module.register_forward_hook(share)
 
 
 class Off(Style):
@@ -224,11 +282,126 @@ class Off(Style):
     def __init__(self, *attributes: str) -> None:
         self._attributes = attributes
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         for name in self._attributes:
             if hasattr(module, name):
                 setattr(module, name, False)
-        return ()
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class Sequence(Style):
+    """Replicated parameters on this rank's shard of the activations: norms and dropout between the sharded layers
+    (sequence parallelism), or a norm over each head's features. Dropout draws different numbers on each rank."""
+
+    def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
+        return module.parameters()
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
+        def fork(layer: nn.Module, _: Any) -> None:
+            if layer.training:
+                axis.fork.open()
+
+        for layer in module.modules():
+            if isinstance(layer, _DROPOUT):
+                layer.register_forward_pre_hook(fork)
+                layer.register_forward_hook(lambda *_: axis.fork.close(), always_call=True)
+
+
+class SequenceBegin(Style):
+    """Shards activations along the sequence, from this module's input on: shape [batch, sequence, ...]."""
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
+        def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            length = args[0].shape[SEQUENCE_DIM]
+            if length % axis.size:
+                raise InputError(
+                    f"sequence_parallel=True needs a sequence length that tensor={axis.size} divides, and this one is "
+                    f"{length}; pad it to {-(-length // axis.size) * axis.size}, or set sequence_parallel=False"
+                )
+            return collectives.split(args[0], SEQUENCE_DIM, axis.group), *args[1:]
+
+        module.register_forward_pre_hook(split)
+
+
+class SequenceEnd(Sequence):
+    """`sequence`, and gathers this module's output."""
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
+        def gather(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+            return collectives.gather(output, SEQUENCE_DIM, axis.group)
+
+        super().install(module, axis, in_region)
+        module.register_forward_hook(gather)
+
+
+class Region(Style):
+    """A module between sharded sequences that gathers the sequence, and shards features instead.
+
+    Args:
+        argument: the name of the activations, if they are passed by name; else they are the first argument.
+    """
+
+    is_region = True
+
+    def __init__(self, argument: str = "") -> None:
+        self._argument = argument
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            if args:
+                return (collectives.all_gather_sequence(args[0], SEQUENCE_DIM, axis.group), *args[1:]), kwargs
+            whole = collectives.all_gather_sequence(kwargs[self._argument], SEQUENCE_DIM, axis.group)
+            return args, {**kwargs, self._argument: whole}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+
+
+class Attention(Style):
+    """Shards the heads of a `torch.nn.MultiheadAttention`, whose `out_proj` has to be `rowwise`."""
+
+    opens_fork = True
+    attributes = ("num_heads",)
+
+    def find_problems(self, module: Any, size: int) -> Iterator[str]:
+        if type(module).forward is not nn.MultiheadAttention.forward:
+            yield f"it is a {type(module).__name__}, and this style is for torch.nn.MultiheadAttention; choose another"
+            return
+        if module.in_proj_weight is None:
+            yield "this style does not support kdim and vdim; leave it whole, or build it without them"
+        if module.bias_k is not None or module.add_zero_attn:
+            yield "this style does not support add_bias_kv and add_zero_attn; leave it whole, or build it without them"
+        yield from find_indivisible("heads", module.num_heads, size)
+
+    def splits(self, module: nn.Module) -> dict[str, Split]:
+        names = ("in_proj_weight",) if module.in_proj_bias is None else ("in_proj_weight", "in_proj_bias")
+        return {name: Split(0, 3) for name in names}
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
+        convert(module, ShardedAttention, axis=axis, in_region=in_region)
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def convert(module: nn.Module, layer: type[ShardedLayer], **attributes: Any) -> None:
+    """Make `module` a `layer` with these attributes."""
+    module.__class__ = layer
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+def find_indivisible(what: str, count: int, size: int, blocks: int = 1) -> Iterator[str]:
+    """A message if `count` of `what`, in `blocks` blocks, cannot be split into `size` equal shards."""
+    if count % (blocks * size):
+        each = f" in {blocks} blocks" if blocks > 1 else ""
+        allowed = [n for n in range(1, count + 1) if count % (blocks * n) == 0]
+        can_be = f"; tensor can be {', '.join(map(str, allowed[:8]))}" if allowed else ""
+        yield f"{count} {what}{each} are not divisible by tensor={size}{can_be}"
 
 
 def _convert_linear(module: Any, layer: type[ColwiseLinear | RowwiseLinear], **attributes: Any) -> None:
