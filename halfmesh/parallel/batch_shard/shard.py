@@ -86,7 +86,7 @@ class BatchShard:
         return count == total or (self.splits_rows and 0 < count < total and total % count == 0)
 
     def shorten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """For a trial, a few rows or the first tokens of a full [batch, sequence, ...], or of a mask [..., sequence]."""
+        """For a trial, the first rows or tokens of a full [batch, sequence, ...], or of a mask [..., sequence]."""
         kept = min(self.whole, self.size * TRIAL[self.dim])
         is_mask = self.dim != ROWS and tensor.dim() > 3
         for dim in (tensor.dim() - 2, tensor.dim() - 1) if is_mask else (self.dim,):
