@@ -114,7 +114,7 @@ class _RowTrial:
         """The output of each call, and True if it drew random numbers."""
         for call in self._calls:
             with no_side_effects(self._model.modules(), self._device) as has_drawn:
-                output, drew = self._pipeline.evaluate(call, everywhere=False), has_drawn()
+                output, drew = self._pipeline.evaluate(call, None, everywhere=False), has_drawn()
             yield output, drew
 
 

@@ -16,9 +16,9 @@ from ..utils.tensors import map_tensors
 from ..utils.torch_private import shapes_only, unobserved
 
 
-def comes_from(module: nn.Module, kinds: Collection[type[nn.Module] | str]) -> bool:
-    """Return True if the class that `module` has its `forward` from is one of `kinds`: classes, or their full names."""
-    origin = next((kind for kind in type(module).__mro__ if "forward" in vars(kind)), nn.Module)
+def comes_from(module: nn.Module, kinds: Collection[type[nn.Module] | str], method: str = "forward") -> bool:
+    """Return True if the class that `module` has its `method` from is one of `kinds`: classes, or their full names."""
+    origin = next((kind for kind in type(module).__mro__ if method in vars(kind)), nn.Module)
     return origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
 
 

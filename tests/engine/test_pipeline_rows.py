@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfmesh.parallel.pipeline.partition import resolve
 from tests.support import compiling
 from tests.support.models import CLASSES, FEATURES, make_data, said
 from tests.support.pipeline_parts import make, pipe, step
@@ -248,12 +247,3 @@ def test_rows_by_themselves_are_trained(name, ranks):
         assert state["2.num_batches_tracked"] == 4
     if name == "counts":
         assert state["2.calls"] == 4
-
-
-def test_gradients_by_frequency():
-    model = nn.Sequential(nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 4))
-    _, problems = resolve(model, 2, 1)
-    assert problems == [
-        "0: scale_grad_by_freq divides gradients by how often an index is in the batch, but a pipeline computes them "
-        "for each microbatch; build the embedding with scale_grad_by_freq=False"
-    ]

@@ -76,7 +76,7 @@ def _compose(model: nn.Module, pieces: Sequence[Piece], args: Any, kwargs: Any, 
     for piece in pieces:
         if piece.prepare is not None:
             piece.prepare(model, call)
-        activations = piece.run(view(model, piece), call.afresh(), activations)
+        activations = piece.run(view(model, piece), Call(args, kwargs), activations)
     return activations
 
 

@@ -46,12 +46,6 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
     return pieces
 
 
-def takes_any_arguments(model: nn.Module) -> bool:
-    """Return True if the model's forward has *args or **kwargs, whose content is unknown in a trace."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(parameter.kind in kinds for parameter in inspect.signature(model.forward).parameters.values())
-
-
 class _SplitForward:
     """One model's forward as a function for each piece, traced again for each kind of call.
 
@@ -63,7 +57,8 @@ class _SplitForward:
         self._class = type(model).__name__
         self._points = points
         self._signature = inspect.signature(model.forward)
-        if takes_any_arguments(model):
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if any(parameter.kind in kinds for parameter in self._signature.parameters.values()):
             raise InputError(
                 f"{self._class}.forward takes *args or **kwargs, which cannot be traced for split points; {_REGISTER}"
             )

@@ -39,10 +39,6 @@ class Partition:
         """For each stage, its first and last piece."""
         return [s[0].name if len(s) == 1 else f"{s[0].name} to {s[-1].name}" for s in self.stages]
 
-    def of_rank(self, rank: int) -> list[int]:
-        """The stages that a pipeline rank has."""
-        return [stage for stage, its_rank in enumerate(self.ranks) if its_rank == rank]
-
     def stages_of(self, name: str) -> list[int]:
         """The stages that use the module, parameter or buffer of that name; the first, if no piece uses it."""
         found = [i for i, stage in enumerate(self.stages) if any(_is_used(name, piece) for piece in stage)]
@@ -177,26 +173,13 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
             "register them on the modules below it"
         )
     tables = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [name for name, module in model.named_modules() if isinstance(module, tables) and module.sparse]
-    if sparse:
-        yield f"{shorten(sparse)}: sparse gradients do not work under a pipeline; build the embedding with sparse=False"
-    by_batch = [name for name, module in model.named_modules() if getattr(module, "scale_grad_by_freq", False)]
-    if by_batch:
-        yield (
-            f"{shorten(by_batch)}: scale_grad_by_freq divides gradients by how often an index is in the batch, but a "
-            "pipeline computes them for each microbatch; build the embedding with scale_grad_by_freq=False"
-        )
+    kinds = [(name, module) for name, module in model.named_modules() if isinstance(module, tables)]
+    if found := [name for name, module in kinds if module.sparse or module.scale_grad_by_freq]:
+        yield f"{shorten(found)}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
 
 
 def _suggest(model: nn.Module, count: int) -> str:
     """Split points for `count` stages, from the longest list of modules."""
-    from .fx_split import takes_any_arguments
-
-    if takes_any_arguments(model):
-        return (
-            "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
-            "(halfmesh.PARTITIONERS, see docs/pipeline.md), or use tensor parallelism or fsdp"
-        )
     rows = [
         (sum(p.numel() for p in row.parameters()), [f"{name}.{key}".lstrip(".") for key, _ in row.named_children()])
         for name, row in model.named_modules()

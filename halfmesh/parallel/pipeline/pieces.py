@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -26,10 +26,6 @@ class Call:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
-
-    def afresh(self) -> Call:
-        """The same call without results of `once`."""
-        return Call(self.args, self.kwargs)
 
 
 def signature_of(call: Call) -> str:
@@ -54,18 +50,6 @@ class Piece:
     uses: tuple[str, ...]
     run: Callable[[nn.Module, Call, Any], Any] = field(repr=False)
     prepare: Callable[[nn.Module, Call], None] | None = field(default=None, repr=False)
-
-
-class Partitioner(Protocol):
-    """A partitioner, as registered in PARTITIONERS: knows the pieces of some models."""
-
-    def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        """The pieces in the order of the forward; None for a model that it does not know.
-
-        Raises:
-            InputError: it knows that the model cannot be split.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,8 +86,15 @@ class BlockPartition:
     find_problem: Callable[[Any], str | None] = lambda model: None
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        """See `Partitioner`."""
-        if not self._knows(model):
+        """The pieces in the order of the forward; None for a model that it does not know.
+
+        Raises:
+            InputError: it knows that the model cannot be split.
+        """
+        own = all(
+            not hasattr(model, name) or comes_from(model, self.layers, name) for name in ("forward", *self.methods)
+        )
+        if not own or not all(comes_from(model.get_submodule(name), (kind,)) for name, kind in self.parts.items()):
             return None
         if (problem := self.find_problem(model)) is not None:
             raise InputError(f"the model ({type(model).__name__}): {problem}")
@@ -114,13 +105,6 @@ class BlockPartition:
             *(self._block_piece(f"{self.blocks}.{name}") for name in blocks),
             Piece("the end", end_uses, lambda m, call, x: self.end(m, x)),
         ]
-
-    def _knows(self, model: nn.Module) -> bool:
-        return (
-            comes_from(model, self.layers)
-            and all(_has_method_of(model, method, self.layers) for method in self.methods)
-            and all(comes_from(model.get_submodule(name), (kind,)) for name, kind in self.parts.items())
-        )
 
     def _rest(self, names: Sequence[str]) -> tuple[str, ...]:
         """The modules of `begin`: the largest without anything that is used elsewhere, and single parameters."""
@@ -141,12 +125,6 @@ class BlockPartition:
             return self.block(model.get_submodule(name), activations, shared)
 
         return Piece(name, (name, *self.shared_uses), run)
-
-
-def _has_method_of(model: nn.Module, method: str, kinds: Sequence[type[nn.Module] | str]) -> bool:
-    """Return True if one of `kinds` defines the model's `method`; also true if nothing does."""
-    origin = next((kind for kind in type(model).__mro__ if method in vars(kind)), None)
-    return origin is None or origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
 
 
 def children_of(module: nn.Module) -> list[str]:

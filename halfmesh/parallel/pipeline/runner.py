@@ -14,11 +14,11 @@ from torch import nn
 
 from ...errors import InputError
 from ..mesh import ParallelContext
+from .axis import StageParameters
 from .fx_trace import plain_values
 from .pieces import Call, signature_of
-from .schedules import Schedule
+from .schedules import TorchSchedule
 from .stage import Batch, ForwardContext, Stage, StageModule
-from .stage_params import StageParameters
 from .transport import infer_stages, on_wire, pack, restore
 
 _MOST_SHAPES = 64
@@ -62,7 +62,7 @@ class Pipeline:
         self,
         model: nn.Module,
         params: StageParameters,
-        schedule: Schedule,
+        schedule: TorchSchedule,
         context: ParallelContext,
         forward_context: ForwardContext,
     ) -> None:
@@ -77,7 +77,8 @@ class Pipeline:
         self._count = len(partition.stages)
         self._modules = {
             index: StageModule(model, partition.stages[index], index, self._count, forward_context)
-            for index in partition.of_rank(context.pp_rank)
+            for index, rank in enumerate(partition.ranks)
+            if rank == context.pp_rank
         }
         self.stages: Collection[StageModule] = self._modules.values()
         self.last_rank = partition.ranks[-1]
@@ -166,11 +167,11 @@ class Pipeline:
                     module.batch = None
 
     @torch.no_grad()
-    def evaluate(self, call: Call, look: Callable[[Any], None] = lambda output: None, everywhere: bool = True) -> Any:
+    def evaluate(self, call: Call, look: Callable[[Any], None] | None, everywhere: bool) -> Any:
         """The model's output for a full batch, without gradients; None on ranks without it, unless `everywhere`.
 
         Args:
-            look: called with the output on the last stage.
+            look: if given, called with the output on the last stage.
         """
         stages, output = self.look_up(call).stages, None
         with self._one_batch():
@@ -184,9 +185,9 @@ class Pipeline:
                         dist.recv(tensor, group_src=self._partition.ranks[index - 1], group=self._group)
                     received = restore(tensors, stages[index - 1])
                 output = module.compute(call, received)
-                if module.is_last:
+                if module.is_last and look is not None:
                     look(output)
-                elif index + 1 not in self._modules:
+                elif not module.is_last and index + 1 not in self._modules:
                     for tensor in pack(output, stages[index]):
                         dist.send(tensor, group_dst=self._partition.ranks[index + 1], group=self._group)
             if not everywhere:

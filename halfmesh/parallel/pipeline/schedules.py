@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,9 @@ from ...errors import InputError
 from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
 from ...utils.torch_private import versions
 from .pieces import Call
+
+_ITEMS = (int, float, str, list, tuple, dict, np.ndarray, type(None))
+"""What may be the item of a row in a list. (A list of tensors has all rows in each.)"""
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,14 @@ class Splitter:
                     f"parallel.pipeline.non_split=({name!r},)"
                 )
         chunks = [self._chunks(name, tensor, count, rows) for name, tensor in given.tensors]
-        calls = []
-        for parts in zip(*chunks, strict=True) if chunks else [()] * count:
-            following = iter(parts)
-            calls.append(Call(*map_tensors(partial(_replaced, following), (given.call.args, dict(given.call.kwargs)))))
-        return calls
+        tree = given.call.args, dict(given.call.kwargs)
+        each = zip(*chunks, strict=True) if chunks else [()] * count
+
+        def with_tensors(tensors: Sequence[torch.Tensor]) -> Call:
+            following = iter(tensors)
+            return Call(*map_tensors(lambda _: next(following), tree))
+
+        return list(map(with_tensors, each))
 
     def has_table(self, given: Given, rows: int) -> bool:
         """Return True if an argument that is not split has a dim of `rows`, such as the adjacency matrix of a graph."""
@@ -105,27 +110,16 @@ class Splitter:
         return tensor.chunk(count)
 
 
-def _replaced(following: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
-    return next(following)
-
-
 def _has_items_of_rows(tree: Any, rows: int) -> bool:
-    """Return True if `tree` holds a list or array with an item for each row: names of samples, boxes of each image.
-    (A list of tensors that each have all rows does not count.)"""
+    """Return True if `tree` holds a list or array with an item for each row: names of samples, boxes of each image."""
     if isinstance(tree, np.ndarray):
         return tree.ndim > 0 and len(tree) == rows
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    is_row = isinstance(tree, (list, tuple)) and len(tree) == rows and not hasattr(tree, "_fields")
-    if is_row and not any(_is_of_rows(item, rows) for item in items):
-        return True
-    return any(_has_items_of_rows(item, rows) for item in items)
-
-
-def _is_of_rows(item: Any, rows: int) -> bool:
-    """Return True if an item of a list has all rows, or may have them later (a handle of the model's output)."""
-    if isinstance(item, torch.Tensor):
-        return item.dim() > 0 and item.shape[0] == rows
-    return not isinstance(item, (int, float, str, list, tuple, dict, np.ndarray, type(None)))
+    if isinstance(tree, dict):
+        return any(_has_items_of_rows(item, rows) for item in tree.values())
+    if type(tree) not in (list, tuple):
+        return False
+    is_list_of_rows = len(tree) == rows and all(isinstance(item, _ITEMS) for item in tree)
+    return is_list_of_rows or any(_has_items_of_rows(item, rows) for item in tree)
 
 
 def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | None:
@@ -135,46 +129,20 @@ def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | N
     return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
 
 
-class Schedule(Protocol):
-    """A schedule, as registered in SCHEDULES.
-
-    Attributes:
-        splits_backward: it runs the gradients of a stage's inputs and those of its weights as two passes.
-    """
-
-    splits_backward: bool
-
-    def rank_of(self, stage: int, size: int) -> int:
-        """The rank, of `size`, that has a stage."""
-        ...
-
-    def find_problems(self, size: int, chunks: int, microbatches: int | None) -> Iterator[tuple[str, str]]:
-        """The keys ("microbatches", "chunks") that do not fit and why, for `size` ranks with `chunks` stages each."""
-        ...
-
-    def make(self, stages: Sequence[PipelineStage], microbatches: int) -> Any:
-        """A schedule of torch over this rank's stages. The last stage returns the loss, ready for backward."""
-        ...
-
-    def bubble(self, size: int, chunks: int, microbatches: int) -> float:
-        """The fraction of a step that a rank waits, if all stages take equally long and sending takes no time."""
-        ...
-
-
 def _loss(output: Any, target: Any) -> Any:
     return (output[0] if isinstance(output, tuple) else output).sum()  # of one element; no view, which torch detaches
 
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """A schedule of torch.
+    """A schedule of torch, as registered in SCHEDULES: what has these methods and `splits_backward` is a schedule, too.
 
     Args:
         name: its name in SCHEDULES.
         kind: torch's class.
         fills: it needs as many microbatches as ranks, or more.
         interleaves: each rank runs several stages in turn.
-        splits_backward: see `Schedule`.
+        splits_backward: it runs the gradients of a stage's inputs and those of its weights as two passes.
         is_v: each rank has two stages: the second ones lie in the opposite order, so rank 0 has the first and the last.
         waits: the time in a step that a rank waits for each other rank; 1 is a forward and backward of one stage.
     """
@@ -188,9 +156,11 @@ class TorchSchedule:
     waits: float = 1.0
 
     def rank_of(self, stage: int, size: int) -> int:
+        """The rank, of `size`, that has a stage."""
         return 2 * size - 1 - stage if self.is_v and stage >= size else stage % size
 
     def find_problems(self, size: int, chunks: int, microbatches: int | None) -> Iterator[tuple[str, str]]:
+        """The keys ("microbatches", "chunks") that do not fit and why, for `size` ranks with `chunks` stages each."""
         stages = size * chunks if self.is_v else size
         if microbatches is not None and self.fills and microbatches < stages:
             few = f"{microbatches} is fewer than the {stages} stages, which schedule={self.name!r} has to fill"
@@ -207,11 +177,13 @@ class TorchSchedule:
             yield "chunks", f"{many}; schedule={self.name!r} has one"
 
     def make(self, stages: Sequence[PipelineStage], microbatches: int) -> Any:
+        """A schedule over this rank's stages. The last stage returns the loss, ready for backward."""
         given = list(stages) if self.interleaves else stages[0]
         return self.kind(given, microbatches, loss_fn=_loss, scale_grads=False)
 
     def bubble(self, size: int, chunks: int, microbatches: int) -> float:
-        """w (p - 1) / (v m + w (p - 1)) with v chunks.
+        """The fraction of a step that a rank waits, if all stages take equally long and sending takes no time:
+        w (p - 1) / (v m + w (p - 1)) with v chunks.
 
         w is 1 as in GPipe, https://arxiv.org/abs/1811.06965 section 2.3, and Megatron-LM,
         https://arxiv.org/abs/2104.04473 section 2.2. If forward and both parts of backward take equal time, it is

@@ -75,7 +75,7 @@ class StageModule(nn.Module):
 
     def compute(self, call: Call, activations: Any) -> Any:
         """Run the stage's forward. Returns the input of the next stage, or the model's output."""
-        call, context = call.afresh(), self._context
+        call, context = Call(call.args, call.kwargs), self._context  # without results of `once` of other stages
         context.settle()
         with context.autocast(), context.saving():
             for piece in self.pieces:
@@ -148,28 +148,27 @@ class Stage(PipelineStage):
         """Leave out sends from a rank to itself, which torch 2.11 makes for stages of one rank, and gloo refuses."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        _take_memory(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+    def _get_recv_ops(self, recv_infos: Any, *group: Any) -> Any:
+        for info in _received(recv_infos):
+            wants = info.buffer.requires_grad
+            info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=wants)
+        return super()._get_recv_ops(recv_infos, *group)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        _take_memory(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **options)
         if full_backward:  # else the gradients of the weights still need the received tensors
-            self._give_back(bwd_chunk_id)
+            self._free(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._give_back(bwd_chunk_id)
+        self._free(bwd_chunk_id)
 
-    def _give_back(self, chunk: int) -> None:
-        _give_back(self.args_recv_info[chunk])
-        _give_back(self.grad_recv_info.get(chunk, ()))
+    def _free(self, chunk: int) -> None:
+        """Free the memory of what was received for a microbatch."""
+        for info in _received((*self.args_recv_info[chunk], *self.grad_recv_info.get(chunk, ()))):
+            buffer = info.buffer
+            info.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
+            buffer.data = buffer.new_empty(0)  # the losses keep their graphs, and so this leaf, until the step ends
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if last_backward:
@@ -177,18 +176,6 @@ class Stage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 
 
-def _take_memory(places: Iterable[Any], device: torch.device) -> None:
-    for place in filter(_receives, places):
-        place.buffer = torch.empty_like(place.buffer, device=device, requires_grad=place.buffer.requires_grad)
-
-
-def _give_back(places: Iterable[Any]) -> None:
-    for place in filter(_receives, places):
-        buffer = place.buffer
-        place.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
-        buffer.data = buffer.new_empty(0)  # the losses keep their graphs, and so this leaf, until the step ends
-
-
-def _receives(place: Any) -> bool:
-    """Return True if `place` is received: the first stage also has entries for its arguments."""
-    return getattr(place, "buffer", None) is not None
+def _received(infos: Iterable[Any]) -> list[Any]:
+    """Those with a buffer: the first stage also has entries for its arguments."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]

@@ -135,9 +135,9 @@ def test_what_blocks_share_is_made_once_in_each_stage():
         *({f"body.blocks.{index}", "scale"} for index in range(3)),
         set(),
     ]
-    call, carry, model.shared = Call((x,)), None, 0
+    carry, model.shared = None, 0
     for stage in (pieces[:2], pieces[2:4], pieces[4:]):
-        here = call.afresh()
+        here = Call((x,))
         for piece in stage:
             carry = piece.run(model, here, carry)
     assert model.shared == 2

@@ -10,9 +10,9 @@ import torch
 
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.engine.last_stage import LastStage, WholeBatch
+from halfmesh.parallel.pipeline.axis import StageParameters
 from halfmesh.parallel.pipeline.runner import Pipeline
 from halfmesh.parallel.pipeline.stage import StageModule
-from halfmesh.parallel.pipeline.stage_params import StageParameters
 from halfmesh.parallel.reducer import SharedGradients
 from halfmesh.utils.tensors import map_tensors
 
