@@ -46,12 +46,9 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     except InputError as error:
         return f"optimizer: {error}"
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, AttributeError) and error.name in vars(optimizer):
-            reason = f"its step uses {error.name}, which it keeps beside its groups, and a trial has no copy of it"
         return (
-            f"optimizer: could not test on a matrix whether {name} can step sharded parameters ({reason}); "
-            "use SGD, Adam, AdamW or another optimizer that steps dense float32 matrices"
+            f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
+            f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense matrices"
         )
     if differs:
         return (
@@ -93,7 +90,6 @@ def _stepped(
         if is_compound(value):
             raise InputError(
                 f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, in blocks that shards would "
-                "cut elsewhere; use AdamW or another optimizer with plain tensors as state, or leave parameters "
-                "whole (tensor=1, data='replicate')"
+                "cut elsewhere; use AdamW, or leave parameters whole (tensor=1, data='replicate')"
             )
     return param.detach()

@@ -96,13 +96,15 @@ class SharedRNG(IsolatedRNG):
         ours, begun, drawn = self._outside, self._begun, self.state
         assert begun is not None
         assert drawn is not None
-        set_random_state({name: (drawn if _same(ours[name], begun[name]) else ours)[name] for name in ours}, CPU)
+        set_random_state({name: (drawn if same_state(ours[name], begun[name]) else ours)[name] for name in ours}, CPU)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Return True if two states of a generator are equal."""
+def same_state(one: Any, other: Any) -> bool:
+    """Return True if two states of a generator, or two results of `random_state`, are equal."""
+    if isinstance(one, dict):
+        return all(same_state(one[name], other[name]) for name in one)
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_state, one, other))
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
@@ -125,8 +127,7 @@ class ModelRNG:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._generator = _cuda_generator(device) if self._on_cuda else torch.default_generator
+        self._on_cuda, self._generator = device.type == "cuda", _generator_of(device)
         self.state = torch.Generator(device).manual_seed(seed).get_state()
         """The state of the sequence between two forwards."""
         self._outside: torch.Tensor | None = None
@@ -165,8 +166,7 @@ class RandomFork:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
-        self._on_cuda = device.type == "cuda"
-        self._generator = _cuda_generator(device) if self._on_cuda else torch.default_generator
+        self._on_cuda, self._generator = device.type == "cuda", _generator_of(device)
         self._outside: dict[int, Any] = {}  # the common state to go back to, by the seed inside
 
     @property
@@ -207,6 +207,8 @@ class RandomFork:
             self._generator.set_state(outside)
 
 
-def _cuda_generator(device: torch.device) -> torch.Generator:
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
     torch.cuda.init()  # there are no generators before
     return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]

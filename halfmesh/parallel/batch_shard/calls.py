@@ -79,26 +79,27 @@ class SplitBatch(AppliedAxis):
             return forward(*values[: len(args)], **dict(list(given.items())[len(args) :]))
 
         trains = model.training and torch.is_grad_enabled()
-        if not trains and self.find_uneven(given):
+        shard = self.shard_of(given, must_be_even=trains)
+        if shard is None:
             self.mode.shard = None
             return run(given)  # each rank computes the full batch
         if not self._is_tried:
-            self._try_out(model, run, given)
+            self._try_out(model, run, given, shard)
             self._is_tried = True
-        shard, output = self.run_sharded(model, run, given)
+        output = self._run(model, run, given, shard)
         if trains:
             return output
         self.mode.shard = None  # the criterion gets all outputs
         return map_tensors(shard.join_if_own, output)
 
-    def _try_out(self, model: nn.Module, run: Run, given: Mapping[str, Any]) -> None:
+    def _try_out(self, model: nn.Module, run: Run, given: Mapping[str, Any], shard: BatchShard) -> None:
         """Compare the model's outputs for a few rows or tokens, unsharded and sharded. All ranks together.
 
         Raises:
             InputError: they differ.
         """
-        shard = self.shard_of(given)
-        short = {name: map_tensors(shard.shorten, value) for name, value in given.items()}
+        few = shard.for_trial()
+        short = {name: map_tensors(lambda t: shard.shorten(t, few.whole), value) for name, value in given.items()}
         whole, sharded = list[int](), list[int]()
         try:
             with no_side_effects(model.modules(), self._context.device):
@@ -107,8 +108,7 @@ class SplitBatch(AppliedAxis):
                 with self.mode:
                     expected = run(short)
                 self.mode.counts = sharded
-                shard, output = self.run_sharded(model, run, short)
-                gap = find_gap(expected, map_tensors(shard.join_if_own, output))
+                gap = find_gap(expected, map_tensors(few.join_if_own, self._run(model, run, short, few)))
         finally:
             self.mode.counts = None
         if whole != sharded:
@@ -117,8 +117,8 @@ class SplitBatch(AppliedAxis):
         worst = max(theirs for theirs, _ in everyone)
         if worst > (HALF_TOLERANCE if any(rounds for _, rounds in everyone) else TOLERANCE):
             raise InputError(
-                f"with parallel.{self.key} the model returns something else: its output for {shard.whole} "
-                f"{'rows' if shard.dim == ROWS else 'tokens'}, which was tried before any update, differs by "
+                f"with parallel.{self.key} the model returns something else: its output for {few.whole} "
+                f"{'rows' if few.dim == ROWS else 'tokens'}, which was tried before any update, differs by "
                 f"{min(worst, 9.99):.2%}. {self.advice}. Or train this model without parallel.{self.key}"
             )
 
@@ -126,46 +126,35 @@ class SplitBatch(AppliedAxis):
         """The arguments by name, with further ones that the model needs."""
         return given
 
-    def run_sharded(self, model: nn.Module, run: Run, given: Mapping[str, Any]) -> tuple[BatchShard, Any]:
-        """The shard, and the result of `run` for this rank's shard of the arguments."""
-        shard = self.shard_of(given)
+    def _run(self, model: nn.Module, run: Run, given: Mapping[str, Any], shard: BatchShard) -> Any:
+        """The result of `run` for this rank's shard of the arguments."""
         arguments, whole = self.prepare(model, dict(given), shard), self.non_split
         self.mode.shard = shard
         with self.mode:
-            own = {n: v if n in whole else map_tensors(shard.cut_if_whole, v) for n, v in arguments.items()}
-            return shard, run(own)
+            return run({n: v if n in whole else map_tensors(shard.cut_if_whole, v) for n, v in arguments.items()})
 
-    def find_uneven(self, given: Mapping[str, Any]) -> str:
-        """The reason why a call cannot be sharded evenly over the ranks; "" if it can."""
-        shape, dim, size = self._shape(given), self.sharded_dim, self.size
+    def shard_of(self, given: Mapping[str, Any], must_be_even: bool = True) -> BatchShard | None:
+        """This rank's shard of a call, by the first argument that is sharded; None if the ranks do not divide it.
+
+        Raises:
+            InputError: it has to be sharded evenly, and cannot be.
+        """
+        dim, size = self.sharded_dim, self.size
+        split = {name: value for name, value in given.items() if name not in self.non_split}
+        shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > dim), None)
+        if shape is None:
+            form = "[batch, ...]" if dim == ROWS else "[batch, sequence, ...]"
+            raise InputError(f"engine(...) was given no tensor {form}, which parallel.{self.key} shards")
         if shape[dim] % size == 0:
-            return ""
+            return BatchShard(self.key, self.group, dim, shape[0], shape[dim], self.has_stages)
+        if not must_be_even:
+            return None
         what = f"a batch of {shape[dim]} rows" if dim == ROWS else f"a sequence of {shape[dim]} tokens"
         more = " (or use drop_last=True)" if dim == ROWS else ", with targets that the loss ignores"
-        return (
+        raise InputError(
             f"{what} cannot be sharded over {self.key}={size} ranks: {size} does not divide it; pad it to "
             f"{-(-shape[dim] // size) * size}{more}"
         )
-
-    def shard_of(self, given: Mapping[str, Any]) -> BatchShard:
-        """This rank's shard of a call.
-
-        Raises:
-            InputError: it cannot be sharded evenly over the ranks.
-        """
-        if problem := self.find_uneven(given):
-            raise InputError(problem)
-        shape, dim = self._shape(given), self.sharded_dim
-        return BatchShard(self.key, self.group, dim, shape[0], shape[dim], self.has_stages)
-
-    def _shape(self, given: Mapping[str, Any]) -> torch.Size:
-        """The shape of the first argument that is sharded."""
-        split = {name: value for name, value in given.items() if name not in self.non_split}
-        shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > self.sharded_dim), None)
-        if shape is None:
-            form = "[batch, ...]" if self.sharded_dim == ROWS else "[batch, sequence, ...]"
-            raise InputError(f"engine(...) was given no tensor {form}, which parallel.{self.key} shards")
-        return shape
 
     def check_loss(self, loss: Any) -> None:
         """Raise InputError if `loss`, after its backward, differs from that of other ranks."""

@@ -6,7 +6,7 @@ ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,9 +85,13 @@ class BatchShard:
         total = self.rows * self.own
         return count == total or (self.splits_rows and 0 < count < total and total % count == 0)
 
-    def shorten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """For a trial, the first rows or tokens of a full [batch, sequence, ...], or of a mask [..., sequence]."""
+    def for_trial(self) -> BatchShard:
+        """The shard of a batch with few rows, or tokens of each sequence."""
         kept = min(self.whole, self.size * TRIAL[self.dim])
+        return replace(self, whole=kept, rows=kept if self.dim == ROWS else self.rows)
+
+    def shorten(self, tensor: torch.Tensor, kept: int) -> torch.Tensor:
+        """The first rows or tokens of a tensor that has all: [batch, sequence, ...], or a mask [..., sequence]."""
         is_mask = self.dim != ROWS and tensor.dim() > 3
         for dim in (tensor.dim() - 2, tensor.dim() - 1) if is_mask else (self.dim,):
             if tensor.dim() > dim and tensor.shape[dim] == self.whole:

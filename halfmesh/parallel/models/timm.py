@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from ...errors import InputError
 from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
 from .torch_nn import check_activation
 
 # -- layers over tensor ranks ----------------------------------------------------------------------------------------
-
-_check_activation = check_activation("act")
 
 
 def _find_norm(layer: Any) -> str | None:
@@ -25,11 +21,8 @@ def _find_norm(layer: Any) -> str | None:
 
 def _find_mlp_problem(mlp: Any) -> str | None:
     if isinstance(getattr(mlp, "fc1", None), nn.Conv2d):
-        return (
-            "its layers are Conv2d, and only Linear ones can be sharded; build the model with those (timm's ConvNeXt: "
-            "conv_mlp=False), or leave tensor at 1"
-        )
-    return _find_norm(mlp) or _check_activation(mlp)
+        return "its layers are Conv2d, and only Linear ones can be sharded; build the model with those (conv_mlp=False)"
+    return _find_norm(mlp) or check_activation("act")(mlp)
 
 
 def _mlp(name: str, **styles: str) -> LayerPlan:
@@ -69,16 +62,6 @@ TIMM_VIT = LayerPlan(
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 
-def _begin(model: Any, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    if attn_mask is not None or is_causal:
-        raise InputError("a Vision Transformer under a pipeline takes images only; leave attn_mask and is_causal out")
-    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
-
-
-def _end(model: Any, x: torch.Tensor) -> Any:
-    return model.forward_head(model.norm(x))
-
-
 def _find_stage_problem(model: Any) -> str | None:
     if getattr(model, "grad_checkpointing", False):
         return "its grad_checkpointing is not known under a pipeline; call model.set_grad_checkpointing(False)"
@@ -89,8 +72,8 @@ TIMM_VIT_STAGES = BlockPartition(
     layers=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
     methods=("forward_features", "forward_head", "pool"),
     blocks="blocks",
-    begin=_begin,
-    end=_end,
+    begin=lambda model, x: model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x)))),
+    end=lambda model, x: model.forward_head(model.norm(x)),
     end_uses=("norm", "attn_pool", "fc_norm", "head_drop", "head", "head_dist"),
     find_problem=_find_stage_problem,
 )

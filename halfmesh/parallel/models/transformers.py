@@ -88,7 +88,7 @@ HUGGING_FACE = HuggingFacePlan()
 
 def _find_cross_attention(attention: Any) -> str | None:
     if getattr(attention, "is_cross_attention", False):
-        return "it is a cross-attention, which this plan does not know; build the model with add_cross_attention=False"
+        return "it is a cross-attention, which this plan does not know; build it with add_cross_attention=False"
     return None
 
 
@@ -228,19 +228,14 @@ def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known
             "labels would make the model return its own loss, which is on the last stage only; leave them out, give "
             "a criterion to initialize and write loss = engine.criterion(output, labels)"
         )
-    if odd := [name for name, value in given.items() if _matters(name, value)]:
+    given["return_dict"] = given.get("return_dict") is False  # the only one that is on by default
+    if odd := [n for n, value in given.items() if value is not None and not (isinstance(value, int) and value == 0)]:
         raise InputError(
             f"{', '.join(odd)}: under a pipeline a Hugging Face model takes {', '.join(known)} only; leave it out"
         )
     if values[0] is None:
         raise InputError(f"under a pipeline a Hugging Face model needs {known[0]}")
     return values
-
-
-def _matters(name: str, value: Any) -> bool:
-    if name == "return_dict":  # the only one that is on by default
-        return value is False
-    return value is not None and not (isinstance(value, int) and value == 0)
 
 
 def _positions(input_ids: torch.Tensor, position_ids: Any) -> torch.Tensor:
@@ -273,14 +268,13 @@ def _make_output(kind: str, logits: torch.Tensor) -> Any:
     return getattr(modeling_outputs, kind)(logits=logits)
 
 
+_CONFIG = {"return_dict": True, "output_hidden_states": False, "output_attentions": False, "is_decoder": False}
+
+
 def _find_stage_problem(model: Any) -> str | None:
-    config = model.config
-    if not getattr(config, "return_dict", True):
-        return "its config has return_dict=False, but under a pipeline it cannot return tuples; set return_dict=True"
-    if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
-        return "its config asks for hidden states or attentions, which stay on their stages; turn that off"
-    if getattr(config, "is_decoder", False):
-        return "its config has is_decoder=True, which is not known under a pipeline; build it as an encoder"
+    for key, value in _CONFIG.items():
+        if bool(getattr(model.config, key, value)) is not value:
+            return f"its config has {key}={not value}, which is not known under a pipeline; set {key}={value}"
     return None
 
 
@@ -305,10 +299,6 @@ def _share_of_decoder(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"attention_mask": mask, "position_ids": position_ids}
 
 
-def _begin_llama(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model.model.embed_tokens(_arguments(model, args, kwargs, _DECODER)[0])
-
-
 def _share_llama(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     shared = _share_of_decoder(model, *args, **kwargs)
     like = next(p for p in model.model.layers.parameters() if p.is_floating_point())
@@ -316,16 +306,12 @@ def _share_llama(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return shared | {"position_embeddings": model.model.rotary_emb(like, position_ids=shared["position_ids"])}
 
 
-def _end_llama(model: Any, hidden: torch.Tensor) -> Any:
-    return _make_output("CausalLMOutputWithPast", model.lm_head(model.model.norm(hidden)))
-
-
 HUGGING_FACE_LLAMA_STAGES = _stages(
     "llama.LlamaForCausalLM",
     ("model", "LlamaModel"),
     blocks="model.layers",
-    begin=_begin_llama,
-    end=_end_llama,
+    begin=lambda model, *args, **kwargs: model.model.embed_tokens(_arguments(model, args, kwargs, _DECODER)[0]),
+    end=lambda model, x: _make_output("CausalLMOutputWithPast", model.lm_head(model.model.norm(x))),
     end_uses=("model.norm", "lm_head"),
     share=_share_llama,
     shared_uses=("model.rotary_emb",),
@@ -338,16 +324,12 @@ def _begin_gpt2(model: Any, *args: Any, **kwargs: Any) -> Any:
     return decoder.drop(decoder.wte(input_ids) + decoder.wpe(_positions(input_ids, position_ids)))
 
 
-def _end_gpt2(model: Any, hidden: torch.Tensor) -> Any:
-    return _make_output("CausalLMOutputWithCrossAttentions", model.lm_head(model.transformer.ln_f(hidden)))
-
-
 HUGGING_FACE_GPT2_STAGES = _stages(
     "gpt2.GPT2LMHeadModel",
     ("transformer", "GPT2Model"),
     blocks="transformer.h",
     begin=_begin_gpt2,
-    end=_end_gpt2,
+    end=lambda model, x: _make_output("CausalLMOutputWithCrossAttentions", model.lm_head(model.transformer.ln_f(x))),
     end_uses=("transformer.ln_f", "lm_head"),
     share=_share_of_decoder,
 )
@@ -363,22 +345,20 @@ def _share_bert(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"attention_mask": _make_mask("create_bidirectional_mask", model, input_ids, attention_mask)}
 
 
-def _classify(model: Any, hidden: torch.Tensor) -> Any:
-    return _make_output("SequenceClassifierOutput", model.classifier(model.dropout(model.bert.pooler(hidden))))
-
-
-def _fill_in(model: Any, hidden: torch.Tensor) -> Any:
-    return _make_output("MaskedLMOutput", model.cls(hidden))
-
-
 _BERT: dict[str, Any] = {"blocks": "bert.encoder.layer", "begin": _begin_bert, "share": _share_bert}
 HUGGING_FACE_BERT_CLASSIFICATION_STAGES = _stages(
     "bert.BertForSequenceClassification",
     ("bert", "BertModel"),
-    end=_classify,
+    end=lambda model, x: _make_output(
+        "SequenceClassifierOutput", model.classifier(model.dropout(model.bert.pooler(x)))
+    ),
     end_uses=("bert.pooler", "dropout", "classifier"),
     **_BERT,
 )
 HUGGING_FACE_BERT_MASKED_STAGES = _stages(
-    "bert.BertForMaskedLM", ("bert", "BertModel"), end=_fill_in, end_uses=("cls",), **_BERT
+    "bert.BertForMaskedLM",
+    ("bert", "BertModel"),
+    end=lambda model, x: _make_output("MaskedLMOutput", model.cls(x)),
+    end_uses=("cls",),
+    **_BERT,
 )

@@ -163,7 +163,7 @@ class TensorParallel(TensorAxis):
         return TensorGradients(self, self.partial, shards_sequence, self.trial.run, shards)
 
     def skip_trial(self) -> None:
-        self.trial.skip()
+        self.trial.close()
 
     def settle(self) -> None:
         self.end_tp_region()

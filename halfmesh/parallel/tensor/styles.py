@@ -156,10 +156,7 @@ class Vocab(Style):
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
         kind = type(module) if _extends_embedding(module) else kind
-        yield from _find_weight_problems(module, kind, "vocabulary entries", 0, size)
-        for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(module, setting, None):
-                yield f"{setting} is set, which is not defined for a shard of the vocabulary; leave it out"
+        return _find_weight_problems(module, kind, "vocabulary entries", 0, size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return ColwiseGather().splits(module) if isinstance(module, nn.Linear) else {"weight": Split(0)}
@@ -179,9 +176,7 @@ class EmbeddingFeatures(Style):
     """Shards the features of an Embedding, and leaves the output sharded: one number per head (relative positions)."""
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        yield from _find_weight_problems(module, nn.Embedding, "features", 1, size)
-        if getattr(module, "max_norm", None) is not None:
-            yield "max_norm is set, which is not defined for a shard of the features; leave it out"
+        return _find_weight_problems(module, nn.Embedding, "features", 1, size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1)}
@@ -445,4 +440,7 @@ def _find_weight_problems(
     if "weight" not in own or (getattr(module, "bias", None) is not None and "bias" not in own):
         yield "its weight or bias is computed from others (parametrized, pruned), and cannot be sharded; undo that"
         return
+    for setting in ("max_norm", "scale_grad_by_freq", "sparse"):  # of an embedding
+        if getattr(module, setting, None):
+            yield f"{setting} is set, which is not defined for a shard of its weight; leave it out"
     yield from find_indivisible(what, own["weight"].shape[dim], size, blocks)

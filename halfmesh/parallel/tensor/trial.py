@@ -84,24 +84,23 @@ class PlanTrial:
         """Record the first call of the blocks of `model`, which is sharded now."""
         self._watched = {model.get_submodule(name): kind for kind in self._kinds for name in kind.names}
 
+        def without_activations(tensor: torch.Tensor) -> torch.Tensor:  # ids, masks and tables stay
+            return torch.empty_like(tensor, device="meta") if tensor.requires_grad else tensor.detach()
+
         @torch.compiler.disable
         def note(block: nn.Module, args: Any, kwargs: Any) -> None:
             kind = self._watched.get(block)  # None: a block of a copy of the model
             trains = block.training and torch.is_grad_enabled()
             if trains and kind is not None and kind.call is None:
-                kind.live, kind.call = block, map_tensors(_without_activations, (args, kwargs))
+                kind.live, kind.call = block, map_tensors(without_activations, (args, kwargs))
 
         self._hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in self._watched]
 
     def close(self) -> None:
-        """Remove the hooks, and drop the blocks: a pipeline's copy of the model still has the hooks."""
+        """Compare nothing from now on. (A pipeline's copy of the model still has the hooks.)"""
         for hook in self._hooks:
             hook.remove()
         self._watched.clear()
-
-    def skip(self) -> None:
-        """Compare nothing."""
-        self.close()
         self._kinds = []
 
     def explain(self, error: RuntimeError) -> None:
@@ -122,14 +121,15 @@ class PlanTrial:
         Raises:
             InputError: a block computes something else; on all ranks, also on other stages of a pipeline.
         """
-        if not self._kinds:
+        kinds = self._kinds
+        if not kinds:
             return
         self.close()
-        tried = {kind.names[0]: self._try_out(kind) for kind in self._kinds if kind.live is not None}
+        tried = {kind.names[0]: self._try_out(kind) for kind in kinds if kind.live is not None}
         results: list[tuple[str, float | str]] = [item for theirs in gather_objects(tried) for item in theirs.items()]
         wrong = {name: gap for name, gap in results if not isinstance(gap, str) and gap > TOLERANCE}
         if wrong:
-            lines = [k.describe(wrong[k.names[0]], self._axis.size) for k in self._kinds if k.names[0] in wrong]
+            lines = [k.describe(wrong[k.names[0]], self._axis.size) for k in kinds if k.names[0] in wrong]
             raise InputError(
                 bullet_list(
                     f"{counted(len(wrong), 'kind')} of block computed something else when sharded over tensor="
@@ -137,7 +137,7 @@ class PlanTrial:
                     lines,
                 )
             )
-        for name, why in ({k.names[0]: "it was not called as a module" for k in self._kinds} | dict(results)).items():
+        for name, why in ({k.names[0]: "it was not called as a module" for k in kinds} | dict(results)).items():
             if isinstance(why, str):
                 _log.warning(
                     "parallel.tensor.plan: whether %s computes the same when it is sharded could not be tried out "
@@ -145,7 +145,6 @@ class PlanTrial:
                     name or "the model",
                     why,
                 )
-        self._kinds = []
 
     def _try_out(self, kind: _Kind) -> float | str:
         """The difference of a sharded block from the unsharded one; or why it is not known. All ranks of the group.
@@ -209,11 +208,6 @@ def _find_blocks(model: nn.Module, assignments: Sequence[Assignment]) -> list[st
                 name = caller(modules, name)
             found[name] = None
     return list(found)
-
-
-def _without_activations(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a block's argument that a trial needs: ids, masks and tables themselves, the shape of activations."""
-    return torch.empty_like(tensor, device="meta") if tensor.requires_grad else tensor.detach()
 
 
 def _with_random_weights(kind: _Kind, device: torch.device) -> nn.Module:

@@ -31,7 +31,7 @@ def hooked() -> nn.Module:
 
 
 NOT = "are not divisible by tensor="
-PART = "is set, which is not defined for a shard of the vocabulary"
+PART = "is set, which is not defined for a shard of its weight"
 ADDED = "this style does not support add_bias_kv and add_zero_attn"
 UNDIVIDED = [
     ("colwise", lambda: nn.Linear(4, 9), 2, "9 output features are not divisible by tensor=2; tensor can be 1, 3, 9"),
