@@ -154,7 +154,7 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_causal and attn_mask is None:
             raise InputError(
-                f"{self.plan_entry}: is_causal=True is a hint that attn_mask is causal; pass attn_mask, too"
+                f"{self.plan_entry}: is_causal=True is a hint about attn_mask; pass attn_mask, too"
             )
         batched = query.dim() == 3
         q, k, v = (self._heads(x, row, batched) for row, x in enumerate((query, key, value)))

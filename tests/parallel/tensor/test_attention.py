@@ -147,7 +147,7 @@ def call_with_a_hint(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_hint_without_a_mask_is_refused():
-    hint = ": is_causal=True is a hint that attn_mask is causal, and there is no attn_mask"
+    hint = ": is_causal=True is a hint about attn_mask; pass attn_mask, too"
     assert all(hint in found[0] for found in run_ranks(call_with_a_hint, 2))
 
 
