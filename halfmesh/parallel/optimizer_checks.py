@@ -27,8 +27,8 @@ def refuse_other_state(optimizer: optim.Optimizer) -> None:
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
                 raise InputError(
                     f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)} for a parameter of "
-                    f"which this rank holds {tuple(param.shape)}; load what was saved by the same rank in the same "
-                    "layout (engine.load_state_dict), or load the whole state into the optimizer before initialize"
+                    f"which this rank holds {tuple(param.shape)}; load what the same rank saved in the same layout, or "
+                    "load the whole state into the optimizer before initialize"
                 )
 
 
@@ -53,8 +53,7 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     if differs:
         return (
             f"optimizer: {name} steps a parameter as a whole (its norm, rows or columns count), so a shard would get "
-            "another step; use SGD, Adam, AdamW or another elementwise optimizer, or leave parameters whole "
-            "(tensor=1, data='replicate')"
+            "another step; use an elementwise one (SGD, Adam, AdamW), or tensor=1 and data='replicate'"
         )
     return None
 

@@ -161,9 +161,8 @@ class SplitBatch(AppliedAxis):
         if not self.calls.are_same(loss if isinstance(loss, torch.Tensor | tuple) else loss.detach(), "losses"):
             raise InputError(
                 f"the {self.size} ranks of a {self.key} group have different losses, each of its own outputs: "
-                "gradients would not be those of the whole batch. Compute the loss in the model or in "
-                "engine.criterion, with torch's cross_entropy, nll_loss, mse_loss, l1_loss or smooth_l1_loss (or their "
-                "modules); what is added to it has to be the same on all ranks"
+                "compute the loss in the model or in engine.criterion, with torch's cross_entropy, nll_loss, mse_loss, "
+                "l1_loss or smooth_l1_loss; what is added to it has to be the same on all ranks"
             )
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> SharedGradients:

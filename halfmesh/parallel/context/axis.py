@@ -175,8 +175,7 @@ class ContextParallelism(Axis):
         if positions is None:
             problems.append(
                 f"parallel.context: {type(model).__name__}.forward has no argument position_ids, so each rank would "
-                "count the positions of its tokens from 0; add one (int64 [batch, sequence], by default None), and use "
-                "it for embeddings or rotations of positions. halfmesh passes it"
+                "count its tokens from 0; add one (int64 [batch, sequence]) for its embeddings; halfmesh passes it"
             )
         return (positions, inputs.options.non_split), problems
 

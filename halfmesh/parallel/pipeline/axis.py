@@ -93,9 +93,8 @@ def _find_optimizer_problem(optimizer: optim.Optimizer) -> Iterator[str]:
     for group in optimizer.param_groups:
         for key in filter(group.get, _OF_ALL_PARAMETERS):
             yield (
-                f"optimizer: {type(optimizer).__name__} has {key}={group[key]!r}, which it applies to all its "
-                "parameters together, but each rank of a pipeline holds only those of its stages; set it to None (for "
-                "clipping there is clip_grad_norm in the config), or use another optimizer"
+                f"optimizer: {type(optimizer).__name__} has {key}={group[key]!r}, which it applies to all parameters "
+                "together, but a rank of a pipeline holds only some; set it to None (see clip_grad_norm in the config)"
             )
             return
 
@@ -116,8 +115,7 @@ def _find_criterion_problem(model: nn.Module, criterion: Any) -> Iterator[str]:
     if names := [name for name, param in model.named_parameters() if param in own]:
         yield (
             f"criterion: it uses weights of the model ({shorten(names)}), which belong to no stage; let the last "
-            "module of the forward use them (logits of ArcFace), or return with its output what the criterion takes of "
-            "them (one value for each row); or train without parallel.pipeline"
+            "module of the forward use them (logits of ArcFace), or train without parallel.pipeline"
         )
 
 

@@ -86,8 +86,7 @@ class _SplitForward:
                 mode = "training" if model.training else "evaluation"
                 raise InputError(
                     f"called with {', '.join(sorted(values))} in {mode}, a stage needs {', '.join(new)}, which it does "
-                    "not hold: stages are made for calls without optional arguments, in the mode that the model is in "
-                    f"at initialize; {_REGISTER}"
+                    f"not hold in the mode that the model is in at initialize, without optional arguments; {_REGISTER}"
                 )
         self._functions[kind] = list(map(_compile, pieces))
 
@@ -117,9 +116,8 @@ class _SplitForward:
                 raise
             what = f"{error}{at(place_of_error(error))}"
             raise InputError(
-                f"{self._class}.forward cannot be traced for split points: {what}. Move code that asks for values (if, "
-                "loops over sizes), keeps them, or uses no_grad or autocast into a module of its own, or "
-                f"{_REGISTER}"
+                f"{self._class}.forward cannot be traced for split points: {what}. Move code that asks for values, "
+                f"keeps them, or uses no_grad or autocast into a module that is no split point, or {_REGISTER}"
             ) from error
 
 
@@ -183,8 +181,8 @@ def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
     place = at(node.meta["place"])
     if changed not in piece_of:
         raise InputError(
-            f"{_KEY}: the forward changes {changed} in place{place}, but every stage that needs it computes it for "
-            "itself, from the arguments; use the form that returns a new tensor"
+            f"{_KEY}: the forward changes {changed} in place{place}, but every stage that needs it computes it "
+            "from the arguments; use the form that returns a new tensor"
         )
     if changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
         raise InputError(

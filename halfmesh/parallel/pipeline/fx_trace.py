@@ -189,8 +189,7 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
             for proxy in (item for item in inner if isinstance(item, fx.Proxy)):
                 raise InputError(
                     f"it keeps a value on the model ({name}){at(proxy.node.meta['place'])}; only buffers can keep "
-                    "values, if they are changed in place: self.table.add_(...) for self.table += ..., "
-                    "self.table.copy_(...) for self.table = ..."
+                    "values, if they are changed in place: self.table.add_(...) or .copy_(...)"
                 )
 
 

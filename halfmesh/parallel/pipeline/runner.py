@@ -106,8 +106,8 @@ class Pipeline:
         """
         if self._error:
             raise InputError(
-                f"an error has left this pipeline in the middle of a batch ({self._error}), and its stages no longer "
-                "agree about what comes next; end the run (a batch cannot be skipped by catching its error)"
+                f"an error has left this pipeline in the middle of a batch ({self._error}); end the run: a batch "
+                "cannot be skipped by catching its error"
             )
         modes = self.modes()
         key = f"{modes} {signature_of(call)}"
@@ -219,7 +219,6 @@ def refuse_own_loss(output: Any) -> None:
     """Raise InputError if the model returns a scalar, which is a loss."""
     if isinstance(output, torch.Tensor) and output.dim() == 0:
         raise InputError(
-            "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage; "
-            "let the model return its outputs, give a criterion to initialize, and write loss = "
-            "engine.criterion(output, target)"
+            "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage; let "
+            "it return its outputs, give initialize a criterion, and write loss = engine.criterion(output, target)"
         )

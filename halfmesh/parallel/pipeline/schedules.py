@@ -79,9 +79,8 @@ class Splitter:
             if name not in self.non_split and _has_items_of_rows(value, rows):
                 raise InputError(
                     f"{self.name}: {name} has {rows} items, as many as the batch has rows, but is not a tensor, and "
-                    "only tensors are split into microbatches; pass one tensor with a row for each sample (padded, if "
-                    "they differ in size). If it is the same for all samples, name it in "
-                    f"parallel.pipeline.non_split=({name!r},)"
+                    "only tensors are split into microbatches; pass a tensor, padded if samples differ in size. If it "
+                    f"is the same for all samples, name it in parallel.pipeline.non_split=({name!r},)"
                 )
         chunks = [self._chunks(name, tensor, count, rows) for name, tensor in given.tensors]
         tree = given.call.args, dict(given.call.kwargs)
@@ -103,9 +102,8 @@ class Splitter:
         if tensor.shape[0] != rows:
             raise InputError(
                 f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {rows}; arguments are split "
-                "into microbatches along their first dim. Name those without a batch dim in "
-                f"parallel.pipeline.non_split=({name!r},). (A graph, such as nodes with an edge_index, cannot be "
-                "split: train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe')"
+                f"along their first dim. Name those without a batch dim in parallel.pipeline.non_split=({name!r},). "
+                "(A graph cannot be split: train it with microbatches=1 and schedule='gpipe')"
             )
         return tensor.chunk(count)
 

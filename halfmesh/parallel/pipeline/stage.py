@@ -82,9 +82,8 @@ class StageModule(nn.Module):
                 activations = piece.run(self._model[0], call, activations)
         if not in_shapes_only() and any(map(has_no_memory, tensors_of(activations))):
             raise InputError(
-                "the forward keeps a tensor outside of the model (in a global dict, say), which it made when a "
-                "pipeline found the shapes between its stages, and which has no data; keep it on a module "
-                "(self.table = ...), or return it from a function under functools.cache"
+                "the forward keeps a tensor outside of the model (in a global dict, say), made when a pipeline found "
+                "the shapes between its stages, without data; keep it on a module, or under functools.cache"
             )
         return activations
 

@@ -44,8 +44,7 @@ def make_meta_model(model: nn.Module) -> nn.Module:
         return meta_copy(model, model)
     except Exception as error:
         raise InputError(
-            f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
-            "remove from the model what copy.deepcopy refuses"
+            f"copy.deepcopy refuses the model ({error}), but a pipeline finds the shapes between its stages on a copy"
         ) from error
 
 
@@ -112,15 +111,10 @@ def infer_stages(
 
     try:
         trees = run_without_data(meta_model, run_stages, device, call.args, dict(call.kwargs))
-    except DATA_NEEDED as error:
-        raise InputError(
-            "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but the "
-            f"shapes between stages must not depend on them: {str(error).splitlines()[0]}"
-        ) from error
-    except RuntimeError as error:
+    except (*DATA_NEEDED, RuntimeError) as error:
         raise InputError(
             "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
-            f"stages: {str(error).splitlines()[0]}"
+            f"stages (.item(), if or boolean indexing of activations ask for values): {str(error).splitlines()[0]}"
         ) from error
     return [map_tensors(_without_memory, tree) for tree in trees]
 
@@ -135,8 +129,7 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
     if changed:
         raise InputError(
             f"{shorten(changed)}: modules that were added to the model after initialize, or removed; under a pipeline "
-            "each rank holds its stages of the model as it was then. Change it before initialize (a layer may be "
-            "frozen, and unfrozen later), or close the engine, change the model, and initialize again"
+            "each rank holds its stages of the model as it was then. Close the engine, and initialize again"
         )
     own = vars(nn.Module()).keys() - {"training"}
     for mine, theirs in zip(meta_model.modules(), model.modules(), strict=True):
@@ -204,9 +197,8 @@ def pack(result: Any, expected: Any) -> list[torch.Tensor]:
     found = [(tuple(t.shape), t.dtype) for t in tensors]
     if wanted != found:
         raise InputError(
-            f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes. Shapes that "
-            "depend on the data cannot be sent through a pipeline: pad to a size that does not. Dtypes differ where "
-            "engine(...) is called within an autocast and engine.backward(loss) is not: leave it out"
+            f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes. Pad to sizes "
+            "that do not depend on the data; and do not call engine(...) within an autocast of your own"
         )
     return tensors
 

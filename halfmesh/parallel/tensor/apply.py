@@ -81,14 +81,13 @@ class TensorGradients(SharedGradients):
         if same and not self._shards_sequence:
             raise InputError(
                 f"the plan sums the gradients of {shorten(same)} over the ranks of a tensor group ('partial'), but "
-                "they are the same on all ranks: the activations there are whole, and the sum would be too large by "
-                "the number of ranks; take these modules out of the plan"
+                "they are the same on all ranks, and need no sum; take these modules out of the plan"
             )
         if names := [shard.name for shard, share, is_summed in found if not is_summed and share > 1e-2]:
             raise InputError(
                 f"the gradients of {shorten(names)} differ between the ranks of a tensor group, which all hold these "
-                "parameters whole: they work on sharded activations, and the plan does not say so; give their modules "
-                "the style 'partial', which sums the gradients, or leave the layers around them whole"
+                "parameters whole: they work on sharded activations; give their modules the style 'partial', or leave "
+                "the layers around them whole"
             )
 
 

@@ -153,9 +153,7 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         is_causal: bool = False,  # a hint in addition to the mask
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_causal and attn_mask is None:
-            raise InputError(
-                f"{self.plan_entry}: is_causal=True is a hint about attn_mask; pass attn_mask, too"
-            )
+            raise InputError(f"{self.plan_entry}: is_causal=True is a hint about attn_mask; pass attn_mask, too")
         batched = query.dim() == 3
         q, k, v = (self._heads(x, row, batched) for row, x in enumerate((query, key, value)))
         causal = is_causal and key_padding_mask is None and not need_weights  # then torch takes the hint for the mask

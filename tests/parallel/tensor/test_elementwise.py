@@ -93,21 +93,6 @@ def test_what_cannot_be_tried():
         assert words in (find_problem(make(make_params())) or "")
 
 
-def test_a_step_that_needs_what_a_trial_does_not_have():
-    class Counts(optim.SGD):
-        def __init__(self, params, lr):
-            super().__init__(params, lr)
-            self.norms = []
-
-        def step(self, closure=None):
-            self.norms.append(0.0)
-            return super().step(closure)
-
-    found = find_problem(Counts(make_params(), 0.1)) or ""
-    assert "(its step uses norms, which it keeps beside its groups, and a trial has no copy of it)" in found
-    assert "AttributeError" not in found
-
-
 TIMM = {
     "lamb": "Lamb steps a parameter as a whole",
     "adafactorbv": "AdafactorBigVision steps a parameter as a whole",
