@@ -66,7 +66,7 @@ class IsolatedRNG:
         self.seed = start if isinstance(start, int) else 0
 
     def __enter__(self) -> None:
-        self._outside = random_state(CPU)
+        self._outside, self._begun = random_state(CPU), self.state
         if self.state is not None:
             set_random_state(self.state, CPU)
         else:
@@ -86,10 +86,6 @@ class SharedRNG(IsolatedRNG):
     Args:
         start: `random_state` of rank 0, or one that was saved.
     """
-
-    def __enter__(self) -> None:
-        self._begun = self.state
-        super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()

@@ -160,7 +160,7 @@ class SplitBatch(AppliedAxis):
         """Raise InputError if `loss`, after its backward, differs from that of other ranks."""
         if not self.calls.are_same(loss if isinstance(loss, torch.Tensor | tuple) else loss.detach(), "losses"):
             raise InputError(
-                f"the {self.size} ranks of a {self.key} group have different losses, each of its own outputs: "
+                f"the {self.size} ranks of a {self.key} group have different losses: "
                 "compute the loss in the model or in engine.criterion, with torch's cross_entropy, nll_loss, mse_loss, "
                 "l1_loss or smooth_l1_loss; what is added to it has to be the same on all ranks"
             )

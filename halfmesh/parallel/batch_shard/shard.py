@@ -102,33 +102,25 @@ class BatchShard:
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-def classify(
-    shard: BatchShard,
-    loss: _Loss,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    **options: Any,
-) -> torch.Tensor:
+def classify(shard: BatchShard, loss: _Loss, input: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
     """`loss`, which is torch's cross_entropy or nll_loss: a mean over the targets of all ranks that count.
 
     Args:
         input: [tokens, classes], or [batch, classes, tokens]: of this rank.
         target: int64, of this rank or of the full batch.
+        options: all others of torch's function.
 
     Raises:
         InputError: targets are missing.
     """
     outputs = input.numel() // input.shape[1 if input.dim() > 1 else 0]
     target = _own_targets(shard, outputs, target)
-    losses = loss(input, target, weight=weight, ignore_index=ignore_index, reduction="none", **options)
-    if reduction == "none":
+    losses = loss(input, target, **options | {"reduction": "none"})
+    if options["reduction"] == "none":
         return losses
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-    if reduction == "mean":
-        counted = target != ignore_index
+    if options["reduction"] == "mean":
+        counted, weight = target != options["ignore_index"], options["weight"]
         count = counted.sum(dtype=total.dtype) if weight is None else weight[target[counted]].sum(dtype=total.dtype)
         dist.all_reduce(count, group=shard.group)
         total = total / count

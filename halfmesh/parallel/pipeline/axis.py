@@ -150,7 +150,7 @@ class StageParameters(AppliedAxis):
         self.partition = partition
         self.meta_model = make_meta_model(model)
         self.first_names = first_names(model)
-        self._context = context
+        self.context = context
         holders = partition.holders(model)
         shared = [(name, p, holders[id(p)]) for name, p in model.named_parameters() if len(holders[id(p)]) > 1]
         self._shared_names = sorted(name for name, _, _ in shared)
@@ -165,7 +165,7 @@ class StageParameters(AppliedAxis):
         return len(self.ties.get(param, [0]))
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> CompleteGradients | None:
-        groups = {ranks: self._context.subgroup("pp", ranks) for ranks in self._shared_by}  # all ranks together
+        groups = {ranks: self.context.subgroup("pp", ranks) for ranks in self._shared_by}  # all ranks together
         sums = [
             SharedGradients({p for p, holders in self.ties.items() if holders == ranks}, group, shards)
             for ranks, group in groups.items()

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...errors import InputError, did_you_mean
-from .fx_trace import UPDATES, at, is_models_own, place_of_error, plain_values, trace
+from .fx_trace import UPDATES, is_models_own, line_of_error, plain_values, trace
 from .pieces import Call, Piece, signature_of
 
 _KEY = "parallel.pipeline.partition"
@@ -114,7 +114,7 @@ class _SplitForward:
         except Exception as error:  # any error that the forward raises because values are not known
             if values is not None and is_models_own(error):
                 raise
-            what = f"{error}{at(place_of_error(error))}"
+            what = f"{error}{line_of_error(error)}"
             raise InputError(
                 f"{self._class}.forward cannot be traced for split points: {what}. Move code that asks for values, "
                 f"keeps them, or uses no_grad or autocast into a module that is no split point, or {_REGISTER}"
@@ -178,15 +178,15 @@ def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
     changed = _changed_by(node)
     if changed is None:
         return
-    place = at(node.meta["place"])
+    line = node.meta["line"]
     if changed not in piece_of:
         raise InputError(
-            f"{_KEY}: the forward changes {changed} in place{place}, but every stage that needs it computes it "
+            f"{_KEY}: the forward changes {changed} in place{line}, but every stage that needs it computes it "
             "from the arguments; use the form that returns a new tensor"
         )
     if changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
         raise InputError(
-            f"{_KEY}: {changed.target} is changed in place{place} in another stage than it is first used in; change it "
+            f"{_KEY}: {changed.target} is changed in place{line} in another stage than it is first used in; change it "
             "where it is used first, or in a module of its own"
         )
 

@@ -29,9 +29,6 @@ _ATTRIBUTES = ("shape", "ndim")
 _PLAIN = ("_operator", "builtins", "math")
 _NOT_ITS_OWN = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
 
-Place = tuple[str, int]
-"""A file, and a line of it."""
-
 _MOST_TRIES = 256
 _MAKERS: set[Callable[..., Any]] = {
     *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
@@ -56,8 +53,8 @@ def trace(
     for _ in range(_MOST_TRIES):
         try:
             return _record(model, opened, fixed, answers)
-        except _ShapeCondition as question:
-            answers.append(values is not None and _answer(question, model, values))
+        except _ShapeCondition as condition:
+            answers.append(values is not None and _evaluate(condition, model, values))
         except Exception as error:
             while answers and answers[-1]:
                 answers.pop()
@@ -70,7 +67,7 @@ def trace(
 def _record(
     model: nn.Module, opened: Sequence[nn.Module], fixed: Mapping[str, Any], answers: Sequence[bool]
 ) -> fx.Graph:
-    """The graph, with `answers` for the first conditions on shapes. Raises _Question with the next one."""
+    """The graph, with `answers` for the first conditions on shapes. Raises _ShapeCondition with the next one."""
     tracer = _Tracer(opened, inspect.signature(model.forward), answers)
     with unchanged(opened), _Makers(tracer):
         plain, drawn = plain_values(opened), _random_states()
@@ -153,7 +150,7 @@ class _Tracer(fx.Tracer):
             name = getattr(target, "__name__", target)
             raise InputError(f"{name} is called within no_grad, autocast or the like, which a trace does not keep")
         proxy = super().create_proxy(kind, target, *args, **kwargs)
-        proxy.node.meta["place"] = _place_of_call()
+        proxy.node.meta["line"] = _line_of_call()
         return proxy
 
 
@@ -188,7 +185,7 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else [value]
             for proxy in (item for item in inner if isinstance(item, fx.Proxy)):
                 raise InputError(
-                    f"it keeps a value on the model ({name}){at(proxy.node.meta['place'])}; only buffers can keep "
+                    f"it keeps a value on the model ({name}){proxy.node.meta['line']}; only buffers can keep "
                     "values, if they are changed in place: self.table.add_(...) or .copy_(...)"
                 )
 
@@ -217,7 +214,7 @@ def _is_of_shapes(node: fx.Node) -> bool:
     return plain and bool(parents) and all(_is_of_shapes(parent) for parent in parents)
 
 
-def _answer(question: _ShapeCondition, model: nn.Module, values: Mapping[str, Any]) -> bool:
+def _evaluate(condition: _ShapeCondition, model: nn.Module, values: Mapping[str, Any]) -> bool:
     """Return True if the condition is true for arguments with the shapes of `values`. Nothing is computed."""
 
     def compute(node: fx.Node, values: Mapping[str, Any]) -> bool:
@@ -228,33 +225,32 @@ def _answer(question: _ShapeCondition, model: nn.Module, values: Mapping[str, An
 
     device = next((tensor.device for tensor in tensors_of(dict(values))), torch.device("cpu"))
     try:
-        found: bool = run_without_data(model, compute, device, question.node, dict(values))
+        found: bool = run_without_data(model, compute, device, condition.node, dict(values))
     except Exception as error:
         message = f"it asks for a shape that depends on data: {error}"
-        raise InputError(message).with_traceback(question.__traceback__) from error
+        raise InputError(message).with_traceback(condition.__traceback__) from error
     return found
 
 
 # -- lines of the code -------------------------------------------------------------------------------------------------
 
 
-def _place_of_call() -> Place | None:
-    """The line of the model's code that runs now."""
+def _line_of_call() -> str:
+    """The line of the model's code that runs now, as `line_of_error`."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_ITS_OWN):
         frame = frame.f_back
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
 
 
-def place_of_error(error: BaseException) -> Place | None:
-    """The line of the model's code that `error` comes from, if there is one."""
-    places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return next((place for place in reversed(places) if not place[0].startswith(_NOT_ITS_OWN)), None)
+def line_of_error(error: BaseException) -> str:
+    """The line of the model's code that `error` comes from: its statement, number and file in parentheses, or ""."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_ITS_OWN)]
+    return _line(frames[-1].filename, frames[-1].lineno or 0) if frames else ""
 
 
-def at(place: Place | None) -> str:
-    """A line for messages: its statement, number and file in parentheses, or "" for None."""
-    return f" (`{linecache.getline(*place).strip()}`, line {place[1]} of {place[0]})" if place else ""
+def _line(file: str, number: int) -> str:
+    return f" (`{linecache.getline(file, number).strip()}`, line {number} of {file})"
 
 
 def is_models_own(error: BaseException) -> bool:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError
-from ..mesh import ParallelContext
 from .axis import StageParameters
 from .fx_trace import plain_values
 from .pieces import Call, signature_of
@@ -59,24 +58,17 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        params: StageParameters,
-        schedule: TorchSchedule,
-        context: ParallelContext,
-        forward_context: ForwardContext,
+        self, model: nn.Module, params: StageParameters, schedule: TorchSchedule, forward_context: ForwardContext
     ) -> None:
         self.params = params
         self._partition = partition = params.partition
         self._schedule = schedule
         self._model = model
-        self._meta_model = params.meta_model
-        self._context = context
+        self._context = context = params.context
         self._forward_context = forward_context
         self._group = context.subgroup("pp", range(context.pp_size))  # the loss must not wait for earlier sends
-        self._count = len(partition.stages)
         self._modules = {
-            index: StageModule(model, partition.stages[index], index, self._count, forward_context)
+            index: StageModule(model, partition.stages[index], index, len(partition.stages), forward_context)
             for index, rank in enumerate(partition.ranks)
             if rank == context.pp_rank
         }
@@ -95,8 +87,8 @@ class Pipeline:
 
     def takes(self, microbatches: int) -> bool:
         """Return True if the schedule can run this number of microbatches."""
-        size = self._context.pp_size
-        return not any(self._schedule.find_problems(size, self._count // size, microbatches))
+        size, stages = self._context.pp_size, len(self._partition.stages)
+        return not any(self._schedule.find_problems(size, stages // size, microbatches))
 
     def look_up(self, call: Call) -> CallMetadata:
         """The metadata of calls like `call`, with the model in its present modes.
@@ -114,8 +106,7 @@ class Pipeline:
         if key not in self._known:
             if len(self._known) == _MOST_SHAPES:
                 self._known.clear()
-            autocast = self._forward_context.autocast
-            stages = infer_stages(self._meta_model, self._model, self._partition, call, self._context.device, autocast)
+            stages = infer_stages(self.params, self._model, call, self._forward_context.autocast)
             self._known[key] = CallMetadata(modes, stages)
         return self._known[key]
 
@@ -219,6 +210,6 @@ def refuse_own_loss(output: Any) -> None:
     """Raise InputError if the model returns a scalar, which is a loss."""
     if isinstance(output, torch.Tensor) and output.dim() == 0:
         raise InputError(
-            "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage; let "
-            "it return its outputs, give initialize a criterion, and write loss = engine.criterion(output, target)"
+            "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage; "
+            "let it return its outputs, give initialize a criterion, and write loss = engine.criterion(output, target)"
         )

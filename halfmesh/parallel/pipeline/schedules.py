@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
 from ...errors import InputError
 from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
@@ -174,7 +166,7 @@ class TorchSchedule:
             many = f"{chunks} chunks per rank need schedule='interleaved'"
             yield "chunks", f"{many}; schedule={self.name!r} has one"
 
-    def make(self, stages: Sequence[PipelineStage], microbatches: int) -> Any:
+    def make(self, stages: Sequence[pipelining.PipelineStage], microbatches: int) -> Any:
         """A schedule over this rank's stages. The last stage returns the loss, ready for backward."""
         given = list(stages) if self.interleaves else stages[0]
         return self.kind(given, microbatches, loss_fn=_loss, scale_grads=False)
@@ -192,13 +184,10 @@ class TorchSchedule:
         return waits / (chunks * microbatches + waits)
 
 
-GPIPE = TorchSchedule("gpipe", ScheduleGPipe)
-ONE_F_ONE_B = TorchSchedule("1f1b", Schedule1F1B, fills=True)
-INTERLEAVED = TorchSchedule("interleaved", ScheduleInterleaved1F1B, interleaves=True)
-ZERO_BUBBLE = TorchSchedule(
-    "zero_bubble", ScheduleInterleavedZeroBubble, interleaves=True, splits_backward=True, waits=1 / 3
-)
-ZBV = TorchSchedule("zbv", ScheduleZBVZeroBubble, interleaves=True, splits_backward=True, is_v=True, waits=0)
-DUALPIPEV = TorchSchedule(
-    "dualpipev", ScheduleDualPipeV, fills=True, interleaves=True, splits_backward=True, is_v=True, waits=2 / 3
-)
+GPIPE = TorchSchedule("gpipe", pipelining.ScheduleGPipe)
+ONE_F_ONE_B = TorchSchedule("1f1b", pipelining.Schedule1F1B, fills=True)
+INTERLEAVED = TorchSchedule("interleaved", pipelining.ScheduleInterleaved1F1B, interleaves=True)
+_SPLIT = {"interleaves": True, "splits_backward": True}
+ZERO_BUBBLE = TorchSchedule("zero_bubble", pipelining.ScheduleInterleavedZeroBubble, **_SPLIT, waits=1 / 3)
+ZBV = TorchSchedule("zbv", pipelining.ScheduleZBVZeroBubble, **_SPLIT, is_v=True, waits=0)
+DUALPIPEV = TorchSchedule("dualpipev", pipelining.ScheduleDualPipeV, **_SPLIT, fills=True, is_v=True, waits=2 / 3)

@@ -153,8 +153,10 @@ class Stage(PipelineStage):
             info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=wants)
         return super()._get_recv_ops(recv_infos, *group)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any, full_backward: bool = True, **last: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **last)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:  # else the gradients of the weights still need the received tensors
             self._free(bwd_chunk_id)
 

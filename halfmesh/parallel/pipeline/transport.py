@@ -15,7 +15,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,8 +25,10 @@ from ...errors import InputError, shorten
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import DATA_NEEDED
 from ..modules import meta_copy, run_without_data
-from .partition import Partition
 from .pieces import Call
+
+if TYPE_CHECKING:
+    from .axis import StageParameters
 
 _PLAIN = (bool, int, float, str)
 _CACHED = type(functools.lru_cache(len))
@@ -67,25 +69,20 @@ def _cache_misses() -> dict[Any, int]:
 
 @_caches_as_before()
 def infer_stages(
-    meta_model: nn.Module,
-    model: nn.Module,
-    partition: Partition,
-    call: Call,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    params: StageParameters, model: nn.Module, call: Call, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> list[Any]:
     """Each stage's output for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
 
-    The forward runs on a copy of `meta_model`, whose attributes it may change.
+    The forward runs on a copy of `params.meta_model`, whose attributes it may change.
 
     Args:
-        model: the model that `meta_model` is a copy of, in training mode or not.
+        model: this rank's, in training mode or not.
         autocast: the scope of the stages' forward.
 
     Raises:
         InputError: the forward needs values.
     """
-    meta_model = meta_copy(meta_model, meta_model)
+    meta_model, partition = meta_copy(params.meta_model, params.meta_model), params.partition
     _update(meta_model, model)
     for piece in partition.pieces:
         if piece.prepare is not None:
@@ -110,7 +107,7 @@ def infer_stages(
         return trees
 
     try:
-        trees = run_without_data(meta_model, run_stages, device, call.args, dict(call.kwargs))
+        trees = run_without_data(meta_model, run_stages, params.context.device, call.args, dict(call.kwargs))
     except (*DATA_NEEDED, RuntimeError) as error:
         raise InputError(
             "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "

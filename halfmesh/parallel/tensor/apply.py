@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,38 +32,28 @@ class TensorGradients(SharedGradients):
     of zero (before a layer that starts at zero) are compared again in the next update.
 
     Args:
-        partial: the parameters whose gradients are summed.
-        shards_sequence: ranks compute different tokens.
-        try_out: called before gradients are completed.
         shards: of the parameters that are trained.
     """
 
-    def __init__(
-        self,
-        axis: TensorAxis,
-        partial: Collection[nn.Parameter],
-        shards_sequence: bool,
-        try_out: Callable[[], None],
-        shards: Sequence[ParamShard],
-    ) -> None:
-        self._axis, self._try_out, self._shards_sequence = axis, try_out, shards_sequence
+    def __init__(self, axis: TensorParallel, shards: Sequence[ParamShard]) -> None:
+        self._axis = axis
         self._looks: dict[nn.Parameter, int] = {}  # the number of comparisons of each
-        super().__init__(partial, axis.group, shards)
+        super().__init__(axis.partial, axis.group, shards)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         super().set_params(shards)
-        self._whole = [shard for shard in shards if shard.model_param not in self._axis.splits]
+        self._replicated = [shard for shard in shards if shard.model_param not in self._axis.splits]
 
     def finish(self) -> None:
-        self._try_out()  # before the comparison, which a wrong plan fails, too
-        self._compare_whole()
+        self._axis.trial.run()  # before the comparison, which a wrong plan fails, too
+        self._compare_replicated()
         super().finish()
 
     @torch.no_grad()
-    def _compare_whole(self) -> None:
+    def _compare_replicated(self) -> None:
         """Raise InputError if gradients that are to be summed are the same on all ranks, or others are not."""
         looks = self._looks
-        shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
+        shards = [s for s in self._replicated if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
             return
         samples = torch.stack([_sample(shard.param.grad, self._axis.device) for shard in shards])
@@ -74,11 +64,11 @@ class TensorGradients(SharedGradients):
         sizes = everyone.norm(dim=-1).amax(0)
         for shard, size in zip(shards, sizes.tolist(), strict=True):
             looks[shard.param] = _LOOKS if size else looks.get(shard.param, 0) + 1
-        apart = ((everyone - everyone[0]).norm(dim=-1).amax(0) / sizes).tolist()  # nan where all are zero
+        differences = ((everyone - everyone[0]).norm(dim=-1).amax(0) / sizes).tolist()  # nan where all are zero
         summed = [shard.model_param in self._params for shard in shards]
-        found = list(zip(shards, apart, summed, strict=True))
+        found = list(zip(shards, differences, summed, strict=True))
         same = [shard.name for shard, share, is_summed in found if is_summed and share < 1e-4]
-        if same and not self._shards_sequence:
+        if same and not self._axis.shards_sequence:
             raise InputError(
                 f"the plan sums the gradients of {shorten(same)} over the ranks of a tensor group ('partial'), but "
                 "they are the same on all ranks, and need no sum; take these modules out of the plan"
@@ -129,6 +119,7 @@ class TensorParallel(TensorAxis):
 
     Attributes:
         partial: the parameters whose gradients are summed over the ranks.
+        shards_sequence: ranks compute different tokens between some modules.
         trial: compares sharded blocks with unsharded ones before the first update.
     """
 
@@ -136,6 +127,7 @@ class TensorParallel(TensorAxis):
         super().__init__(inputs.context)
         model, optimizer = inputs.model, inputs.optimizer
         self._assignments: list[Assignment] = inputs.plan
+        self.shards_sequence = any(isinstance(a.style, SequenceBegin) for a in self._assignments)
         self.trial = PlanTrial(model, self._assignments, self)
         splits = {a.module.get_parameter(name): s for a in self._assignments for name, s in a.splits().items()}
         self.partial = {param for a in self._assignments for param in a.style.partial(a.module, a.in_region)}
@@ -158,8 +150,7 @@ class TensorParallel(TensorAxis):
             modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
-        shards_sequence = any(isinstance(a.style, SequenceBegin) for a in self._assignments)
-        return TensorGradients(self, self.partial, shards_sequence, self.trial.run, shards)
+        return TensorGradients(self, shards)
 
     def skip_trial(self) -> None:
         self.trial.close()

@@ -237,7 +237,7 @@ def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment])
             uses = [f"{name}.{own} ({splits.get((name, own)) or 'whole'})" for name, own in owners]
             yield (
                 f"one weight is shared by {' and '.join(uses)}, which would shard it differently; give these modules "
-                "styles that shard it alike ('vocab' for an embedding and its head), or leave all of them whole"
+                "the same style ('vocab' for an embedding and its head), or leave all of them whole"
             )
 
 

@@ -15,15 +15,8 @@ from .. import collectives
 from ..modules import comes_from
 from ..registries import TENSOR_STYLES
 from ..shard_spec import Split
-from .layers import (
-    SEQUENCE_DIM,
-    ColwiseLinear,
-    RowwiseLinear,
-    ShardedAttention,
-    ShardedLayer,
-    TensorAxis,
-    VocabEmbedding,
-)
+from . import layers
+from .layers import SEQUENCE_DIM, ShardedLayer, TensorAxis
 
 
 class Style:
@@ -99,7 +92,7 @@ class Colwise(Style):
         return {"weight": Split(_out_dim(module), self.blocks), **bias}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        _convert_linear(module, ColwiseLinear, axis=axis, in_region=in_region, gathers=self.gathers)
+        _convert_linear(module, layers.ColwiseLinear, axis=axis, in_region=in_region, gathers=self.gathers)
 
 
 class FusedColwise(Colwise):
@@ -136,7 +129,7 @@ class Rowwise(Style):
         return {"weight": Split(1 - _out_dim(module))}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        _convert_linear(module, RowwiseLinear, axis=axis, in_region=in_region, splits=self.splits_input)
+        _convert_linear(module, layers.RowwiseLinear, axis=axis, in_region=in_region, splits=self.splits_input)
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return () if module.bias is None or not in_region else (module.bias,)  # added to this rank's tokens
@@ -165,9 +158,9 @@ class Vocab(Style):
         if isinstance(module, nn.Linear):
             ColwiseGather().install(module, axis, in_region)
             return
-        kind: Any = type(module)
-        # Its forward calls super().forward, which is then that of the sharded embedding.
-        layer = type(kind.__name__, (kind, VocabEmbedding), {}) if _extends_embedding(module) else VocabEmbedding
+        kind, layer = type(module), layers.VocabEmbedding
+        if _extends_embedding(module):  # its forward calls super().forward: that of the sharded embedding then
+            layer = type(kind.__name__, (kind, layer), {})
         convert(module, layer, axis=axis, in_region=in_region)
         module.num_embeddings = module.weight.shape[0]
 
@@ -377,7 +370,7 @@ class Attention(Style):
         return {name: Split(0, 3) for name in names}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        convert(module, ShardedAttention, axis=axis, in_region=in_region)
+        convert(module, layers.ShardedAttention, axis=axis, in_region=in_region)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
@@ -399,7 +392,7 @@ def find_indivisible(what: str, count: int, size: int, blocks: int = 1) -> Itera
         yield f"{count} {what}{each} are not divisible by tensor={size}{can_be}"
 
 
-def _convert_linear(module: Any, layer: type[ColwiseLinear | RowwiseLinear], **attributes: Any) -> None:
+def _convert_linear(module: Any, layer: type[layers.ColwiseLinear | layers.RowwiseLinear], **attributes: Any) -> None:
     transposed = _is_conv1d(module)
     convert(module, layer, transposed=transposed, **attributes)
     module.out_features, module.in_features = (module.weight.t() if transposed else module.weight).shape

@@ -113,7 +113,7 @@ def refused(rank, world_size, make, step, loss):
         (Pools, r"the model returns something else: its output for 16 tokens", plain_step, criterion),
         (LosesTheBorder, "Shift the targets of whole sequences", own_loss, None),
         (ShiftsItself, "Shift targets of whole sequences before the call", own_loss, None),
-        (Plain, "have different losses, each of its own outputs", plain_step, by_hand),
+        (Plain, "have different losses", plain_step, by_hand),
         (Plain, "ranks of a context group were given different inputs", other_inputs, criterion),
         (Plain, "a sequence of 15 tokens cannot be sharded over context=2", odd_length, criterion),
     ],
