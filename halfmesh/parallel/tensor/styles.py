@@ -158,7 +158,8 @@ class Vocab(Style):
         if isinstance(module, nn.Linear):
             ColwiseGather().install(module, axis, in_region)
             return
-        kind, layer = type(module), layers.VocabEmbedding
+        kind: Any = type(module)
+        layer: Any = layers.VocabEmbedding
         if _extends_embedding(module):  # its forward calls super().forward: that of the sharded embedding then
             layer = type(kind.__name__, (kind, layer), {})
         convert(module, layer, axis=axis, in_region=in_region)
