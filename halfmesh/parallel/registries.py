@@ -6,17 +6,10 @@ from typing import Any
 
 from ..utils.registry import Registry
 
-
-def _no_plan(obj: Any) -> str | None:
-    if isinstance(obj, type) or not callable(getattr(obj, "styles_in", None)):
-        return f"{obj!r} is no tensor plan; expected a halfmesh.LayerPlan, or an object with its styles_in"
-    return None
-
-
 AXES: Registry[Any] = Registry("parallel axis", "halfmesh.axes")
 DATA_STRATEGIES: Registry[Any] = Registry("data strategy", "halfmesh.data_strategies")
 TENSOR_STYLES: Registry[Any] = Registry("tensor style", "halfmesh.tensor_styles")
-TENSOR_PLANS: Registry[Any] = Registry("tensor plan", "halfmesh.tensor_plans", _no_plan)
+TENSOR_PLANS: Registry[Any] = Registry("tensor plan", "halfmesh.tensor_plans")
 PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
 SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,20 +11,6 @@ from ...utils.torch_private import call_hooks
 from ..modules import comes_from
 from ..pipeline.pieces import Call, Piece, children_of
 from ..tensor.plans import LayerPlan
-
-_SOFTMAXES = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
-
-
-def check_activation(name: str) -> Callable[[Any], str | None]:
-    """A `find_problem`: the layer's activation, under this name, must work on each feature separately."""
-
-    def find(layer: Any) -> str | None:
-        if isinstance(attrgetter(name)(layer), _SOFTMAXES):
-            return "its activation is a softmax over features, which are sharded; use another one"
-        return None
-
-    return find
-
 
 TORCH_ATTENTION = LayerPlan(
     layers=("torch.nn.modules.activation.MultiheadAttention",),
@@ -38,12 +23,10 @@ TORCH_ENCODER = LayerPlan(
 TORCH_ENCODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerEncoderLayer",),
     styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
-    find_problem=check_activation("activation"),
 )
 TORCH_DECODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerDecoderLayer",),
     styles={"linear1": "colwise", "linear2": "rowwise"},
-    find_problem=check_activation("activation"),
 )
 
 

@@ -17,7 +17,6 @@ from ...errors import InputError
 from ...utils.param_shard import compute_dtype
 from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
-from .torch_nn import check_activation
 
 # -- a model's own tensor plan ---------------------------------------------------------------------------------------
 
@@ -100,7 +99,6 @@ GPT2_ATTENTION = LayerPlan(
 GPT2_MLP = LayerPlan(
     layers=("transformers.models.gpt2.modeling_gpt2.GPT2MLP",),
     styles={"c_fc": "colwise", "c_proj": "rowwise"},
-    find_problem=check_activation("act"),
 )
 
 
@@ -124,7 +122,6 @@ BERT_ATTENTION = LayerPlan(
 BERT_LAYER = LayerPlan(
     layers=_bert_kinds("Layer"),
     styles={"intermediate.dense": "colwise", "output.dense": "rowwise"},
-    find_problem=check_activation("intermediate.intermediate_act_fn"),
 )
 
 T5_ATTENTION = LayerPlan(
@@ -141,12 +138,10 @@ T5_ATTENTION = LayerPlan(
 T5_MLP = LayerPlan(
     layers=("transformers.models.t5.modeling_t5.T5DenseActDense",),
     styles={"wi": "colwise", "wo": "rowwise"},
-    find_problem=check_activation("act"),
 )
 T5_GATED_MLP = LayerPlan(
     layers=("transformers.models.t5.modeling_t5.T5DenseGatedActDense",),
     styles={"wi_0": "colwise", "wi_1": "colwise", "wo": "rowwise"},
-    find_problem=check_activation("act"),
 )
 
 # -- sharded sequences -------------------------------------------------------------------------------------------------
@@ -216,25 +211,15 @@ def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known
     Raises:
         InputError: there are other arguments that change the result.
     """
-    try:
-        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(f"{type(model).__name__}.forward: {error}") from error
-    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    given.pop("kwargs", None)
+    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    given = {**bound, **bound.get("kwargs", {}), "kwargs": None}
     values = [given.pop(name, None) for name in known]
-    if given.get("labels") is not None:
-        raise InputError(
-            "labels would make the model return its own loss, which is on the last stage only; leave them out, give "
-            "a criterion to initialize and write loss = engine.criterion(output, labels)"
-        )
     given["return_dict"] = given.get("return_dict") is False  # the only one that is on by default
     if odd := [n for n, value in given.items() if value is not None and not (isinstance(value, int) and value == 0)]:
         raise InputError(
-            f"{', '.join(odd)}: under a pipeline a Hugging Face model takes {', '.join(known)} only; leave it out"
+            f"{', '.join(odd)}: under a pipeline a Hugging Face model takes {', '.join(known)} only; leave it out "
+            "(instead of labels give initialize a criterion: loss = engine.criterion(output, labels))"
         )
-    if values[0] is None:
-        raise InputError(f"under a pipeline a Hugging Face model needs {known[0]}")
     return values
 
 

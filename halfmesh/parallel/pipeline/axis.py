@@ -15,10 +15,10 @@ from ...utils.tensors import replace_data
 from ...utils.torch_private import assigns, is_compiled
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..mesh import ParallelContext
+from ..modules import meta_copy
 from ..reducer import CompleteGradients, SharedGradients
 from ..registries import DATA_STRATEGIES, SCHEDULES
 from .partition import Partition, all_tensors, first_names, resolve
-from .transport import make_meta_model
 
 _OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")
 """Optimizer options that use all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
@@ -137,7 +137,7 @@ class StageParameters(AppliedAxis):
         optimizer: over its parameters.
 
     Attributes:
-        meta_model: a copy of the full model without data, to infer shapes.
+        meta_model: a copy of the full model without data, with nothing frozen, to infer shapes.
         tries: the first outputs and losses are compared with those of the whole batch.
         ties: the parameters of this rank that other ranks hold too, with the pipeline ranks of all holders.
     """
@@ -148,7 +148,7 @@ class StageParameters(AppliedAxis):
         super().__init__(context, "pp")
         self.tries = True
         self.partition = partition
-        self.meta_model = make_meta_model(model)
+        self.meta_model = meta_copy(model, model)
         self.first_names = first_names(model)
         self.context = context
         holders = partition.holders(model)
@@ -211,8 +211,8 @@ class StageParameters(AppliedAxis):
         foreign = {prefix + name for name in self._foreign} & state.keys()
         if assigns(metadata) and foreign:
             raise InputError(
-                "load_state_dict(..., assign=True) would put parameters into this rank's model that it does not hold "
-                f"({shorten(sorted(foreign))}); load without assign, or load before initialize"
+                f"load_state_dict(..., assign=True) would put {shorten(sorted(foreign))} into this rank's model, which "
+                "does not hold it; load without assign, or load before initialize"
             )
         for name in foreign:
             del state[name]

@@ -155,17 +155,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
-    ranks = partition.holders(model)
-    shared = [
-        name
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-        if name.rpartition(".")[2].startswith("running_") and len(ranks[id(buffer)]) > 1
-    ]
-    if shared:
-        yield (
-            f"{shorten(shared)}: several stages would keep these running statistics, each from its own activations; "
-            "use a norm without statistics there, or cut the model so that one stage has both uses"
-        )
     hooked = [name or "the model itself" for name, module in partition.not_called(model) if call_hooks(module)]
     if hooked:
         yield (

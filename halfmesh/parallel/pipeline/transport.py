@@ -34,22 +34,6 @@ _PLAIN = (bool, int, float, str)
 _CACHED = type(functools.lru_cache(len))
 
 
-def make_meta_model(model: nn.Module) -> nn.Module:
-    """A copy of the full model on the meta device, with layers that may be sharded over a tensor group.
-
-    Nothing is frozen in it: another rank may unfreeze its parameters later.
-
-    Raises:
-        InputError: something in the model cannot be copied.
-    """
-    try:
-        return meta_copy(model, model)
-    except Exception as error:
-        raise InputError(
-            f"copy.deepcopy refuses the model ({error}), but a pipeline finds the shapes between its stages on a copy"
-        ) from error
-
-
 @contextmanager
 def _caches_as_before() -> Iterator[None]:
     """A scope after which functions under functools.cache hold no tensors without memory."""

@@ -59,11 +59,10 @@ class _Kind:
         plan = {a.plan: a.text for a in self.assignments}
         others = f", and {len(self.names) - 1} more like it" if len(self.names) > 1 else ""
         return (
-            f"{self.names[0] or 'the model'} ({self.block}{others}): its output differs by "
-            f"{min(gap, 9.99):.0%}. The plan: {plan}. Between a 'colwise' and a 'rowwise' layer each rank has "
-            f"1 / {size} of the features, so nothing there may combine several of them. Projections stacked in one "
-            "weight need 'fused_colwise(k)'; a number of heads has to be this rank's, 'heads(name)', or -1; around a "
-            "softmax, a norm or a mean over all features leave the layers whole: take their patterns out of the plan"
+            f"{self.names[0] or 'the model'} ({self.block}{others}): its output differs by {min(gap, 9.99):.0%}. The "
+            f"plan: {plan}. Between a 'colwise' and a 'rowwise' layer each rank has 1 / {size} of the features: fused "
+            "projections need 'fused_colwise(k)', a number of heads has to be this rank's, 'heads(name)' or -1, and "
+            "layers around a softmax, norm or mean over all features have to stay whole"
         )
 
 
@@ -111,8 +110,7 @@ class PlanTrial:
             names = shorten([kind.names[0] or "the model" for kind in self._kinds])
             error.add_note(
                 f"parallel.tensor.plan shards {names}. Between a 'colwise' and a 'rowwise' layer each rank has 1 / "
-                f"{self._axis.size} of the features: write sizes there as -1, or take them from numbers of the module "
-                "that the style 'heads(name, ...)' divides (docs/tensor-parallel.md)"
+                f"{self._axis.size} of the features: write sizes there as -1, or give numbers the style 'heads(name)'"
             )
 
     def run(self) -> None:
@@ -141,7 +139,7 @@ class PlanTrial:
             if isinstance(why, str):
                 _log.warning(
                     "parallel.tensor.plan: whether %s computes the same when it is sharded could not be tried out "
-                    "before the first update (%s); compare a few steps with one process (tensor=1)",
+                    "(%s); compare a few steps with one process (tensor=1)",
                     name or "the model",
                     why,
                 )
