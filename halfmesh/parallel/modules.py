@@ -22,6 +22,11 @@ def comes_from(module: nn.Module, kinds: Collection[type[nn.Module] | str], meth
     return origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
 
 
+def is_within(name: str, top: str) -> bool:
+    """Return True if the module or tensor `name` is `top`, or in it."""
+    return not top or name == top or name.startswith(f"{top}.")
+
+
 def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
     """A copy of `module`, one of `model`'s (or `model` itself), with parameters and buffers on the meta device.
 

@@ -99,7 +99,7 @@ class SplitBatch(AppliedAxis):
             InputError: they differ.
         """
         few = shard.for_trial()
-        short = {name: map_tensors(lambda t: shard.shorten(t, few.whole), value) for name, value in given.items()}
+        short = {name: map_tensors(lambda t: shard.shorten(t, few.full_size), value) for name, value in given.items()}
         whole, sharded = list[int](), list[int]()
         try:
             with no_side_effects(model.modules(), self._context.device):
@@ -117,7 +117,7 @@ class SplitBatch(AppliedAxis):
         worst = max(theirs for theirs, _ in everyone)
         if worst > (HALF_TOLERANCE if any(rounds for _, rounds in everyone) else TOLERANCE):
             raise InputError(
-                f"with parallel.{self.key} the model returns something else: its output for {few.whole} "
+                f"with parallel.{self.key} the model returns something else: its output for {few.full_size} "
                 f"{'rows' if few.dim == ROWS else 'tokens'}, which was tried before any update, differs by "
                 f"{min(worst, 9.99):.2%}. {self.advice}. Or train this model without parallel.{self.key}"
             )
@@ -131,7 +131,7 @@ class SplitBatch(AppliedAxis):
         arguments, whole = self.prepare(model, dict(given), shard), self.non_split
         self.mode.shard = shard
         with self.mode:
-            return run({n: v if n in whole else map_tensors(shard.cut_if_whole, v) for n, v in arguments.items()})
+            return run({n: v if n in whole else map_tensors(shard.cut_if_full, v) for n, v in arguments.items()})
 
     def shard_of(self, given: Mapping[str, Any], must_be_even: bool = True) -> BatchShard | None:
         """This rank's shard of a call, by the first argument that is sharded; None if the ranks do not divide it.

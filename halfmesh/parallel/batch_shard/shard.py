@@ -32,7 +32,7 @@ class BatchShard:
         key: of the axis in the config.
         dim: ROWS or TOKENS.
         rows: of the full batch.
-        whole: rows of the full batch, or tokens of a full sequence: those that are sharded.
+        full_size: rows of the full batch, or tokens of a full sequence: those that are sharded.
         splits_rows: a pipeline splits the batch into microbatches.
     """
 
@@ -40,7 +40,7 @@ class BatchShard:
     group: dist.ProcessGroup
     dim: int
     rows: int
-    whole: int
+    full_size: int
     splits_rows: bool = False
 
     @property
@@ -56,15 +56,15 @@ class BatchShard:
     @property
     def own(self) -> int:
         """This rank's rows, or tokens of each sequence."""
-        return self.whole // self.size
+        return self.full_size // self.size
 
     def cut(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """This rank's shard, a view. `dim`: that of the rows or tokens, if it is not `self.dim`."""
         return whole.narrow(self.dim if dim is None else dim, self.rank * self.own, self.own)
 
-    def cut_if_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cut_if_full(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a tensor that has all rows or tokens, contiguous (for `view(-1)`); else `tensor`."""
-        is_whole = tensor.dim() > self.dim and tensor.shape[self.dim] == self.whole
+        is_whole = tensor.dim() > self.dim and tensor.shape[self.dim] == self.full_size
         return self.cut(tensor).contiguous() if is_whole else tensor
 
     def join_if_own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,8 @@ class BatchShard:
         """This rank's shard of the targets of all rows and tokens, which may be flat."""
         if whole.dim() > 1:
             return self.cut(whole)
-        return self.cut(whole.reshape(-1, self.whole) if self.dim else whole.reshape(self.whole, -1)).reshape(-1)
+        shape = (-1, self.full_size) if self.dim else (self.full_size, -1)
+        return self.cut(whole.reshape(shape)).reshape(-1)
 
     def are_outputs(self, count: int) -> bool:
         """Return True if `count` may be the number of this rank's outputs for the batch, or for a microbatch."""
@@ -87,14 +88,14 @@ class BatchShard:
 
     def for_trial(self) -> BatchShard:
         """The shard of a batch with few rows, or tokens of each sequence."""
-        kept = min(self.whole, self.size * TRIAL[self.dim])
-        return replace(self, whole=kept, rows=kept if self.dim == ROWS else self.rows)
+        kept = min(self.full_size, self.size * TRIAL[self.dim])
+        return replace(self, full_size=kept, rows=kept if self.dim == ROWS else self.rows)
 
     def shorten(self, tensor: torch.Tensor, kept: int) -> torch.Tensor:
         """The first rows or tokens of a tensor that has all: [batch, sequence, ...], or a mask [..., sequence]."""
         is_mask = self.dim != ROWS and tensor.dim() > 3
         for dim in (tensor.dim() - 2, tensor.dim() - 1) if is_mask else (self.dim,):
-            if tensor.dim() > dim and tensor.shape[dim] == self.whole:
+            if tensor.dim() > dim and tensor.shape[dim] == self.full_size:
                 tensor = tensor.narrow(dim, 0, kept)
         return tensor
 
@@ -148,7 +149,7 @@ def compare(
             f"with parallel.{shard.key} a loss of two tensors cannot be a mean by `weight`, whose sum differs between "
             "the ranks; call it with reduction='none', and weight the losses yourself"
         )
-    own = loss(input, shard.cut_if_whole(target), reduction=reduction, **options)
+    own = loss(input, shard.cut_if_full(target), reduction=reduction, **options)
     if reduction == "none":
         return own
     total = collectives.total_loss(own, shard.group)

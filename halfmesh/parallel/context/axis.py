@@ -88,7 +88,7 @@ def _causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
 
 
 def _refuse_other_shapes(sequence: BatchShard, inputs: Sequence[torch.Tensor], mask: torch.Tensor | None) -> None:
-    own, length = sequence.own, sequence.whole
+    own, length = sequence.own, sequence.full_size
     wrong = any(x.dim() != 4 or x.shape[_TOKENS] != own for x in inputs)
     if mask is not None:
         wrong |= mask.dim() < 2 or mask.shape[-1] != length or mask.shape[-2] not in (1, length)
@@ -124,7 +124,7 @@ class ContextParallel(SplitBatch):
     def prepare(self, model: nn.Module, given: dict[str, Any], shard: BatchShard) -> dict[str, Any]:
         given = whole_sequence_arguments(model, given)
         if given.get(self._positions) is None:
-            given[self._positions] = torch.arange(shard.whole, device=self._device).expand(shard.rows, -1)
+            given[self._positions] = torch.arange(shard.full_size, device=self._device).expand(shard.rows, -1)
         return given
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...errors import InputError, did_you_mean
+from ..modules import is_within
 from .fx_trace import UPDATES, is_models_own, line_of_error, plain_values, trace
 from .pieces import Call, Piece, signature_of
 
@@ -146,7 +147,7 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
     begins: dict[str, int] = {}
     for position, node in enumerate(nodes):
         for point in points if node.op == "call_module" else ():
-            if str(node.target) == point or str(node.target).startswith(f"{point}."):
+            if is_within(str(node.target), point):
                 begins.setdefault(point, position)
     missing = [point for point in points if point not in begins]
     if missing:

@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ...errors import InputError, RegistryError, counted, shorten
+from ...errors import HalfmeshError, InputError, counted, shorten
 from ...utils.torch_private import call_hooks
+from ..modules import is_within
 from ..registries import PARTITIONERS, SCHEDULES
 from .pieces import Piece
 
@@ -65,7 +66,7 @@ class Partition:
 
 
 def _is_used(path: str, piece: Piece) -> bool:
-    return any(path == use or path.startswith(f"{use}.") for use in piece.uses)
+    return any(is_within(path, use) for use in piece.uses)
 
 
 def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 2) -> Sequence[Piece]:
@@ -76,16 +77,13 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 
 
     Raises:
         InputError: no partitioner knows the model, or it cannot be split in this way.
+        RegistryError: there is no partitioner of this name.
     """
     if not isinstance(partition, str):
         from .fx_split import split_at
 
         return split_at(model, partition)
-    try:
-        known = PARTITIONERS.each() if partition == "auto" else [(partition, PARTITIONERS.get(partition))]
-    except RegistryError as error:
-        raise InputError(str(error)) from error
-    for _, partitioner in known:
+    for _, partitioner in PARTITIONERS.each() if partition == "auto" else [(partition, PARTITIONERS.get(partition))]:
         pieces = partitioner.pieces_of(model)
         if pieces is not None:
             return list(pieces)
@@ -106,7 +104,7 @@ def resolve(
         ]
     try:
         pieces = find_pieces(model, partition, count)
-    except InputError as error:
+    except HalfmeshError as error:
         return None, [str(error)]
     if len(pieces) < count:
         names = ", ".join(piece.name for piece in pieces)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import HalfmeshError, InputError, find_near
 from ...utils.torch_private import is_compiled
-from ..modules import comes_from
+from ..modules import comes_from, is_within
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
 from .layers import ShardedLayer, TensorAxis
@@ -173,11 +173,6 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
     general = sorted({generalise(known) for known in names if known})
     near = find_near(generalise(pattern), general, cutoff=0.5)
     return f"; did you mean {near!r}?" if near else f"; it has {', '.join(general[:8])}"
-
-
-def is_within(name: str, top: str) -> bool:
-    """Return True if the module `name` is `top`, or in it."""
-    return not top or name == top or name.startswith(f"{top}.")
 
 
 def resolve(

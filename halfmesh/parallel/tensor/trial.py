@@ -21,11 +21,11 @@ from ...errors import InputError, bullet_list, counted, find_module, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
 from ..comm import gather_objects
-from ..modules import meta_copy
+from ..modules import is_within, meta_copy
 from ..registries import BUILTIN_TENSOR_PLANS
 from ..trial import find_gap, no_side_effects
 from .layers import TensorAxis
-from .plans import Assignment, caller, is_within
+from .plans import Assignment, caller
 from .styles import Region, Rowwise, SequenceBegin, SequenceEnd
 
 _log = get_logger(__name__)

@@ -108,7 +108,7 @@ def positions_off_by_a_shard(patch: pytest.MonkeyPatch) -> None:
 
     def prepare(self: ContextParallel, model: Any, given: dict[str, Any], shard: BatchShard) -> Any:
         shift = shard.own if model.training else 0
-        places = (torch.arange(shard.whole) - shift).clamp_min(0).expand(shard.rows, -1)
+        places = (torch.arange(shard.full_size) - shift).clamp_min(0).expand(shard.rows, -1)
         return inner(self, model, given | {self._positions: places}, shard)
 
     patch.setattr(ContextParallel, "prepare", prepare)
