@@ -42,8 +42,7 @@ TIMM_ATTENTION = LayerPlan(
         "": "heads(num_heads, attn_dim)",
         "qkv": "fused_colwise(3)",
         "gate": "colwise",
-        "q_norm": "partial",
-        "k_norm": "partial",
+        "[qk]_norm": "partial",
         "proj": "rowwise",
     },
     sequence={"": "region", "proj_drop": "sequence"},
@@ -51,7 +50,7 @@ TIMM_ATTENTION = LayerPlan(
 )
 TIMM_BLOCK = LayerPlan(
     layers=("timm.models.vision_transformer.Block",),
-    sequence={"norm1": "sequence", "ls1": "sequence", "norm2": "sequence", "ls2": "sequence"},
+    sequence={"norm?": "sequence", "ls?": "sequence"},
 )
 TIMM_VIT = LayerPlan(
     layers=("timm.models.vision_transformer.VisionTransformer",),

@@ -60,10 +60,7 @@ SEQUENTIAL_STAGES = SequentialPartition()
 
 _MLP = {"mlp.0": "colwise", "mlp.3": "rowwise"}
 
-TORCHVISION_VIT_BLOCK = LayerPlan(
-    layers=("torchvision.models.vision_transformer.EncoderBlock",),
-    styles=_MLP,
-)
+TORCHVISION_VIT_BLOCK = LayerPlan(layers=("torchvision.models.vision_transformer.EncoderBlock",), styles=_MLP)
 TORCHVISION_SWIN_BLOCK = LayerPlan(
     layers=(
         "torchvision.models.swin_transformer.SwinTransformerBlock",

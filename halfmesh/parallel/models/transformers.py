@@ -112,25 +112,18 @@ BERT_ATTENTION = LayerPlan(
     layers=_bert_kinds("Attention"),
     styles={
         "self": "heads(num_attention_heads, all_head_size)",
-        "self.query": "colwise",
-        "self.key": "colwise",
-        "self.value": "colwise",
+        "self.[qkv]*": "colwise",  # query, key, value
         "output.dense": "rowwise",
     },
     find_problem=_find_cross_attention,
 )
-BERT_LAYER = LayerPlan(
-    layers=_bert_kinds("Layer"),
-    styles={"intermediate.dense": "colwise", "output.dense": "rowwise"},
-)
+BERT_LAYER = LayerPlan(layers=_bert_kinds("Layer"), styles={"intermediate.dense": "colwise", "output.dense": "rowwise"})
 
 T5_ATTENTION = LayerPlan(
     layers=("transformers.models.t5.modeling_t5.T5Attention",),
     styles={
         "": "heads(n_heads, inner_dim)",
-        "q": "colwise",
-        "k": "colwise",
-        "v": "colwise",
+        "[qkv]": "colwise",
         "relative_attention_bias": "embedding_features",
         "o": "rowwise",
     },
@@ -141,7 +134,7 @@ T5_MLP = LayerPlan(
 )
 T5_GATED_MLP = LayerPlan(
     layers=("transformers.models.t5.modeling_t5.T5DenseGatedActDense",),
-    styles={"wi_0": "colwise", "wi_1": "colwise", "wo": "rowwise"},
+    styles={"wi_?": "colwise", "wo": "rowwise"},
 )
 
 # -- sharded sequences -------------------------------------------------------------------------------------------------
