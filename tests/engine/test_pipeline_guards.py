@@ -160,7 +160,7 @@ MESSAGES = {
     "read": "the loss is not computed before engine.backward(loss) under a pipeline",
     "scaled": "To change the loss (scale it, add to it) do so in the criterion",
     "targets": "engine.criterion(...): target has 5 rows, and the batch has 8",
-    "rows": "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split into microbatches",
+    "rows": "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split along their first dim",
     "names": "engine.criterion(...): weight has 8 items, as many as the batch has rows",
     "numpy target": f"engine.criterion(...): {NO_TENSOR}",
     "boxes": NO_TENSOR,

@@ -16,7 +16,7 @@ from ...utils.torch_private import versions
 from .pieces import Call
 
 _ITEMS = (int, float, str, list, tuple, dict, np.ndarray, type(None))
-"""What may be the item of a row in a list. (A list of tensors has all rows in each.)"""
+"""What may be the item of a row in a list, besides tensors that do not have all rows."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def _has_items_of_rows(tree: Any, rows: int) -> bool:
         return any(_has_items_of_rows(item, rows) for item in tree.values())
     if type(tree) not in (list, tuple):
         return False
-    is_list_of_rows = len(tree) == rows and all(isinstance(item, _ITEMS) for item in tree)
+    is_list_of_rows = len(tree) == rows and all(
+        rows not in item.shape[:1] if isinstance(item, torch.Tensor) else isinstance(item, _ITEMS) for item in tree
+    )
     return is_list_of_rows or any(_has_items_of_rows(item, rows) for item in tree)
 
 
