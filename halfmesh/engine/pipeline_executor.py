@@ -16,11 +16,11 @@ from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.comm import gather_objects
 from ..parallel.mesh import ParallelContext
+from ..parallel.pipeline.axis import StageParameters
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.schedules import Given, Splitter, choose_count
 from ..parallel.pipeline.stage import ForwardContext
-from ..parallel.pipeline.stage_params import StageParameters
 from ..parallel.rank_checks import SameCalls, is_checked
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
@@ -74,7 +74,7 @@ class PipelineExecutor:
         self._accumulation, self._precision, self._update = accumulation, accumulation.precision, accumulation.update
         cast_model(params.meta_model, self._update.recipe)
         forward = ForwardContext(self._precision.autocast, parallel_model.settle, parallel_model.saving(model))
-        self._pipeline = Pipeline(model, params, SCHEDULES.get(options.schedule), context, forward)
+        self._pipeline = Pipeline(model, params, SCHEDULES.get(options.schedule), forward)
         self.stages = self._pipeline.stages
         self._model = model
         self._options = options
