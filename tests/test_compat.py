@@ -232,14 +232,14 @@ def test_fsdp_param_dtype_is_the_modes():
 def test_weighted_losses_are_of_one_kind():
     raw = {"fp16": {"mode": "apex", "num_losses": 2}, "loss_reduction": "weighted"}
     assert find(raw) == [
-        "loss_reduction: 'weighted' joins the batches of one loss, but num_losses is 2; use 'mean' or 'sum'"
+        "loss_reduction: 'weighted' joins batches of one loss, not of num_losses=2; use 'mean' or 'sum'"
     ]
     assert find(raw | APEX) == []
 
 
 def test_resume_needs_a_folder():
     [line] = find({"resume": "auto"})
-    assert line.startswith("resume: 'auto' resumes from the newest checkpoint of checkpoint.directory, which is not")
+    assert line.startswith("resume: 'auto' needs checkpoint.directory; set")
     assert find({"resume": "auto", "checkpoint": "x"}) == find({"resume": "x"}) == []
 
 

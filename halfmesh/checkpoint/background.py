@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,12 +18,12 @@ _log = get_logger(__name__)
 def wait_for_writers(directory: Path) -> None:
     """Wait for saves of all engines of this process into `directory`: the next one removes unfinished saves there."""
     for thread in threading.enumerate():
-        if thread.name == _thread_name(directory):
+        if thread.name.startswith(_thread_name(directory)):
             thread.join()
 
 
 def _thread_name(directory: Path) -> str:
-    return f"halfmesh save {directory.resolve()}"
+    return f"halfmesh save {directory.resolve()}:"
 
 
 class BackgroundWriter:
@@ -30,8 +31,7 @@ class BackgroundWriter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._written: Future[None] | None = None
         self._copies: Boxes = {}
 
     @torch.no_grad()
@@ -51,17 +51,15 @@ class BackgroundWriter:
     def start(self, write: Callable[[], object], directory: Path) -> None:
         """Call `write`, which writes into `directory`, in a thread that the process joins at exit. The previous one
         must have ended."""
-        self._thread = threading.Thread(target=self._run, args=(write,), name=_thread_name(directory))
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, _thread_name(directory))
+        self._written = thread.submit(self._run, write)
+        thread.shutdown(wait=False)  # it ends after this save
 
     def wait(self) -> None:
         """Wait for the thread, and raise its error if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
     def _run(self, write: Callable[[], object]) -> None:
         if self._device.type == "cuda":
@@ -69,5 +67,5 @@ class BackgroundWriter:
         try:
             write()
         except Exception as error:  # the same on all ranks, unless they can no longer be reached
-            self._error = error
             _log.warning("%s", error)  # logged now: the next call that waits may come much later
+            raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ..config.text import as_json
-from ..distributed.env import list_ranks
-from ..errors import HalfmeshError, InputError, bullet_list, counted, refuse_below
+from ..errors import InputError, bullet_list, counted, refuse_below
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
@@ -25,14 +22,13 @@ from ..utils.engine_hook import Progress
 from ..utils.log import get_logger
 from . import rank_state, storage, validate
 from .background import BackgroundWriter, wait_for_writers
-from .rank_state import AttachedState
-from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, place_of, without_empty
+from .rank_state import AttachedState, Schedule
+from .state import AVERAGE, MODEL, ShardedState, index_of, join_groups, merge, without_empty
 from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..data.loader import EngineDataLoader
-    from ..engine.lr_scheduler import LRAdvance
 
 # .dcp imports torch.distributed.checkpoint: only when there is something to save.
 
@@ -59,7 +55,7 @@ class Checkpointer:
         context: ParallelContext,
         config: Config,
         progress: Progress,
-        lr: LRAdvance,
+        lr: Schedule,
         loader: EngineDataLoader | None,
         own_call: AbstractContextManager[None],
     ) -> None:
@@ -96,7 +92,7 @@ class Checkpointer:
                 snapshot = replace(snapshot, boxes=copies)
             place = run_on_rank_zero(context, what, begin)
             group = context.gloo_group("saving") if in_background else None
-            write = partial(_write, place, snapshot, keep, context, what, group)
+            write = partial(storage.write, place, snapshot, keep, context, what, group)
             if in_background:
                 self._writer.start(write, directory)
             else:
@@ -118,44 +114,26 @@ class Checkpointer:
         Raises:
             InputError: some rank has state that cannot be saved; raised on all.
         """
-        context, state, update = self._context, self._state, self._state.update
-        self._lr.settle()
-
-        def collect() -> Any:
-            update.follow_groups()  # groups added since the last step
-            shards, plain = state.optimizer_state()
-            shards |= {MODEL + name: shard for name, shard in state.weights().items()} | state.averages()
-            return without_empty(shards), plain, state.groups(), state.extras()
-
-        shards, plain, groups, extras = run_on_all_ranks(context, "engine.save", collect)
-        averages = state.average.decay is not None
-        mine = describe(shards), [group["params"] for group in groups], plain, extras, averages
-        shapes, names, all_plain, all_extras, all_averages = zip(*context.everyone(mine), strict=True)
-        if len(set(all_averages)) > 1:  # each rank has its shards of the average
-            ranks = list_ranks(rank for rank, has in enumerate(all_averages) if has)
-            raise InputError(f"engine.averaged_model was called on {ranks} only; call it on every rank")
-        tensors = find_tensors(shapes, spread=True)
-        model = sorted((name, tensor.shape) for name, tensor in tensors.items() if name.startswith(MODEL))
-        scheduler = self._lr.scheduler
+        context, update = self._context, self._state.update
+        schedule = self._lr.state_dict()  # first: it advances for the last update
+        found = self._state.collect(context, "engine.save", optimizer=True, to_save=True)
+        model = sorted((name, tensor.shape) for name, tensor in found.tensors.items() if name.startswith(MODEL))
+        scheduler, config = self._lr.scheduler, self._config
         common = {
             "global_step": self._progress.global_step,
             "scalers": update.loss_scales.state_dict(),
             "skips": update.skip_counter.state_dict(),
-            "lr_scheduler": self._lr.state_dict(),
+            "lr_scheduler": schedule,
             "lr_class": None if scheduler is None else validate.class_name(scheduler),
             "optimizer": validate.class_name(update.optimizer),
-            "groups": [group | {"params": p} for group, p in zip(groups, join_groups(names), strict=True)],
+            "groups": found.groups,
             "given": self._settings.in_force,
-            "plain_state": _merge(all_plain),
-            "extras": _merge(all_extras),
+            "plain_state": found.plain,
+            "extras": found.extras,
         }
-
-        def small_files() -> tuple[bytes, bytes]:
-            return storage.as_bytes(common), storage.as_bytes(self._own_state())
 
         from .. import __version__
 
-        config = self._config
         about = {
             "step": self._progress.global_step,
             "layout": self._layout,
@@ -164,9 +142,14 @@ class Checkpointer:
             "config": as_json(config.model_dump(exclude=set(config.user)) | config.user),
             "versions": {"halfmesh": __version__, "torch": torch.__version__},
         }
-        written = [(name, box) for name, tensor in tensors.items() for box in tensor.boxes if box.rank == context.rank]
-        boxes = {(name, box.at): shards[name].box(box.at) for name, box in written}
-        return Snapshot(tensors, boxes, *run_on_all_ranks(context, "engine.save", small_files), about)
+        mine = [
+            (name, box.at) for name, tensor in found.tensors.items() for box in tensor.boxes if box.rank == context.rank
+        ]
+        boxes = {(name, at): found.shards[name].box(at) for name, at in mine}
+        small_files = run_on_all_ranks(
+            context, "engine.save", lambda: (storage.as_bytes(common), storage.as_bytes(self._own_state()))
+        )
+        return Snapshot(found.tensors, boxes, *small_files, about)
 
     @property
     def _layout(self) -> dict[str, int]:
@@ -205,7 +188,7 @@ class Checkpointer:
             return shapes | dict.fromkeys(state.extras()), [group["params"] for group in state.groups()]
 
         everyone = gather_results(self._context, f"loading {stored.folder} failed", describe_own)
-        model, groups = _merge([shapes for shapes, _ in everyone]), join_groups([names for _, names in everyone])
+        model, groups = merge([shapes for shapes, _ in everyone]), join_groups([names for _, names in everyone])
         saved = {n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)}
         saved |= dict.fromkeys(common["extras"])
         saved_name, name = storage.engine_name(stored.manifest), self._config.name
@@ -213,15 +196,11 @@ class Checkpointer:
             *validate.model_problems(model, saved, "the checkpoint"),
             *validate.optimizer_problems(state.update.optimizer, self._lr.scheduler, groups, common),
         ]
-        if None not in (saved_name, name) and saved_name != name:
-            problems.append(
-                f"it was saved by the engine named {saved_name!r}, and this is {name!r}; give each engine a folder of "
-                "its own, or load the checkpoint that is meant by its own folder"
-            )
+        if saved_name and name and saved_name != name:
+            problems.append(f"the engine {saved_name!r} saved it, and this is {name!r}; give each a separate folder")
         if problems:
-            raise InputError(
-                bullet_list(f"{stored.folder} does not fit the model and optimizer of this engine:", problems)
-            )
+            title = f"{stored.folder} does not fit the model and optimizer of this engine:"
+            raise InputError(bullet_list(title, problems))
 
     def _load_tensors(self, stored: Stored) -> None:
         """Load the weights into masters and model, the optimizer's state, and the average of the weights."""
@@ -251,7 +230,8 @@ class Checkpointer:
         """
         context, common, about = self._context, stored.common, stored.manifest
         state, parallel_model, lr, loader = self._state, self._state.parallel_model, self._lr, self._loader
-        state.set_extras(common["extras"])
+        for key in state.extras().keys() & common["extras"].keys():
+            state.model.get_submodule(key.rpartition(".")[0]).set_extra_state(common["extras"][key])
         state.update.skip_counter.load_state_dict(common["skips"])
         losses, scalers = state.update.loss_scales, common["scalers"]
         if len(scalers) == len(losses.scalers):
@@ -266,7 +246,7 @@ class Checkpointer:
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
         if not same:
-            rank_state.seed_anew(self._config.seed + _SEED_STEP * common["global_step"], context, parallel_model)
+            rank_state.reseed(self._config.seed + _SEED_STEP * common["global_step"], context, parallel_model)
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
@@ -285,24 +265,23 @@ class Checkpointer:
     def _compare_settings(self, stored: Stored) -> None:
         given = dict(enumerate(stored.common.get("given", ())))  # missing in older checkpoints
         names = [group["params"] for group in self._state.groups()]
-        places = [place_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
-        self._settings.loaded(stored.folder, [given.get(place, {}) for place in (0, *(1 + p for p in places))])
+        groups = [1 + index_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
+        self._settings.loaded(stored.folder, [given.get(number, {}) for number in (0, *groups)])
 
     # -- state dicts -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """`Engine.state_dict`."""
-        state = self._state
-        self._lr.settle()
+        state, schedule = self._state, self._lr.state_dict()  # first: it advances for the last update
         with self._own_call:
             update, model = state.update.state_dict(), state.model.state_dict()  # first copies the user's writes
         return {
             "model": model,
             "update": update,
-            "lr_scheduler": self._lr.state_dict(),
+            "lr_scheduler": schedule,
             "given": self._settings.in_force,
             "global_step": self._progress.global_step,
-            "layout": self._part(),
+            "layout": self._coordinates(),
             "average": state.average.state_dict(),
             **self._own_state(),
         }
@@ -315,16 +294,16 @@ class Checkpointer:
             "attached": self.attached.state_dict(),
         }
 
-    def _part(self) -> dict[str, int]:
+    def _coordinates(self) -> dict[str, int]:
         parallel_model = self._state.parallel_model
         sharding = {axis.dim for axis in parallel_model.axes.values() if axis.splits}
-        return validate.layout(self._context, sharding | ({"dp"} if parallel_model.data.shards_state else set()))
+        return validate.coordinates(self._context, sharding | ({"dp"} if parallel_model.data.shards_state else set()))
 
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         """Raise InputError if `state` is no state dict of the same rank of the same layout."""
         update = self._state.update
         validate.refuse_unfit(state.get("update", {}), len(update.loss_scales.scalers), "engine")
-        validate.refuse_other_part(state["layout"], self._part())
+        validate.refuse_other_shards(state["layout"], self._coordinates())
         update.master_weights.refuse_unfit(state["update"]["masters"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,31 +332,3 @@ class Checkpointer:
             wait_for_writers(directory)  # those of other engines too: closing the file ends the lock of this process
             file.close()
         self.locks.clear()
-
-
-def _write(
-    place: Path,
-    snapshot: Snapshot,
-    keep: int | None,
-    context: ParallelContext,
-    what: str,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Write a checkpoint into `place`, then rename it. All ranks together, perhaps each in a thread."""
-
-    def finish() -> None:
-        storage.finish(place, keep)
-        _log.info("saved step %d to %s: %.1f MB", snapshot.about["step"], storage.final_place(place), size / 2**20)
-
-    try:
-        size = storage.write(place, snapshot, context, what, group)
-        run_on_rank_zero(context, what, finish, group)
-    except HalfmeshError:
-        if context.rank == 0:  # the disk may be full
-            shutil.rmtree(place, ignore_errors=True)
-        raise
-
-
-def _merge(by_rank: Any) -> dict[str, Any]:
-    """The ranks' values merged; where several have one, the first rank's."""
-    return {key: value for mine in reversed(by_rank) for key, value in mine.items()}

@@ -1,4 +1,4 @@
-"""Weights alone, for other programs: the whole model's, gathered from the ranks."""
+"""Weights alone, for other programs: the full model's, gathered from the ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank
 from ..parallel.shard_spec import Shape
 from ..utils.log import get_logger
 from . import storage
-from .state import MODEL, ShardedState, Shards, WholeTensor, describe, find_tensors, join_groups, put_together
+from .state import MODEL, ShardedState, Shards, WholeTensor, rebuild_compound
 from .validate import model_problems
 
 _log = get_logger(__name__)
@@ -33,51 +33,52 @@ GIB = 2**30
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def save_weights(state: ShardedState, context: ParallelContext, path: Path, format: Format, max_file_gb: float) -> None:
-    """`Engine.save_weights`."""
+def save_weights(
+    state: ShardedState, context: ParallelContext, given: str | Path, format: Format, max_file_gb: float
+) -> None:
+    """`Engine.save_weights`, to the path `given`."""
     if format not in FORMATS:
         raise InputError(f"format={format!r} is not one of {FORMATS}{did_you_mean(format, FORMATS)}")
-    what = f"saving weights to {path} failed"
-    shards: Shards = {}
-
-    def collect() -> tuple[dict[str, Any], dict[str, Any]]:
-        shards.update(state.weights())
-        return describe(shards), state.extras()
-
-    shapes, all_extras = zip(*gather_results(context, what, collect), strict=True)
-    extras = {key: value for theirs in all_extras for key, value in theirs.items()}
-    if extras and format == "safetensors":
+    path, what = Path(given), f"saving weights to {given} failed"
+    run_on_rank_zero(context, what, lambda: _refuse_folder(given))
+    found = state.collect(context, what)
+    if found.extras and format == "safetensors":
         raise InputError(
-            f"the model's state dict holds more than tensors ({', '.join(sorted(extras))}), which safetensors cannot "
-            "hold; use format='torch'"
+            f"the model's state dict holds more than tensors ({', '.join(sorted(found.extras))}), which safetensors "
+            "cannot hold; use format='torch'"
         )
-    storage.as_bytes(extras)
-    tensors = find_tensors(shapes, spread=False)
-    aliases = _aliases(state)
-    names = {name: aliases.get(name, [name]) for name in tensors}
-    nbytes = {name: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
-    copies = {name: len(names[name]) if format == "safetensors" else 1 for name in tensors}
-    files = _split({name: copies[name] * nbytes[name] for name in tensors}, int(max_file_gb * GIB))
-    places = _places(path, len(files))
-    for place, held in zip(places, files, strict=True):
-        content: dict[str, Any] = {}
-        for name in held:
-            content |= dict.fromkeys(names[name], gather_tensor(name, tensors[name], shards, context))
-        if place is places[-1]:
-            content |= extras
-        run_on_rank_zero(context, what, partial(_write_file, content, place, format))
-    weight_map = {
-        n: place.name for place, held in zip(places, files, strict=True) for name in held for n in names[name]
-    }
-    run_on_rank_zero(context, what, partial(_complete, path, places, weight_map, sum(nbytes.values())))
+    storage.as_bytes(found.extras)
+    names = _find_aliases(state, found.tensors)
+    nbytes = {full: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for full, tensor in found.tensors.items()}
+    copies = {full: len(names[full]) if format == "safetensors" else 1 for full in names}
+    files = _split({full: copies[full] * nbytes[full] for full in names}, int(max_file_gb * GIB))
+    paths = [path]
+    if len(files) > 1:  # named as in Hugging Face: model-00001-of-00002.safetensors
+        numbers = (f"-{number:05d}-of-{len(files):05d}" for number in range(1, len(files) + 1))
+        paths = [path.with_name(f"{path.stem}{number}{path.suffix}") for number in numbers]
+    weight_map: dict[str, str] = {}
+    for file, held in zip(paths, files, strict=True):
+        content: dict[str, Any] = dict(found.extras) if file is paths[-1] else {}
+        for full in held:
+            content |= dict.fromkeys(names[full], gather_tensor(full, found.tensors[full], found.shards, context))
+            weight_map |= dict.fromkeys(names[full], file.name)
+        run_on_rank_zero(context, what, partial(_write_file, content, file, format))
+    index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": weight_map}
+    run_on_rank_zero(context, what, lambda: _complete(path, paths, index))
 
 
-def _aliases(state: ShardedState) -> dict[str, list[str]]:
-    """For the first name of each tensor of the full model, all of its names there (of tied weights)."""
-    aliases: dict[str, list[str]] = {}
+def _refuse_folder(given: str | Path) -> None:
+    if str(given).endswith(os.sep) or Path(given).is_dir():
+        example = str(Path(given) / "model.safetensors")
+        raise InputError(f"that is a folder, and weights are written to a file; give a path such as {example!r}")
+
+
+def _find_aliases(state: ShardedState, tensors: Iterable[str]) -> dict[str, list[str]]:
+    """All names of each tensor of the full model (of tied weights)."""
+    names: dict[str, list[str]] = {}
     for alias, first in state.parallel_model.first_names(state.model).items():
-        aliases.setdefault(first, []).append(alias)
-    return aliases
+        names.setdefault(MODEL + first, []).append(alias)
+    return {full: names.get(full, [full.removeprefix(MODEL)]) for full in tensors if full.startswith(MODEL)}
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -93,39 +94,35 @@ def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def _places(path: Path, count: int) -> list[Path]:
-    """The paths of `count` files, named as in Hugging Face: model-00001-of-00002.safetensors."""
-    if count == 1:
-        return [path]
-    return [path.with_name(f"{path.stem}-{n:05d}-of-{count:05d}{path.suffix}") for n in range(1, count + 1)]
-
-
 def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:
-    """Write CPU tensors; the file gets its name when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
     if format == "torch":
-        torch.save(dict(tensors), unfinished)  # tied weights stay so
-    else:
-        first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-        content = {n: tensor if first[id(tensor)] == n else tensor.clone() for n, tensor in tensors.items()}  # tied
-        _import_safetensors().torch.save_file(content, unfinished, metadata={"format": "pt"})
+        _replace(path, lambda unfinished: torch.save(dict(tensors), unfinished))  # tied weights stay so
+        return
+    from safetensors.torch import save_file
+
+    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    content = {name: tensor if first[id(tensor)] == name else tensor.clone() for name, tensor in tensors.items()}
+    _replace(path, lambda unfinished: save_file(content, unfinished, metadata={"format": "pt"}))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file that gets its name when it is complete and on disk."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    write(unfinished)
     storage.sync(unfinished)
     os.replace(unfinished, path)
 
 
-def _complete(path: Path, places: Sequence[Path], weight_map: Mapping[str, str], total: int) -> None:
+def _complete(path: Path, paths: Sequence[Path], content: Mapping[str, Any]) -> None:
     """Write the index of several files, and remove files of an earlier save to the same path."""
-    index, kept = path.with_name(f"{path.name}.index.json"), {place.name for place in places}
-    if len(places) > 1:
-        content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        unfinished = index.with_name(f".{index.name}.tmp")
-        storage.write_file(unfinished, content.encode())
-        os.replace(unfinished, index)
+    index, kept = path.with_name(f"{path.name}.index.json"), {file.name for file in paths}
+    if len(paths) > 1:
+        _replace(index, lambda unfinished: unfinished.write_text(json.dumps(content, indent=1)))
         kept.add(index.name)
-    of_parts = re.compile(rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}")
+    numbered = re.compile(rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}")
     for other in path.parent.iterdir():
-        if other.name not in kept and (other in (path, index) or of_parts.fullmatch(other.name)):
+        if other.name not in kept and (other in (path, index) or numbered.fullmatch(other.name)):
             other.unlink()
     storage.sync(path.parent)
 
@@ -143,13 +140,15 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
     with ExitStack() as opened:
         saved: Readers = {}
 
-        def look() -> dict[str, Shape]:
+        def find_tensors() -> dict[str, Shape]:
             for file in _find_files(path):
                 readers = opened.enter_context(_open_file(file))
                 saved.update({first.get(name, name): reader for name, reader in readers.items()})
             return {name: shard.placement.shape for name, shard in targets.items()}
 
-        model = {name: shape for shapes in gather_results(context, what, look) for name, shape in shapes.items()}
+        model = {
+            name: shape for shapes in gather_results(context, what, find_tensors) for name, shape in shapes.items()
+        }
         problems = list(model_problems(model, {name: shape for name, (shape, _) in saved.items()}, "the file"))
         if problems:
             raise InputError(bullet_list(f"{path} does not fit the model of this engine:", problems))
@@ -181,29 +180,20 @@ def _find_files(path: Path) -> list[Path]:
 @contextmanager
 def _open_file(path: Path) -> Iterator[Readers]:
     """The tensors of a file; other values are left out."""
-    if path.suffix == ".safetensors":
-        with _import_safetensors().safe_open(path, framework="pt") as file:
-            found: Readers = {}
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                tensor = file.get_slice(name)
-                shape = tuple(tensor.get_shape())
-                # A 0-dim tensor has no slices.
-                found[name] = shape, tensor.__getitem__ if shape else file.get_tensor(name).__getitem__
-            yield found
+    if path.suffix != ".safetensors":
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        yield {name: (tuple(t.shape), t.__getitem__) for name, t in state.items() if isinstance(t, torch.Tensor)}
         return
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    yield {name: (tuple(t.shape), t.__getitem__) for name, t in state.items() if isinstance(t, torch.Tensor)}
+    from safetensors import safe_open
 
-
-def _import_safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise InputError(
-            "the format safetensors needs the package of that name: pip install safetensors; or use format='torch'"
-        ) from error
-    return safetensors
+    with safe_open(path, framework="pt") as file:
+        found: Readers = {}
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            tensor = file.get_slice(name)
+            shape = tuple(tensor.get_shape())
+            # A 0-dim tensor has no slices.
+            found[name] = shape, tensor.__getitem__ if shape else file.get_tensor(name).__getitem__
+        yield found
 
 
 def gather_tensor(
@@ -247,46 +237,23 @@ def slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
 
 def full_state_dict(state: ShardedState, context: ParallelContext, optimizer: bool, rank0_only: bool) -> dict[str, Any]:
     """`Engine.full_state_dict`. All ranks together, one tensor at a time."""
-    shards: Shards = {}
-    groups: list[dict[str, Any]] = []
-
-    def collect() -> tuple[Any, ...]:
-        shards.update({MODEL + name: shard for name, shard in state.weights().items()})
-        plain: dict[str, dict[str, Any]] = {}
-        if optimizer:
-            state.update.follow_groups()  # groups added since the last step
-            groups.extend(state.groups())
-            of_optimizer, plain = state.optimizer_state()
-            shards.update(of_optimizer)
-        return describe(shards), state.extras(), plain, [group["params"] for group in groups]
-
-    by_rank = gather_results(context, "engine.full_state_dict", collect)
-    shapes, extras, plains, names = zip(*by_rank, strict=True)
+    found = state.collect(context, "engine.full_state_dict", optimizer)
     everywhere = not rank0_only and context.size > 1
-    weights: dict[str, Any] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for full_name, tensor in find_tensors(shapes, spread=False).items():
-        value = gather_tensor(full_name, tensor, shards, context, everywhere)
-        if value is None:
-            continue
-        if full_name.startswith(MODEL):
-            weights[full_name.removeprefix(MODEL)] = value
-        else:
-            _, key, name = full_name.split(".", 2)
-            values.setdefault(name, {})[key] = value
+    full = {
+        name: gather_tensor(name, tensor, found.shards, context, everywhere) for name, tensor in found.tensors.items()
+    }
     if rank0_only and context.rank > 0:
         return {}
-    aliases = _aliases(state)
-    model = {alias: value for name, value in weights.items() for alias in aliases.get(name, [name])}
-    for theirs in reversed(extras):
-        model |= copy.deepcopy(theirs)
+    aliases, model = _find_aliases(state, full), dict[str, Any]()
+    extras, values, groups = copy.deepcopy((found.extras, found.plain, found.groups))
+    for full_name, tensor in full.items():
+        if full_name in aliases:
+            model |= dict.fromkeys(aliases[full_name], tensor)
+        else:
+            _, key, name = full_name.split(".", 2)
+            values.setdefault(name, {})[key] = tensor
+    model |= extras
     if not optimizer:
         return model
-    for theirs in reversed(plains):
-        for name, plain in theirs.items():
-            values.setdefault(name, {}).update(copy.deepcopy(plain))
-    for of_param in values.values():
-        put_together(of_param)
-    settings = [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
-    joined = [group | {"params": params} for group, params in zip(settings, join_groups(names), strict=True)]
-    return {"model": model, "optimizer": {"state": values, "param_groups": joined}}
+    values = {name: rebuild_compound(of_param) for name, of_param in values.items()}
+    return {"model": model, "optimizer": {"state": values, "param_groups": groups}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,55 +23,54 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-Holder = Stateful | dict[str, Any]
+class Schedule(Protocol):
+    """The learning rate's schedule: the user's `scheduler` and its state after the last update, or None for both."""
 
+    scheduler: Any
 
-def _state_of(holder: Holder) -> dict[str, Any]:
-    return dict(holder if isinstance(holder, dict) else holder.state_dict())
-
-
-def _load(holder: Holder, state: Any) -> None:
-    holder.update(state) if isinstance(holder, dict) else holder.load_state_dict(state)
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 class AttachedState:
     """The objects attached with `Engine.attach`, by name, and loaded state whose object is not attached yet."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, Holder] = {}
+        self._calls: dict[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], object]]] = {}
         self._unclaimed: dict[str, Any] = {}
 
-    def attach(self, name: str, holder: Holder) -> None:
+    def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
         """`Engine.attach`."""
-        if name in self._holders:
+        if name in self._calls:
             raise InputError(
-                f"engine.attach({name!r}, ...): the name is taken by a {type(self._holders[name]).__name__}; give "
-                "another one, or call engine.detach first"
+                f"engine.attach({name!r}, ...): the name is taken; give another, or engine.detach it first"
             )
+        is_dict = isinstance(holder, dict)
+        get, load = (holder.copy, holder.update) if is_dict else (holder.state_dict, holder.load_state_dict)
         if name in self._unclaimed:
-            _load(holder, self._unclaimed[name])
+            load(self._unclaimed[name])
             del self._unclaimed[name]
-        self._holders[name] = holder
+        self._calls[name] = get, load
 
     def detach(self, name: str, keep: bool) -> None:
         """`Engine.detach`."""
-        if name not in self._holders:
-            names = ", ".join(self._holders) or "-"
+        if name not in self._calls:
+            names = ", ".join(self._calls) or "-"
             raise InputError(f"engine.detach({name!r}): nothing of that name is attached, only: {names}")
-        holder = self._holders.pop(name)
+        get, _ = self._calls.pop(name)
         if keep:
-            self._unclaimed[name] = copy.deepcopy(_state_of(holder))
+            self._unclaimed[name] = copy.deepcopy(dict(get()))
 
     def state_dict(self) -> dict[str, Any]:
         """The states by name; loaded state whose object is not attached is saved again."""
-        return self._unclaimed | {name: _state_of(holder) for name, holder in self._holders.items()}
+        return self._unclaimed | {name: dict(get()) for name, (get, _) in self._calls.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Iterator[str]:
         """Yields a line for each object without saved state, which keeps its present state."""
         self._unclaimed = dict(state)
-        for name, holder in self._holders.items():
+        for name, (_, load) in self._calls.items():
             if name in self._unclaimed:
-                _load(holder, self._unclaimed.pop(name))
+                load(self._unclaimed.pop(name))
             else:
                 yield f"it has no state of {name!r} (engine.attach), which stays as it is"
 
@@ -98,12 +97,12 @@ def set_rank_random(state: Mapping[str, Any], context: ParallelContext, parallel
         parallel_model.host_random.state = state["host"]
 
 
-def seed_anew(seed: int, context: ParallelContext, parallel_model: ParallelModel) -> None:
+def reseed(seed: int, context: ParallelContext, parallel_model: ParallelModel) -> None:
     """Seed the model's random numbers again: on several ranks its separate sequence, as initialize does from the
     config's seed; in one process those of the GPU. (The CPU's also decide the order of the data.)"""
     if parallel_model.random is not None:
-        apart = model_seed(seed, context, parallel_model.own_rng_axes)
-        parallel_model.random.state = torch.Generator(context.device).manual_seed(apart).get_state()
+        own_seed = model_seed(seed, context, parallel_model.own_rng_axes)
+        parallel_model.random.state = torch.Generator(context.device).manual_seed(own_seed).get_state()
         parallel_model.host_random.seed, parallel_model.host_random.state = model_seed(seed, context), None
     elif context.device.type == "cuda":
         torch.cuda.manual_seed(model_seed(seed, context))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ import torch
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..distributed.env import list_ranks
 from ..errors import InputError, shorten
+from ..parallel.mesh import ParallelContext
+from ..parallel.rank_checks import gather_results
 from ..parallel.shard_spec import Placement, Shape, whole
 from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import ParamShard
@@ -94,6 +98,24 @@ def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str
     return found
 
 
+class FullState(NamedTuple):
+    """The state of the full model, of which this rank holds shards.
+
+    Attributes:
+        shards: this rank's, by the name of the full tensor.
+        tensors: the full tensors.
+        extras: the entries that modules add to the model's state dict with `get_extra_state`.
+        plain: state of the optimizer that is no tensor, by parameter and key.
+        groups: the optimizer's groups, with the names of their parameters.
+    """
+
+    shards: Shards
+    tensors: dict[str, WholeTensor]
+    extras: dict[str, Any]
+    plain: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class ShardedState:
     """Collects an engine's state, and gives the memory to load it into."""
@@ -102,6 +124,42 @@ class ShardedState:
     update: MixedPrecisionOptimizer
     parallel_model: ParallelModel
     average: WeightAverage
+
+    def collect(self, context: ParallelContext, what: str, optimizer: bool = False, to_save: bool = False) -> FullState:
+        """The full weights; nothing is copied or sent. All ranks together.
+
+        Args:
+            what: the beginning of an error message.
+            optimizer: with the optimizer's state.
+            to_save: with the average, without tensors that have no elements (DCP finds none), and with replicated boxes
+                spread over the ranks that hold them.
+
+        Raises:
+            InputError: some rank has state that cannot be saved; raised on all.
+        """
+        shards, groups = Shards(), list[dict[str, Any]]()
+
+        def collect_own() -> tuple[Any, ...]:
+            plain = dict[str, dict[str, Any]]()
+            shards.update({MODEL + name: shard for name, shard in self.weights().items()})
+            if optimizer:
+                self.update.follow_groups()  # groups added since the last step
+                groups.extend(self.groups())
+                of_optimizer, plain = self.optimizer_state()
+                shards.update(of_optimizer)
+            if to_save:
+                shards.update(self.averages())
+            described = describe(without_empty(shards) if to_save else shards)
+            names = [group["params"] for group in groups]
+            return described, self.extras(), plain, names, self.average.decay is not None
+
+        by_rank = gather_results(context, what, collect_own)
+        shapes, extras, plain, names, averages = zip(*by_rank, strict=True)
+        if to_save and len(set(averages)) > 1:  # each rank has its shards of the average
+            ranks = list_ranks(rank for rank, has in enumerate(averages) if has)
+            raise InputError(f"engine.averaged_model was called on {ranks} only; call it on every rank")
+        groups = [group | {"params": joined} for group, joined in zip(groups, join_groups(names), strict=True)]
+        return FullState(shards, find_tensors(shapes, spread=to_save), merge(extras), merge(plain), groups)
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -196,11 +254,6 @@ class ShardedState:
         state = self.model.state_dict()
         return {key: value for key, value in state.items() if key.rpartition(".")[2] == "_extra_state"}
 
-    def set_extras(self, extras: Mapping[str, Any]) -> None:
-        """Load `extras` into the modules that this rank has."""
-        for key in self.extras().keys() & extras.keys():
-            self.model.get_submodule(key.rpartition(".")[0]).set_extra_state(extras[key])
-
     def _buffers(self, state: dict[str, Any]) -> dict[str, str]:
         """For the first name of each buffer in `state`, the model's state dict, its name there."""
         first, found = self.parallel_model.first_names(self.model), dict[str, str]()
@@ -231,8 +284,7 @@ class ShardedState:
             own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         if own:
             raise InputError(
-                f"{kind} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it in the state of "
-                "each parameter or in the groups, or save engine.state_dict() yourself"
+                f"{kind} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it in the groups"
             )
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
@@ -242,16 +294,15 @@ class ShardedState:
                 if is_tensor and value.shape == target.shape and key != "step" and not is_compound(value):
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
                 elif is_tensor and (placement.is_whole or value.numel() == 1):
-                    for part, tensor in take_apart(key, value, plain.setdefault(name, {})):
-                        shards[f"{COUNTERS}{part}.{name}"] = TensorShard(tensor, whole(tensor.shape))
+                    for inner, tensor in split_compound(key, value, plain.setdefault(name, {})):
+                        shards[f"{COUNTERS}{inner}.{name}"] = TensorShard(tensor, whole(tensor.shape))
                 elif not is_tensor and (placement.is_whole or isinstance(value, (Number, str, type(None)))):
                     plain.setdefault(name, {})[key] = value
                 else:
                     raise InputError(
-                        f"{kind} keeps a {type(value).__name__} as state {key!r} of {name}, of which this rank holds "
-                        f"a part, {tuple(target.shape)} of {placement.shape}: it cannot be saved, because nothing says "
-                        "which part of that state this is; use AdamW or another optimizer with a tensor for each "
-                        "parameter, or data='replicate' with tensor=1"
+                        f"{kind} keeps a {type(value).__name__} as state {key!r} of {name}, of which this rank holds a "
+                        f"shard, {tuple(target.shape)} of {placement.shape}; its position in the full state is not "
+                        "known. Use AdamW or another optimizer whose state has the parameter's shape"
                     )
         return shards, plain
 
@@ -260,7 +311,7 @@ class ShardedState:
     ) -> tuple[Shards, dict[str, dict[str, Any]]]:
         """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and all of
         that state by parameter and key, with values that are no tensors."""
-        optimizer, shards = self.update.master_weights.optimizer, Shards()
+        masters, shards = self.update.master_weights, Shards()
         mine = {name: shard for shard, name in self.trained() if 0 not in self.parallel_model.placement(shard).shape}
         values = {name: dict(plain.get(name, {})) for name in mine}
         for full, tensor in saved.items():
@@ -271,13 +322,10 @@ class ShardedState:
             if f"{kind}." == COUNTERS:
                 memory, placement = torch.empty(tensor.size, dtype=dtype), whole(tensor.size)
             else:
-                target, placement = (
-                    self.update.master_weights.target(mine[name]),
-                    self.parallel_model.placement(mine[name]),
-                )
+                target, placement = masters.target(mine[name]), self.parallel_model.placement(mine[name])
                 if dtype.is_floating_point and target.is_floating_point():
                     dtype = target.dtype  # as torch does
-                memory = optimizer.state.get(target, {}).get(key)
+                memory = masters.optimizer.state.get(target, {}).get(key)
                 if not isinstance(memory, torch.Tensor) or (memory.shape, memory.dtype) != (target.shape, dtype):
                     memory = torch.empty_like(target, dtype=dtype)
             shards[full] = TensorShard(memory.detach(), placement)
@@ -287,24 +335,24 @@ class ShardedState:
     def load_optimizer(self, values: Mapping[str, dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
         """Load the state (of `state_targets`) and the settings of a checkpoint's groups, through the optimizer's
         `load_state_dict`."""
-        groups: list[dict[str, Any]] = []
-        state: dict[int, dict[str, Any]] = {}
-        count = 0
+        groups, state, count = list[dict[str, Any]](), dict[int, dict[str, Any]](), itertools.count()
         for index, group in enumerate(self.groups()):
-            names, kept = group["params"], {key: group[key] for key in IMPLEMENTATION if key in group}
-            places = {name: count + number for number, name in enumerate(names)}
-            count += len(names)
-            groups.append({**saved[place_of(names, index, saved)], **kept, "params": list(places.values())})
-            for name, place in places.items():
-                if values.get(name):
-                    put_together(values[name])
-                    state[place] = values[name]
+            kept = {key: group[key] for key in IMPLEMENTATION if key in group}
+            numbers = {name: next(count) for name in group["params"]}
+            found = saved[index_of(group["params"], index, saved)]
+            groups.append({**found, **kept, "params": list(numbers.values())})
+            state |= {number: rebuild_compound(values[name]) for name, number in numbers.items() if values.get(name)}
         self.update.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def place_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> int:
-    """The group of a checkpoint that holds `names`; if this rank has no parameters of a group, the one at its index."""
-    return next((place for place, group in enumerate(saved) if names and names[0] in group["params"]), index)
+def index_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> int:
+    """The number of the group of a checkpoint that holds `names`; `index` if this rank has no parameters of it."""
+    return next((number for number, group in enumerate(saved) if names and names[0] in group["params"]), index)
+
+
+def merge(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The ranks' values merged; where several have one, the first rank's."""
+    return {key: value for own in reversed(by_rank) for key, value in own.items()}
 
 
 def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
@@ -326,27 +374,26 @@ def without_empty(shards: Shards) -> Shards:
 # the tensors "exp_avg/codes" and "exp_avg/scale", and, under "exp_avg/", the plain values needed to rebuild it.
 
 
-def take_apart(key: str, tensor: Any, made: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the plain tensors in the state `key`, and puts into `made` the plain values for `put_together`."""
+def split_compound(key: str, tensor: Any, made: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the plain tensors in the state `key`; `made` gets the plain values for `rebuild_compound`."""
     if not is_compound(tensor):
         yield key, tensor.detach()
         return
     names, context = tensor.__tensor_flatten__()
     made[f"{key}/"] = class_name(tensor), list(names), context, tensor.shape, tensor.stride()
     for name in names:
-        yield from take_apart(f"{key}/{name}", getattr(tensor, name), made)
+        yield from split_compound(f"{key}/{name}", getattr(tensor, name), made)
 
 
-def put_together(values: dict[str, Any]) -> None:
-    """Rebuild the tensors of `values`, state by key, that `take_apart` split, in place. Their classes are looked up
-    among those that the program has imported: a file imports nothing."""
+def rebuild_compound(values: dict[str, Any]) -> dict[str, Any]:
+    """`values`, state by key, with the tensors rebuilt that `split_compound` split. Their classes are looked up among
+    those that the program has imported: a file imports nothing."""
     for key in [key for key in reversed(values) if key.endswith("/")]:  # the inner ones first
         kind, names, context, size, stride = values.pop(key)
         module, _, name = kind.rpartition(".")
         found = getattr(sys.modules.get(module), name, None)
         if not (isinstance(found, type) and issubclass(found, torch.Tensor)):
-            raise InputError(
-                f"the optimizer's state holds a {kind}, which this program has not imported; import it first"
-            )
+            raise InputError(f"the optimizer's state holds a {kind}; import it before the load")
         inner = {name: values.pop(key + name) for name in names}
         values[key[:-1]] = cast(Any, found).__tensor_unflatten__(inner, context, size, stride)
+    return values

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, InputError, bullet_list
+from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..utils.log import get_logger
@@ -89,36 +89,44 @@ class Stored:
         return f"loading {self.folder} failed after some weights had changed; create the engine again"
 
 
-def write(place: Path, snapshot: Snapshot, context: ParallelContext, what: str, group: dist.ProcessGroup | None) -> int:
-    """Write a checkpoint into the folder `place`, and return its size in bytes. All ranks together; `what` and `group`
-    as of `gather_results`."""
+def write(
+    unfinished: Path,
+    snapshot: Snapshot,
+    keep: int | None,
+    context: ParallelContext,
+    what: str,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write a checkpoint into the folder of `begin`, and give it its name. All ranks together, perhaps each in a
+    thread; `keep` as of `finish`, `what` and `group` as of `gather_results`."""
     from . import dcp
 
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
-        if not place.is_dir():
-            raise CheckpointError(
-                f"{place}, which rank 0 made, is not there on this machine; give a folder that all machines share"
-            )
         names = [rank_file(context.rank)]
-        write_file(place / names[0], snapshot.own)
+        write_file(unfinished / names[0], snapshot.own)
         if context.rank == 0:
             names.append(COMMON)
-            write_file(place / COMMON, snapshot.common)
-        results = dcp.write(snapshot.boxes, snapshot.tensors, place, context.rank)
-        names += [path.name for path in place.glob(f"__{context.rank}_*")]
-        return results, {name: size_and_digest(place / name) for name in names}
+            write_file(unfinished / COMMON, snapshot.common)
+        results = dcp.write(snapshot.boxes, snapshot.tensors, unfinished, context.rank)
+        names += [path.name for path in unfinished.glob(f"__{context.rank}_*")]
+        return results, {name: size_and_digest(unfinished / name) for name in names}
 
-    everyone = gather_results(context, what, write_own, group)
-
-    def complete() -> int:
-        dcp.finish(snapshot.tensors, [results for results, _ in everyone], place)
+    def complete() -> None:
+        dcp.finish(snapshot.tensors, [results for results, _ in everyone], unfinished)
         files = {name: known for _, theirs in everyone for name, known in theirs.items()}
-        files[dcp.METADATA] = size_and_digest(place / dcp.METADATA)
+        files[dcp.METADATA] = size_and_digest(unfinished / dcp.METADATA)
         content = json.loads(json.dumps({"format": FORMAT, "files": files, **snapshot.about}))
-        write_file(place / MANIFEST, json.dumps(content | {"sha256": _digest(content)}, indent=1).encode())
-        return sum(size for size, _ in files.values())
+        write_file(unfinished / MANIFEST, json.dumps(content | {"sha256": _digest(content)}, indent=1).encode())
+        final, size = finish(unfinished, keep), sum(size for size, _ in files.values())
+        _log.info("saved step %d to %s: %.1f MB", snapshot.about["step"], final, size / 2**20)
 
-    return run_on_rank_zero(context, what, complete, group)
+    try:
+        everyone = gather_results(context, what, write_own, group)
+        run_on_rank_zero(context, what, complete, group)
+    except HalfmeshError:
+        if context.rank == 0:  # the disk may be full
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, Any]:
@@ -129,13 +137,16 @@ def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, An
         return manifest
     share = sorted(manifest["files"].items())[context.rank :: context.size]
 
-    def find_damage() -> list[str]:
-        return [f"{name} {problem}" for name, known in share if (problem := _find_damage(place / name, *known))]
+    def find_damaged() -> list[str]:
+        paths = {name: place / name for name, _ in share}
+        return [
+            name for name, known in share if not paths[name].is_file() or size_and_digest(paths[name]) != tuple(known)
+        ]
 
-    problems = sorted(problem for theirs in gather_results(context, what, find_damage) for problem in theirs)
-    if problems:
-        title = f"{what}: {place} is not as it was written; take another checkpoint:"
-        raise CheckpointError(bullet_list(title, problems))
+    damaged = sorted(name for theirs in gather_results(context, what, find_damaged) for name in theirs)
+    if damaged:
+        names = ", ".join(damaged)
+        raise CheckpointError(f"{what}: {place} is damaged: {names} (missing, or changed); take another checkpoint")
     return manifest
 
 
@@ -202,8 +213,8 @@ def final_place(unfinished: Path) -> Path:
     return unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))
 
 
-def finish(unfinished: Path, keep: int | None) -> None:
-    """Give a complete checkpoint its name, and remove older ones of the same model and engine.
+def finish(unfinished: Path, keep: int | None) -> Path:
+    """Give a complete checkpoint its name, and remove older ones of the same model and engine. Returns its folder.
 
     Args:
         keep: the number to keep, this one included; None: all, but one for each step.
@@ -220,12 +231,9 @@ def finish(unfinished: Path, keep: int | None) -> None:
     for path in [*same_step, *rest[len(kept) :]]:
         _remove(path)
     if kept and kept[0].name > final.name:  # the run went back to an earlier checkpoint
-        _log.warning(
-            "%s was saved beside %s, which is of a later step: the folder, and resume='auto', would load that one; if "
-            "you went back on purpose, remove it, or save into another folder",
-            final,
-            kept[0].name,
-        )
+        later = f"{final} was saved beside {kept[0].name}, which is of a later step"
+        _log.warning("%s, and which resume='auto' would load; if you went back on purpose, remove that one", later)
+    return final
 
 
 def _model(path: Path) -> tuple[Any, Any] | None:
@@ -355,19 +363,18 @@ def as_bytes(content: Mapping[str, Any]) -> bytes:
     with _numpy_is_safe():
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
+        names = ", ".join(sorted(unsafe))
         raise InputError(
-            f"{', '.join(sorted(unsafe))} in the state of {', '.join(content)} cannot be saved: reading it back could "
-            "run code. Keep such objects out of state dicts, or save them yourself"
+            f"{names} in the state of {', '.join(content)} cannot be saved: reading it back could run code. Keep such "
+            "objects out of state dicts"
         )
     return buffer.getvalue()
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file; it is on disk when this returns."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
 def sync(path: Path) -> None:
@@ -383,15 +390,6 @@ def size_and_digest(path: Path) -> tuple[int, str]:
     """Size in bytes and sha256 of a file. Reads it at 1 to 2 GB/s."""
     with open(path, "rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _find_damage(path: Path, size: int, digest: str) -> str | None:
-    if not path.is_file():
-        return "is missing"
-    found = path.stat().st_size
-    if found != size:
-        return f"has {found} bytes instead of {size}"
-    return None if size_and_digest(path)[1] == digest else "has another sha256 than when it was written"
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

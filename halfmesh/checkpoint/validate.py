@@ -4,8 +4,8 @@ settings that a load overwrites are told."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from ..config.text import as_json
 from ..errors import InputError, bullet_list, counted, cut, find_near, shorten, show
 from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ..engine.lr_scheduler import LRAdvance
+from .rank_state import Schedule
 
 _log = get_logger(__name__)
 
@@ -33,39 +31,31 @@ def class_name(value: object) -> str:
 def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
     """Raise InputError if `update` was not saved by an `owner` with this many loss scalers."""
     if "scalers" not in update:
+        raise InputError(f"this is not the state of an {owner}: pass what {owner}.state_dict() gave")
+    if len(update["scalers"]) != scalers:
         raise InputError(
-            f"this is not the state of an {owner}: pass what {owner}.state_dict() gave (a model's own state goes into "
-            "model.load_state_dict)"
-        )
-    saved = len(update["scalers"])
-    if saved != scalers:
-        raise InputError(
-            f"the state was saved with {counted(saved, 'loss scale')}, and this run trains with {scalers}; take the "
-            "precision and num_losses that it was saved with, or load the model's state alone: model.load_state_dict"
+            f"the state was saved with {counted(len(update['scalers']), 'loss scale')}, and this run trains with "
+            f"{scalers}; take the precision and num_losses that it was saved with"
         )
 
 
-def layout(context: ParallelContext, sharding: Collection[str]) -> dict[str, int]:
+def coordinates(context: ParallelContext, sharding: Collection[str]) -> dict[str, int]:
     """This rank's coordinates, which determine its shards of the model and of the update.
 
     Args:
         sharding: the axes of the mesh whose ranks hold different shards; pp and tp are always included.
     """
-    said: dict[str, int] = {}
-    for axis, size in context.sizes.items():
-        if axis in ("pp", "tp") or axis in sharding:
-            said |= {f"{axis}_size": size, f"{axis}_rank": context.coordinate(axis)}
-    return said
+    axes = {axis: size for axis, size in context.sizes.items() if axis in {"pp", "tp", *sharding}}
+    return {f"{axis}_{k}": v for axis, n in axes.items() for k, v in (("size", n), ("rank", context.coordinate(axis)))}
 
 
-def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
-    """Raise InputError if a state with the layout `saved` is of other shards of the model than this rank's."""
-    if dict(saved) != dict(mine):
-        words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, mine)]
+def refuse_other_shards(saved: Mapping[str, int], own: Mapping[str, int]) -> None:
+    """Raise InputError if a state with the coordinates `saved` is of other shards of the model than this rank's."""
+    if dict(saved) != dict(own):
+        words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, own)]
         raise InputError(
             f"the state is of {words[0]}, and this rank is {words[1]}; load what the same rank of the same layout has "
-            "saved. For any layout use engine.save and engine.load, or load whole weights: "
-            "engine.model.load_state_dict(weights)"
+            "saved (for any layout use engine.save and engine.load)"
         )
 
 
@@ -99,26 +89,23 @@ def optimizer_problems(
         groups: the names of the parameters of each of the optimizer's groups, in the full model.
         common: of the checkpoint.
     """
-    has_scheduler = scheduler is not None and common["lr_class"] is not None
-    if has_scheduler and common["lr_class"] != class_name(scheduler):
-        yield (
-            f"it was saved with the lr_scheduler {common['lr_class']}, and this is {class_name(scheduler)}; use the "
-            "same class, or give initialize none"
-        )
+    kinds = {"lr_scheduler": (common["lr_class"], scheduler), "optimizer": (common["optimizer"], optimizer)}
+    for what, (kind, own) in kinds.items():
+        if own is not None and kind not in (None, class_name(own)):
+            yield (
+                f"it was saved with the {what} {kind}, and this is {class_name(own)}; use the same class, or load the "
+                "weights alone: engine.load_weights"
+            )
     if common["optimizer"] != class_name(optimizer):
-        yield (
-            f"it was saved with the optimizer {common['optimizer']}, and this is {class_name(optimizer)}; use the same "
-            "class, or load the weights alone: engine.load_weights"
-        )
         return
     mine, saved = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
     if sorted(mine) != sorted(saved):
-        other = sorted({name for names in mine for name in names} ^ {name for names in saved for name in names})
+        other = sorted(set(chain(*mine)) ^ set(chain(*saved)))
         yield (
             f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))}"
             f"{f' (not in both: {shorten(other)})' if other else ''}; build the same groups"
         )
-    elif has_scheduler and mine != saved:
+    elif mine != saved and scheduler is not None and common["lr_class"] is not None:
         order = [str(saved.index(group)) for group in mine]
         yield (
             f"its optimizer's groups are here in the order {shorten(order)}: the lr_scheduler's state is by number, so "
@@ -142,7 +129,7 @@ class GivenSettings:
     Training changes settings, so two runs are compared by their initial ones.
     """
 
-    def __init__(self, lr: LRAdvance, optimizer: Optimizer) -> None:
+    def __init__(self, lr: Schedule, optimizer: Optimizer) -> None:
         self._lr = lr
         self._optimizer = optimizer
         self._given = self.in_force = self._describe()
@@ -166,20 +153,19 @@ class GivenSettings:
 
     def _describe(self) -> Settings:
         scheduler = self._lr.state_dict()
-        groups = self._optimizer.param_groups
-        return [
-            dict(_flat("lr_scheduler ", scheduler if isinstance(scheduler, Mapping) else {})),
-            *(dict(_flat("optimizer ", {**group, "lr": group.get("initial_lr", group.get("lr"))})) for group in groups),
-        ]
+        found = [dict(_flatten("lr_scheduler ", scheduler if isinstance(scheduler, Mapping) else {}))]
+        for group in self._optimizer.param_groups:
+            found.append(dict(_flatten("optimizer ", {**group, "lr": group.get("initial_lr", group.get("lr"))})))
+        return found
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        if key in _FOLLOW or key in IMPLEMENTATION:
+        if key in (*_FOLLOW, *IMPLEMENTATION):
             continue
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             for number, item in enumerate(value):  # the schedulers of a SequentialLR
-                yield from _flat(f"{prefix}{key}[{number}].", item)
+                yield from _flatten(f"{prefix}{key}[{number}].", item)
         else:
             yield prefix + key, as_json(_number(value))
 

@@ -68,7 +68,7 @@ class Setup:
 
 def find_key_problems(setup: Setup) -> Iterator[Finding]:
     """Everything that is wrong with the keys, whatever the number of ranks."""
-    for check in (_check_axes, _check_data, _check_losses, _check_compile, _check_activations, _check_resume):
+    for check in (_check_axes, _check_data, _check_compile, _check_rest):
         yield from (Finding(key, message) for key, message in check(setup.config, setup.recipe))
 
 
@@ -90,11 +90,10 @@ def _cycle_length(config: Config, total: int, size: int | None, data_ranks: int)
     """The number of batches in an update of `total` samples."""
     if size is None:
         raise _refused(
-            f"{total}: how many batches that is follows from the loader's batch size, and there is no dataloader that "
-            "has one; give initialize a DataLoader with batch_size, or set gradient_accumulation instead"
+            f"{total}: the loader does not say its batch size; give initialize a DataLoader with batch_size, or set "
+            "gradient_accumulation instead"
         )
-    together = size * data_ranks
-    what = f"batch size {size} x {counted(data_ranks, 'data rank')}"
+    what, together = f"batch size {size} x {counted(data_ranks, 'data rank')}", size * data_ranks
     if total % together:
         below, above = total // together * together, (total // together + 1) * together
         near = f"{below} or {above}" if below else str(above)
@@ -144,75 +143,62 @@ def _check_data(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from strategy.find_key_problems(config, recipe.param_dtype)
 
 
-def _check_losses(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if config.loss_reduction == "weighted" and recipe.num_losses > 1:
-        losses = recipe.num_losses
-        message = f"'weighted' joins the batches of one loss, but num_losses is {losses}; use 'mean' or 'sum'"
-        yield "loss_reduction", message
-
-
 def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Problems of keys that compiled code cannot serve."""
     options, parallel = config.compile, config.parallel
     if not options.enabled:
         return
     if options.mode is not None and options.backend != "inductor":
-        message = f"only backend='inductor' has modes, and the backend is {options.backend!r}; remove one of the two"
-        yield "compile.mode", message
-    graphs = {"mode": options.mode, "backend": options.backend}
+        yield "compile.mode", f"only backend='inductor' has modes, not {options.backend!r}; remove one of the two"
     several = {
         "gradient_accumulation": config.gradient_accumulation,
         "num_losses": recipe.num_losses,
         "parallel.pipeline.size": parallel.pipeline.size,
     }
     why = " and ".join(key for key, number in several.items() if number > 1)
-    for key, value in graphs.items():
+    for key, value in {"mode": options.mode, "backend": options.backend}.items():
         if why and value in ("reduce-overhead", "max-autotune", "cudagraphs"):
-            message = (
-                f"{value!r} makes CUDA graphs, and with {why} > 1 the next call of a graph may overwrite "
-                "gradients that are still needed; use mode='max-autotune-no-cudagraphs' or 'default'"
+            yield (
+                f"compile.{key}",
+                f"{value!r} makes CUDA graphs, and with {why} > 1 the next call of a graph may overwrite gradients "
+                "that are still needed; use mode='max-autotune-no-cudagraphs' or 'default'",
             )
-            yield f"compile.{key}", message
     whole_model = {
-        "under a pipeline, whose stages call blocks and never the model as a whole": parallel.pipeline.size > 1,
+        "under a pipeline, which calls blocks": parallel.pipeline.size > 1,
         f"with data={parallel.data.strategy!r}, which gathers the weights of each block between graphs": (
             DATA_STRATEGIES.get(parallel.data.strategy).shards_model
         ),
-        "with activation_checkpoint, which calls modules by themselves again": config.activation_checkpoint.enabled,
+        "with activation_checkpoint, which calls modules again": config.activation_checkpoint.enabled,
     }
     for why, holds in whole_model.items():
         if options.scope == "model" and holds:
             yield "compile.scope", f"'model' is not possible {why}; use 'blocks', or leave scope out"
     if recipe.cast_lists == "apex":
-        message = (
+        yield (
+            "compile",
             "O1's casts do not reach into compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "
-            "compile out"
+            "compile out",
         )
-        yield "compile", message
     elif config.precision is not None and getattr(config.precision.options, "backend", None) == "apex":
-        message = "an installed apex changes torch's functions, which compiled code does not call; use backend='native'"
-        yield "compile", message
+        yield "compile", "compiled code does not call the functions that apex changes; use backend='native'"
 
 
-def _check_activations(config: Config, _: Recipe) -> Iterator[tuple[str, str]]:
-    if config.activation_checkpoint.selective and config.activation_offload:
-        message = (
+def _check_rest(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    selective = config.activation_checkpoint.selective
+    if config.loss_reduction == "weighted" and recipe.num_losses > 1:
+        losses = recipe.num_losses
+        yield "loss_reduction", f"'weighted' joins batches of one loss, not of num_losses={losses}; use 'mean' or 'sum'"
+    if selective and config.activation_offload:
+        yield (
+            "activation_offload",
             "torch keeps what activation_checkpoint='selective' saves where it cannot be moved; use 'full' or "
-            "dict(every=...) with it, or leave one of the two out"
+            "dict(every=...) with it, or leave one of the two out",
         )
-        yield "activation_offload", message
-    if config.activation_checkpoint.selective and config.compile.enabled:
-        message = (
+    if selective and config.compile.enabled:
+        yield (
+            "activation_checkpoint",
             "'selective' chooses among torch's operations, which compiled code does not call one by one; use 'full', "
-            "dict(every=...) or dict(patterns=...), or leave compile out"
+            "dict(every=...) or dict(patterns=...), or leave compile out",
         )
-        yield "activation_checkpoint", message
-
-
-def _check_resume(config: Config, _: Recipe) -> Iterator[tuple[str, str]]:
     if config.resume == "auto" and config.checkpoint is None:
-        message = (
-            "'auto' resumes from the newest checkpoint of checkpoint.directory, which is not set; set "
-            "checkpoint='checkpoints', or give resume a folder"
-        )
-        yield "resume", message
+        yield "resume", "'auto' needs checkpoint.directory; set checkpoint='checkpoints', or give resume a folder"

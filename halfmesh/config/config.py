@@ -30,10 +30,9 @@ class Config(Settings, extra="allow"):
         except AttributeError:
             if name.startswith("__"):
                 raise
-        user = self.user
-        own = f"; constants: {shorten(list(user))}" if user else ""
-        near = did_you_mean(name, [*type(self).model_fields, *user])
-        raise AttributeError(f"the config has no {name!r}{near or own}")
+        constants = f"; constants: {shorten(list(self.user))}" if self.user else ""
+        near = did_you_mean(name, [*type(self).model_fields, *self.user])
+        raise AttributeError(f"the config has no {name!r}{near or constants}")
 
     @property
     def user(self) -> dict[str, Any]:
@@ -46,18 +45,14 @@ class Config(Settings, extra="allow"):
         return self.fp16 or self.bf16 or self.fp8
 
     @property
-    def precision_key(self) -> Literal["fp16", "bf16", "fp8"] | None:
+    def precision_key(self) -> str | None:
         """The key that sets it."""
-        if self.fp16:
-            return "fp16"
-        return "bf16" if self.bf16 else "fp8" if self.fp8 else None
+        return next((key for key in PRECISIONS if getattr(self, key)), None)
 
     @property
     def precision_dtype(self) -> Literal["float16", "bfloat16"] | None:
         """The half precision in use; under fp8 that of all but the float8 products."""
-        if self.fp16:
-            return "float16"
-        return "bfloat16" if self.precision else None
+        return "float16" if self.fp16 else "bfloat16" if self.precision else None
 
     def to_dict(self) -> dict[str, Any]:
         """The keys that differ from the defaults, and the constants, as a user would write them."""

@@ -76,10 +76,8 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
     except OSError as error:
         raise ConfigError([f"it cannot be read ({type(error).__name__}: {error})"], _name(source)) from error
     if not isinstance(content, Mapping):
-        kind = type(content).__name__
-        raise ConfigError(
-            [f"its top level is of type {kind}, but a config is a mapping of keys to values"], _name(source)
-        )
+        problem = f"its top level is of type {type(content).__name__}, but a config is a mapping of keys to values"
+        raise ConfigError([problem], _name(source))
     return content, OWN_NAMES
 
 
@@ -124,16 +122,12 @@ def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]
 def _set(inside: dict[Any, Any], keys: Sequence[str], value: Any) -> None:
     for depth, key in enumerate(keys[:-1]):
         path, given = ".".join(keys[: depth + 1]), inside.get(key)
-        if isinstance(given, Mapping):
-            given = dict(given)
-        elif given is None:
-            given = {}
-        elif path in _SHORT:
+        if path in _SHORT and not isinstance(given, Mapping | None):
             given = {_SHORT[path]: given}
-        else:
+        if not isinstance(given, Mapping | None):
             raise ValueError(f"{path} is {show(given)}, which has no keys; set all of it: {path}={{...}}")
-        inside[key] = given
-        inside = given
+        inside[key] = dict(given or {})
+        inside = inside[key]
     inside[keys[-1]] = value
 
 
@@ -168,18 +162,12 @@ def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
         return files[path]
     module = files[path] = ModuleType(f"_halfmesh_config_{path.stem}")
 
-    def find(
-        name: str,
-        globals: Mapping[str, object] | None = None,
-        locals: Mapping[str, object] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> ModuleType:
+    def find(name: str, *args: Any) -> ModuleType:
         """`import base` and `from .base import x` mean a file beside this one, if it exists."""
-        sibling = path.with_name(f"{name}.py")
+        sibling, level = path.with_name(f"{name}.py"), args[3] if len(args) > 3 else 0
         if (level == 1 or (level == 0 and name not in _NEVER_SIBLINGS)) and sibling.is_file():
             return _execute(sibling.resolve(), files)
-        return builtins.__import__(name, globals, locals, fromlist or (), level)
+        return builtins.__import__(name, *args)
 
     module.__file__ = str(path)
     vars(module)["__builtins__"] = {**vars(builtins), "__import__": find}

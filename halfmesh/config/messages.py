@@ -6,7 +6,7 @@ import contextlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..errors import did_you_mean, find_near, show, show_name
@@ -15,13 +15,6 @@ from ..parallel.registries import AXES
 from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
 
 FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
-
-
-class _Place(NamedTuple):
-    """Where an error lies: the path of the key, and the model that should own it."""
-
-    path: tuple[str, ...]
-    owner: type[Options]
 
 
 def explain_key(key: Any, hint: str) -> str | None:
@@ -67,43 +60,42 @@ def _find_moot(key: str, given: Any) -> Iterator[str]:
 
 def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line per wrong value. The branches of a union each report it; their messages are joined."""
-    by_place: dict[_Place, list[Mapping[str, Any]]] = {}
+    by_path: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for error in errors:
-        place = _locate(error["loc"], raw, unknown=error["type"] == "extra_forbidden")
-        by_place.setdefault(place, []).append(error)
+        by_path.setdefault(_path(error, raw), []).append(error)
     problems = []
-    for place, found in by_place.items():
-        path = ".".join(map(show_name, place.path if found[0]["type"] == "missing" else _visible(place.path, raw)))
+    for path, found in by_path.items():
         depth = max(len(error["loc"]) for error in found)  # of the branch that fits the value best
         deepest = [error for error in found if len(error["loc"]) == depth]
         for _, same in groupby(deepest, key=lambda error: show(error["input"])):
-            problems.append(f"{path}: {_reason(list(same), place)}")
+            problems.append(f"{'.'.join(map(show_name, path))}: {_reason(list(same), path, raw)}")
     return problems
 
 
-def _locate(loc: Sequence[int | str], raw: Mapping[str, Any], unknown: bool) -> _Place:
-    """Follow pydantic's `loc` through the schema; it has union branches and list items among the fields.
+def _path(error: Mapping[str, Any], raw: Any) -> tuple[str, ...]:
+    """The keys of the user's that lead to the error; pydantic's `loc` also has list items, union branches, and the long
+    form of a shorthand."""
+    path = []
+    for part in error["loc"]:
+        if isinstance(raw, Mapping) and part in raw:
+            path.append(str(part))
+        elif not isinstance(raw, (list, tuple)) or not isinstance(part, int):
+            break
+        raw = raw[part]
+    return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
-    With `unknown`, the last part is a key that no model has.
-    """
-    path: list[str] = []
+
+def _owner(path: Sequence[str], raw: Mapping[str, Any]) -> type[Options]:
+    """The model of the keys at `path`."""
     owner: type[Options] = Settings
-    for i, part in enumerate(map(str, loc)):
-        model = _model_at(path, owner, raw) if path else Settings
-        if model is not None and part in model.model_fields:
-            owner = model
-            path.append(part)
-        elif unknown and i == len(loc) - 1:
-            return _Place((*path, part), model or owner)
-    return _Place(tuple(path), owner)
-
-
-def _model_at(path: Sequence[str], owner: type[Options], raw: Mapping[str, Any]) -> type[Options] | None:
-    if path[0] in PRECISIONS and len(path) == 1:  # pydantic went deeper, so the mode is valid
-        return get_plugin(raw[path[0]]["mode"]).options
-    if list(path) == ["parallel"] and isinstance(raw["parallel"], Mapping):
-        return parallel_config(raw["parallel"])  # with the axes of others
-    return next(_find_models(owner.model_fields[path[-1]].annotation), None)
+    for key in path:
+        if owner is Settings and key in PRECISIONS:
+            owner = get_plugin(raw[key]["mode"]).options
+        elif owner is Settings and key == "parallel":
+            owner = parallel_config(raw[key])  # with the axes of others
+        else:
+            owner = next(_find_models(owner.model_fields[key].annotation), owner)
+    return owner
 
 
 def _find_models(annotation: Any) -> Iterator[type[Options]]:
@@ -113,24 +105,11 @@ def _find_models(annotation: Any) -> Iterator[type[Options]]:
         yield from _find_models(inner)
 
 
-def _visible(path: tuple[str, ...], raw: Any) -> tuple[str, ...]:
-    """The part of `path` that the user wrote: `tensor="2"` is at parallel.tensor, not at parallel.tensor.size."""
-    seen: list[str] = []
-    for part in path:
-        if isinstance(raw, (list, tuple)):
-            return path
-        if not isinstance(raw, Mapping):
-            break
-        seen.append(part)
-        raw = raw.get(part)
-    return tuple(seen)
-
-
-def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
+def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Mapping[str, Any]) -> str:
     """The mistake in one value, in pydantic's words unless we have our own."""
     kind = errors[0]["type"]
     if kind == "extra_forbidden":
-        return "unknown key" + _suggest(place.path[-1], place.path[:-1], place.owner, "")
+        return "unknown key" + _suggest(path[-1], path[:-1], _owner(path[:-1], raw), "")
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])
     said = " or: ".join(dict.fromkeys(error["msg"] for error in errors))

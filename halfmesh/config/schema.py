@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections.abc import Collection, Mapping
 from functools import cache
+from pathlib import PurePath as Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
@@ -55,25 +56,21 @@ class ActivationCheckpointConfig(Options):
         return "selective" if self.every == 1 else f"{chosen}, selective"
 
 
-def expand_checkpoint(value: Any) -> Any:
-    """The shorthand forms as the long one."""
-    forms = "'full', 'selective', dict(every=2), dict(patterns=['blocks.*.mlp']) or False"
-    if value is None or value is False:
-        return {}
-    if value is True or (isinstance(value, str) and value == "full"):
-        return {"every": 1}
-    if isinstance(value, str) and value == "selective":
-        return {"every": 1, "selective": True}
+_ACTIVATIONS = {None: {}, False: {}, True: {"every": 1}, "full": {"every": 1}, "selective": {"selective": True}}
+"""The shorthand forms of `activation_checkpoint`."""
+
+
+def _expand_activations(value: Any) -> Any:
+    if isinstance(value, (str, bool, type(None))) and value in _ACTIVATIONS:
+        value = _ACTIVATIONS[value]
+    if isinstance(value, Mapping):
+        chosen = value.get("patterns") or value.get("every") is not None
+        return {"every": 1, **value} if value.get("selective") is True and not chosen else dict(value)
     if isinstance(value, ActivationCheckpointConfig):
         return value
-    if isinstance(value, Mapping) and value and value != {"patterns": []}:
-        given = dict(value)
-        if given.get("selective") is True and not given.get("patterns") and given.get("every") is None:
-            given["every"] = 1
-        return given
     near = did_you_mean(value, ["full", "selective"]) if isinstance(value, str) else ""
-    hint = f"; for every second block write dict(every={show(value)})" if type(value) is int else near
-    raise ValueError(f"{show(value)} does not say what to recompute; use {forms}{hint}")
+    forms = "'full', 'selective', dict(every=2), dict(patterns=['blocks.*.mlp']) or False"
+    raise ValueError(f"{show(value)} does not say what to recompute; use {forms}{near}")
 
 
 def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -86,12 +83,7 @@ def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _as_text(value: Any) -> Any:
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return path if isinstance(path, str) else value  # one of bytes is refused as such
-
-
-Folder = Annotated[str, BeforeValidator(_as_text)]
+Folder = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
 """A string, or a path, which becomes one."""
 
 
@@ -110,17 +102,6 @@ class CheckpointConfig(Options):
     """Signals that tell a run to end: it saves after the current step, and exits with status 75."""
 
 
-def expand_automatic(value: Any) -> Any:
-    """The shorthand form as the long one."""
-    if value is None or isinstance(value, (Mapping, CheckpointConfig)):
-        return dict(value) if isinstance(value, Mapping) else value
-    value = _as_text(value)
-    if isinstance(value, str) and value:
-        return {"directory": value}
-    recomputes = "; to compute activations again in backward, set activation_checkpoint" if value is True else ""
-    raise ValueError(f"{show(value)} is not a folder; write 'checkpoints' or dict(directory='checkpoints'){recomputes}")
-
-
 DType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -130,9 +111,7 @@ def get_plugin(mode: object) -> type[AMPPlugin]:
     Raises:
         ValueError: there is none; the message lists the modes.
     """
-    if not isinstance(mode, str):
-        raise ValueError(f"mode={show(mode)} is not the name of a mode; allowed: {list_names(AMP_PLUGINS)}")
-    if mode not in AMP_PLUGINS:
+    if not isinstance(mode, str) or mode not in AMP_PLUGINS:
         near = did_you_mean(mode, AMP_PLUGINS.names())
         raise ValueError(f"mode={show(mode)} is not a registered mode; allowed: {list_names(AMP_PLUGINS)}{near}")
     try:
@@ -160,15 +139,19 @@ def _registered(registry: Registry[Any], *more: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _shorthand(key: str) -> BeforeValidator:
-    """A validator that reads None as {} and anything that is not a dict as {key: it}."""
+def _shorthand(key: str, kind: Any = object, allowed: str = "", none: Any = MappingProxyType({})) -> BeforeValidator:
+    """A validator that reads a value of `kind` as {key: value}, and None as `none`; `allowed` is for the message."""
 
     def expand(value: Any) -> Any:
         if value is None:
-            return {}
+            value = none
         if isinstance(value, Mapping):
             return dict(value)
-        return value if isinstance(value, Options) else {key: value}
+        if value is None or isinstance(value, Options):
+            return value
+        if isinstance(value, kind):
+            return {key: value}
+        raise ValueError(f"{show(value)} is not {allowed}")
 
     return BeforeValidator(expand)
 
@@ -180,50 +163,27 @@ def _expand_parallel(value: Any) -> Any:
         return given if kind is ParallelConfig else kind.model_validate(given)
     if isinstance(value, Options):
         return value
-    if isinstance(value, str) and value in DATA_STRATEGIES.names():
-        raise ValueError(f"{show(value)} is not a dict; write dict(data={value!r})")
-    raise ValueError(f"{show(value)} is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')")
-
-
-def _expand_data(value: Any) -> Any:
-    if value is None or isinstance(value, (Mapping, Options)):
-        return dict(value) if isinstance(value, Mapping) else (value or {})
-    if isinstance(value, str):
-        return {"strategy": value}
-    hint = f"; write dict(size={show(value)})" if type(value) is int else ""
-    raise ValueError(f"{show(value)} is not a strategy ({list_names(DATA_STRATEGIES)}) or a dict{hint}")
+    is_strategy = isinstance(value, str) and value in DATA_STRATEGIES.names()
+    example = f"data={value!r}" if is_strategy else "tensor=2, pipeline=1, data='replicate'"
+    raise ValueError(f"{show(value)} is not a dict; write for example dict({example})")
 
 
 def _expand_precision(value: Any) -> Any:
     if value is None or isinstance(value, PrecisionConfig):
         return value
-    modes = list_names(AMP_PLUGINS)
     if not isinstance(value, Mapping):
         mode = str(value).lower() if isinstance(value, str) and value in AMP_PLUGINS else "torch"
-        raise ValueError(f"{show(value)} is not a dict; write dict(mode={mode!r}); modes: {modes}")
+        raise ValueError(f"{show(value)} is not a dict; write dict(mode={mode!r}); modes: {list_names(AMP_PLUGINS)}")
     options = dict(value)
     if "mode" not in options:
         near = find_near("mode", [key for key in options if isinstance(key, str)])
         hint = f" (is {near!r} meant to be it?)" if near else ""
-        raise ValueError(f"mode is missing{hint}; write dict(mode='torch', ...); modes: {modes}")
+        raise ValueError(f"mode is missing{hint}; write dict(mode='torch', ...); modes: {list_names(AMP_PLUGINS)}")
     mode = options.pop("mode")
-    plugin = get_plugin(mode)
-    return PrecisionConfig(mode=str(mode).lower(), options=plugin.options.model_validate(options))
+    return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
 
 
-def _expand_compile(value: Any) -> Any:
-    if value is None or isinstance(value, bool):
-        return {"enabled": value is True}
-    if isinstance(value, (Mapping, CompileConfig)):
-        return dict(value) if isinstance(value, Mapping) else value
-    raise ValueError(f"{show(value)} is not True, False or a dict; write for example dict(scope='blocks')")
-
-
-def _read_norm_type(value: Any) -> Any:
-    return math.inf if value == "inf" else value
-
-
-def _known_styles(value: Any) -> Any:
+def _check_styles(value: Any) -> Any:
     """Check the styles of a plan of patterns; their arguments are checked with the model."""
     for pattern, text in value.items() if isinstance(value, dict) else ():
         name = text.partition("(")[0].strip()
@@ -249,7 +209,7 @@ class TensorConfig(Options):
     """`parallel.tensor`. `plan` is a name, or a dict from patterns of module names to tensor styles."""
 
     size: PositiveInt = 1
-    plan: Annotated[str | dict[str, str], AfterValidator(_known_styles), _registered(TENSOR_PLANS, "auto")] = "auto"
+    plan: Annotated[str | dict[str, str], AfterValidator(_check_styles), _registered(TENSOR_PLANS, "auto")] = "auto"
     sequence_parallel: bool = False
     mode: Annotated[Literal["1d"], BeforeValidator(lambda mode: "1d" if mode is None else mode)] = "1d"
 
@@ -296,7 +256,9 @@ class ParallelConfig(Options):
 
     tensor: Annotated[TensorConfig, _shorthand("size")] = TensorConfig()
     pipeline: Annotated[PipelineConfig, _shorthand("size")] = PipelineConfig()
-    data: Annotated[DataConfig, BeforeValidator(_expand_data)] = DataConfig()
+    data: Annotated[
+        DataConfig, _shorthand("strategy", str, "a strategy or a dict; write for example 'zero1' or dict(size=2)")
+    ] = DataConfig()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -319,26 +281,24 @@ def parallel_config(keys: Collection[str]) -> type[ParallelConfig]:
     return _parallel_with(tuple(name for name in others if name in keys))
 
 
-def _read_parallel(keys: dict[str, Any]) -> ParallelConfig:
-    return parallel_config(keys).model_validate(keys)
-
-
 @cache
 def _parallel_with(names: tuple[str, ...]) -> type[ParallelConfig]:
-    if not names:
-        return ParallelConfig
-    fields: dict[str, Any] = {}
-    for name in names:
-        options = AXES.get(name).options
-        fields[name] = (Annotated[options, _shorthand("size")], options())
-    return create_model("ParallelConfig", __base__=ParallelConfig, **fields)
+    options = {name: AXES.get(name).options for name in names}
+    fields: dict[str, Any] = {name: (Annotated[kind, _shorthand("size")], kind()) for name, kind in options.items()}
+    return create_model("ParallelConfig", __base__=ParallelConfig, **fields) if names else ParallelConfig
+
+
+def _read_parallel(keys: dict[str, Any]) -> ParallelConfig:
+    return parallel_config(keys).model_validate(keys)
 
 
 class ClipConfig(Options):
     """`clip_grad_norm`; `max_norm` 0 is off."""
 
     max_norm: Annotated[float, Field(ge=0)] = 0.0
-    norm_type: Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(_read_norm_type)] = 2.0
+    norm_type: Annotated[
+        float, Field(gt=0, allow_inf_nan=True), BeforeValidator(lambda value: math.inf if value == "inf" else value)
+    ] = 2.0
 
 
 class CompileConfig(Options):
@@ -371,18 +331,25 @@ class Settings(Options):
     loss_reduction: Literal["mean", "sum", "weighted"] = "mean"
     lr_interval: Literal["step", "epoch", "manual"] = "step"
     gradient_dtype: Literal["auto", "float32"] = "auto"
-    activation_checkpoint: Annotated[ActivationCheckpointConfig, BeforeValidator(expand_checkpoint)] = (
+    activation_checkpoint: Annotated[ActivationCheckpointConfig, BeforeValidator(_expand_activations)] = (
         ActivationCheckpointConfig()
     )
     activation_offload: Annotated[bool, BeforeValidator(lambda value: False if value is None else value)] = False
-    compile: Annotated[CompileConfig, BeforeValidator(_expand_compile)] = CompileConfig(enabled=False)
+    compile: Annotated[
+        CompileConfig,
+        _shorthand(
+            "enabled", bool, "True, False or a dict such as dict(scope='blocks')", MappingProxyType({"enabled": False})
+        ),
+    ] = CompileConfig(enabled=False)
     fused: Literal["auto", False] = "auto"
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
     max_consecutive_skips: PositiveInt = 50
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1024
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
-    checkpoint: Annotated[CheckpointConfig | None, BeforeValidator(expand_automatic)] = None
+    checkpoint: Annotated[
+        CheckpointConfig | None, _shorthand("directory", (str, Path), "a folder; write 'checkpoints'", none=None)
+    ] = None
     debug: Literal["sync", "nonfinite"] | None = None
     """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in
     every update."""

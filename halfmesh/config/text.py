@@ -41,13 +41,9 @@ class _Dumper(yaml.SafeDumper):
     """Safe YAML with tuples, and enumerations of strings and integers as their values."""
 
 
-def _construct_tuple(loader: _Loader, node: yaml.SequenceNode) -> tuple[Any, ...]:
-    return tuple(loader.construct_sequence(node, deep=True))
-
-
 for _yaml in (_Loader, _Dumper):  # the dumper, too: it puts a string in quotes where the loader would see a number
     _yaml.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
-_Loader.add_constructor(_TUPLE, _construct_tuple)
+_Loader.add_constructor(_TUPLE, lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(_TUPLE, value, flow_style=True))
 _Dumper.add_multi_representer(enum.StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 _Dumper.add_multi_representer(enum.IntEnum, lambda dumper, value: dumper.represent_int(value.value))
@@ -55,7 +51,7 @@ _Dumper.add_multi_representer(enum.IntEnum, lambda dumper, value: dumper.represe
 
 def as_python(value: Any) -> str:
     """`value` as a literal for a .py config; a dict of names becomes dict(...)."""
-    if type(value) is dict and value and all(isinstance(key, str) and _is_name(key) for key in value):
+    if type(value) is dict and value and all(str(key).isidentifier() and not iskeyword(key) for key in value):
         return f"dict({', '.join(f'{key}={as_python(item)}' for key, item in value.items())})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"float('{value}')"
@@ -80,10 +76,6 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", show(value))
 
 
-def _is_name(key: str) -> bool:
-    return key.isidentifier() and not iskeyword(key)
-
-
 def to_yaml(values: Mapping[str, Any]) -> str:
     """`values` as YAML.
 
@@ -95,10 +87,8 @@ def to_yaml(values: Mapping[str, Any]) -> str:
         try:
             parts.append(yaml.dump({key: value}, Dumper=_Dumper))
         except yaml.representer.RepresenterError as error:
-            culprit = error.args[-1]
             line = (
-                f"{key}: YAML cannot hold {show(culprit)} ({type(culprit).__name__}); "
-                "use numbers, strings, lists, tuples, sets and dicts, or keep this config in a .py file"
+                f"{key}: YAML cannot hold {show(error.args[-1])}; use numbers, strings, lists, tuples, sets and dicts"
             )
             raise ConfigError([line], "the YAML form of the config") from None
     return "".join(parts) or "{}\n"
@@ -146,9 +136,8 @@ def read_json(path: Path) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
+    keys = [key for key, _ in pairs]
+    for number, key in enumerate(keys):
+        if key in keys[:number]:
             raise ValueError(f"{show(key)} is given twice")
-        seen[key] = value
-    return seen
+    return dict(pairs)

@@ -474,7 +474,7 @@ class Engine:
         self._refuse_if_closed()
         self.context.agree_on_call("engine.save_weights")
         with self._guard:
-            export.save_weights(self._state, self.context, Path(path), format, max_file_gb)
+            export.save_weights(self._state, self.context, path, format, max_file_gb)
 
     def full_state_dict(self, *, optimizer: bool = False, rank0_only: bool = True) -> dict[str, Any]:
         """The full model's state dict, unsharded and in full precision, on the CPU. All ranks together.

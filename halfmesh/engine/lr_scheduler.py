@@ -74,7 +74,8 @@ class LRAdvance:
             self._advance()
 
     def state_dict(self) -> Any:
-        """The scheduler's state; call `settle` before."""
+        """The scheduler's state, after the last update."""
+        self.settle()
         return None if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:

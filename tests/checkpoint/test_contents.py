@@ -150,7 +150,7 @@ def state_of_parts(rank, world_size, folder):
 @pytest.mark.distributed
 def test_state_of_divided_parameters(tmp_path):
     for kept, same in run_ranks(state_of_parts, 2, str(tmp_path)):
-        assert "Keeps keeps a list as state 'kept' of up.weight, of which this rank holds a part" in kept
+        assert "Keeps keeps a list as state 'kept' of up.weight, of which this rank holds a shard" in kept
         assert same == "saved"
 
 
@@ -318,7 +318,7 @@ def test_attached_state_goes_with_the_state_dict():
 def test_attached_state_that_cannot_be_saved_or_found_is_refused(tmp_path):
     engine = small()
     engine.attach("odd", Count(nn.Linear(1, 1)))
-    with pytest.raises(InputError, match=r"attach\('odd', ...\): the name is taken by a Count"):
+    with pytest.raises(InputError, match=r"attach\('odd', ...\): the name is taken"):
         engine.attach("odd", Count())
     with pytest.raises(
         InputError, match=r"torch.nn.modules.linear.Linear in the state of .*, attached cannot be saved"

@@ -43,15 +43,12 @@ def test_a_flipped_bit_is_found_by_checksums(saved, newest, caplog):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is not as it was written; .*\n  - __0_0.distcp has another sha256"):
+    with pytest.raises(CheckpointError, match=r"is damaged: __0_0.distcp \(missing, or changed\); take another"):
         make_small().load(place)
     loads(folder, states[0 if newest else 1], 1 if newest else 2)
     assert ("step-00000001 is loaded, because newer checkpoints are damaged:" in caplog.text) == newest
-    path.write_bytes(content[:100])
-    with pytest.raises(CheckpointError, match=rf"__0_0.distcp has 100 bytes instead of {len(content)}"):
-        make_small().load(place)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp is missing"):
+    with pytest.raises(CheckpointError, match=r"is damaged: __0_0.distcp"):
         make_small().load(place)
 
 

@@ -81,7 +81,6 @@ def test_folders_may_be_paths():
 # --- mistakes ------------------------------------------------------------------------------------------------------
 
 MODES = "modes: 'torch', 'naive', 'apex'"
-FOLDER = "write 'checkpoints' or dict(directory='checkpoints')"
 PIPELINE = "parallel.pipeline"
 
 MISTAKES = [
@@ -124,8 +123,11 @@ MISTAKES = [
     ({"gradient_accumulation": True}, "gradient_accumulation: True: Input should be a valid integer"),
     ({"parallel": {"tensor": 0}}, "parallel.tensor: 0: Input should be greater than or equal to 1"),
     ({"parallel": 2}, "parallel: 2 is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')"),
-    ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write dict(data='fsdp')"),
-    ({"parallel": {"data": 4}}, "parallel.data: 4 is not a strategy ('replicate', 'zero1', 'fsdp') or a dict; write"),
+    ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write for example dict(data='fsdp')"),
+    (
+        {"parallel": {"data": 4}},
+        "parallel.data: 4 is not a strategy or a dict; write for example 'zero1' or dict(size=2)",
+    ),
     ({"clip_grad_norm": math.nan}, "clip_grad_norm: nan: Input should be a finite number"),
     ({"clip_grad_norm": "1e-3"}, "clip_grad_norm: '1e-3': Input should be a valid number"),
     ({"fused": True}, "fused: True: Input should be 'auto' or False"),
@@ -158,7 +160,7 @@ MISTAKES = [
         "'bf16': Input should be 'float32', 'float16' or 'bfloat16'",
     ),
     # checkpoints
-    ({"checkpoint": True}, f"True is not a folder; {FOLDER}; to compute activations again in backward, set activation"),
+    ({"checkpoint": True}, "checkpoint: True is not a folder; write 'checkpoints'"),
     ({"checkpoint": {"every": 3}}, "checkpoint.directory: Field required"),
     ({"checkpoint": {"directory": "x", "signals": ["SIGKILL"]}}, "'SIGKILL' ends or stops a run at once; leave it out"),
     ({"checkpoint": {"directory": "x", "signals": ["SIGTREM"]}}, "'SIGTREM' is not the name of a signal here; did you"),

@@ -274,8 +274,8 @@ CHECKPOINT = (
     Fault(
         "an error of a background save is lost",
         "checkpoint/background.py",
-        "            self._error = error\n",
-        "",
+        "            written.result()\n",
+        "            pass\n",
         ("tests/checkpoint/test_background.py::test_an_error_is_logged_at_once_and_training_goes_on",),
     ),
     Fault(
@@ -288,8 +288,8 @@ CHECKPOINT = (
     Fault(
         "a changed file is loaded",
         "checkpoint/storage.py",
-        "return None if size_and_digest(path)[1] == digest else",
-        "return None if True else",
+        "size_and_digest(paths[name]) != tuple(known)",
+        "False",
         (DAMAGE,),
     ),
     Fault(
@@ -308,8 +308,8 @@ CHECKPOINT = (
     ),
     Fault(
         "a failed save leaves its files",
-        "checkpoint/checkpointer.py",
-        "            shutil.rmtree(place, ignore_errors=True)\n",
+        "checkpoint/storage.py",
+        "            shutil.rmtree(unfinished, ignore_errors=True)\n",
         "            pass\n",
         (f"{SAVING}::test_a_full_disk_on_one_rank_is_told_on_all",),
     ),
@@ -323,7 +323,7 @@ CHECKPOINT = (
     Fault(
         "optimizer settings start fresh",
         "checkpoint/state.py",
-        "{**saved[place_of(names, index, saved)], **kept,",
+        "{**found, **kept,",
         "{**kept,",
         (RESUME, "tests/checkpoint/test_layouts.py"),
     ),
