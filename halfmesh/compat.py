@@ -7,7 +7,7 @@ asked, no process group is needed. Limits of the model are checked when the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -77,8 +77,7 @@ def render_table() -> str:
     """The composition table in Markdown."""
     lines = ["| | " + " | ".join(get_columns()) + " |", "|---" * (len(get_columns()) + 1) + "|"]
     for row, cells in composition_table().items():
-        words = (f"**{cell}**" if cell == "refused" else cell for cell in cells.values())
-        lines.append(f"| {row} | {' | '.join(words)} |")
+        lines.append(f"| {row} | {' | '.join(cells.values()).replace('refused', '**refused**')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -129,41 +128,30 @@ def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> 
         default = f"{mode} does not run on {device}; it runs on {', '.join(sorted(composes.devices))}"
         yield Finding(f"{row} on {device}", composes.why_not.get(device, default))
     for column in columns:
-        if column not in composes.parallel and not _takes_mode(column, row.mode):
+        kind = (AXES if column in AXES else DATA_STRATEGIES).get(column)
+        if column not in composes.parallel and row.mode not in getattr(
+            kind, "modes", ()
+        ):  # a third party's lists modes
             default = f"{mode} does not work with {column}; choose another mode, or leave {column} out"
             yield Finding(f"{row} x {column}", composes.why_not.get(column, default))
-
-
-def _takes_mode(column: str, mode: str | None) -> bool:
-    """Return True if an axis or data strategy of a third party lists the mode among those that it works with."""
-    return mode in getattr((AXES if column in AXES else DATA_STRATEGIES).get(column), "modes", ())
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     """Yields a finding unless the degrees multiply to the number of ranks."""
     sizes, data = config.parallel.sizes, config.parallel.data
-    product = math.prod(sizes.values())
+    product, given = math.prod(sizes.values()), " x ".join(f"{name}={size}" for name, size in sizes.items())
     if world_size < 1:
         yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
     elif world_size % product:
-        ranks = [str(n) for n in (world_size // product * product, (world_size // product + 1) * product) if n]
-        message = (
-            f"{_join(sizes, ' x ')} = {product} does not divide the {world_size} ranks; choose sizes whose product "
-            f"does, or start {' or '.join(ranks)} ranks"
-        )
-        yield Finding("parallel", message)
+        below = world_size // product * product
+        ranks = " or ".join(str(n) for n in (below, below + product) if n)
+        advice = f"choose sizes whose product does, or start {ranks} ranks"
+        yield Finding("parallel", f"{given} = {product} does not divide the {world_size} ranks; {advice}")
     else:
         data_ranks = world_size // product
         for key, message in DATA_STRATEGIES.get(data.strategy).find_size_problems(data, data_ranks):
             yield Finding(key, message)
         if data.size not in (None, data_ranks):
             total = data.size * product
-            message = (
-                f"{data.size} x {_join(sizes, ' x ')} = {total}, but there are {world_size} ranks; "
-                f"remove it (the other axes leave {data_ranks}), or start {total} ranks"
-            )
+            message = f"{data.size} x {given} = {total}, but there are {world_size} ranks; remove it, or start {total}"
             yield Finding("parallel.data.size", message)
-
-
-def _join(sizes: Mapping[str, int], separator: str) -> str:
-    return separator.join(f"{name}={size}" for name, size in sizes.items())

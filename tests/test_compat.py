@@ -114,8 +114,7 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
         (
             {"data": {"size": 4}, "tensor": 2},
             4,
-            "parallel.data.size: 4 x tensor=2 x pipeline=1 = 8, but there are 4 ranks; "
-            "remove it (the other axes leave 2), or start 8 ranks",
+            "parallel.data.size: 4 x tensor=2 x pipeline=1 = 8, but there are 4 ranks; remove it, or start 8",
         ),
         (
             {"data": {"strategy": "fsdp", "hybrid": 4}},
