@@ -161,50 +161,34 @@ def _walk(model: type[Options], prefix: str) -> Iterator[str]:
                 yield from _walk(inner, f"{prefix}{name}.")
 
 
+_INSTEAD = {
+    "parallel.pipeline.size": "pipeline_parallel_degree partitions pipeline_parallelism",
+    "parallel.pipeline.microbatches": "num_micro_batches",
+    "parallel.pipeline": "pipeline_parallel",
+    "parallel.tensor.size": "tensor_parallel_degree",
+    "parallel.tensor": "tensor_parallel",
+    "parallel.data = 'zero1' or 'fsdp'": "zero zero_optimization",
+    "parallel.data = 'zero1'": "shard_optimizer_state",
+    "parallel.data = 'fsdp'": "fsdp sharded_data_parallel_degree",
+    "fp16 = dict(mode='torch') or bf16 = dict(mode='torch')": "amp dtype precision mixed_precision",
+    "fp16.loss_scale, to that number or 'dynamic', with mode='naive'": "static_loss_scale dynamic_loss_scale",
+    "growth_interval": "scale_window",
+    "hysteresis": "delayed_shift",
+    "activation_offload": "offload_activations",
+    "clip_grad_norm": "max_grad_norm grad_clip gradient_clipping gradient_clip_val",
+    "gradient_accumulation": "accumulate_grad_batches gradient_accumulation_steps",
+    "global_batch_size": "train_batch_size",
+}
+"""What to set here, and the keys of other libraries for it, lower case."""
+_OTHERS = {
+    "balance": "remove it: stages are balanced by parameters, and parallel.pipeline.partition names other cuts",
+    "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
+    "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",
+    "batch_size": "give it to the DataLoader: the batch size of one data rank",
+    "gradient_handler": "remove it: halfmesh reduces gradients automatically; see parallel.data",
+    **dict.fromkeys(["data_parallel", "ddp"], "remove it: data parallelism takes the ranks that the other axes leave"),
+}
 FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
-    {
-        # halfmesh, earlier
-        "balance": "remove it: stages are balanced by parameters, and parallel.pipeline.partition names other cuts",
-        # Colossal-AI
-        "num_micro_batches": "set parallel.pipeline.microbatches instead",
-        "zero": "set parallel.data = 'zero1' or 'fsdp' instead",
-        # SageMaker's model parallel library
-        "pipeline_parallel_degree": "set parallel.pipeline.size instead",
-        "partitions": "set parallel.pipeline.size instead",
-        "tensor_parallel_degree": "set parallel.tensor.size instead",
-        "sharded_data_parallel_degree": "set parallel.data = dict(strategy='fsdp') instead",
-        "shard_optimizer_state": "set parallel.data = 'zero1' instead",
-        "static_loss_scale": "set fp16.loss_scale to that number instead (mode 'naive')",
-        "dynamic_loss_scale": "set fp16.loss_scale = 'dynamic' instead (mode 'naive')",
-        "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) "
-        "in fp16 instead (mode 'naive')",
-        "scale_window": "set growth_interval instead",
-        "delayed_shift": "set hysteresis instead",
-        "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
-        "pipeline_parallelism": "set parallel.pipeline.size instead",
-        "offload_activations": "set activation_offload instead",
-        # scripts in plain PyTorch
-        "amp": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
-        "dtype": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
-        "batch_size": "give it to the DataLoader: the batch size of one data rank",
-        # Lightning, accelerate, transformers, DeepSpeed
-        "precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
-        "mixed_precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
-        "max_grad_norm": "set clip_grad_norm instead",
-        "grad_clip": "set clip_grad_norm instead",
-        "gradient_clipping": "set clip_grad_norm instead",
-        "gradient_clip_val": "set clip_grad_norm instead",
-        "accumulate_grad_batches": "set gradient_accumulation instead",
-        "gradient_accumulation_steps": "set gradient_accumulation instead",
-        "train_batch_size": "set global_batch_size instead",
-        "zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
-        "gradient_handler": "remove it: halfmesh reduces gradients automatically; see parallel.data",
-        "fsdp": "set parallel.data = 'fsdp' instead",
-        "tensor_parallel": "set parallel.tensor instead",
-        "pipeline_parallel": "set parallel.pipeline instead",
-        "data_parallel": "remove it: data parallelism takes the ranks that tensor and pipeline leave",
-        "ddp": "remove it: data parallelism takes the ranks that tensor and pipeline leave; parallel.data.strategy "
-        "is 'replicate' by default",
-    }
+    {name: f"set {ours} instead" for ours, names in _INSTEAD.items() for name in names.split()} | _OTHERS
 )
 """Keys of other libraries, lower case, and what to write here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -13,7 +13,7 @@ from ..errors import NO_BATCH, InputError
 from ..parallel.mesh import ParallelContext
 from ..utils.tensors import map_tensors
 from .resume import EpochState, epoch_batches, set_generators
-from .sharding import DataOrder, ShardedLoader, copied
+from .sharding import DataOrder, ShardedLoader
 
 _END = object()
 
@@ -127,15 +127,13 @@ class EngineDataLoader:
             return None
         self.next_epoch = state["epoch"]
         order = self.loader.order
-        trained = order.same_place(DataOrder(*state["share"]), state["trained"])
+        trained = order.convert(DataOrder(*state["share"]), state["trained"])
         # Persistent workers draw their seed in the first epoch only, from the generator of the order.
         persists = self.loader.given.persistent_workers and state["epoch"] > 0
         if trained is None or persists:
             self.next_epoch += 1
-            return (
-                f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "
-                f"run's order of the data: training continues with epoch {self.next_epoch}"
-            )
+            seen = f"{state['trained']} batches of epoch {state['epoch']} were trained on"
+            return f"{seen}, which is no position in this run's order: training continues with epoch {self.next_epoch}"
         self._loaded = {**state, "trained": trained, "share": tuple(order)}
         return None
 
@@ -202,11 +200,9 @@ class EngineDataLoader:
                 to_device.wait()
             asked = time.perf_counter()
             batch = next(batches, _END)
-            if to_device.is_idle():
+            if to_device.device.type != "cuda" or torch.cuda.current_stream(to_device.device).query():  # it is idle
                 self.waited_s += time.perf_counter() - asked
-            if batch is _END:
-                return _END
-            return to_device.start(copied(batch) if copies else batch)
+            return _END if batch is _END else to_device.start(map_tensors(torch.clone, batch) if copies else batch)
 
         length = None if looks_ahead else self.loader.length
         started = fetch()
@@ -225,13 +221,11 @@ class EngineDataLoader:
             self._on_epoch_end()
 
 
-class _HasTo(type):
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) or (hasattr(value, "to") and not isinstance(value, Mapping))
-
-
-class _Movable(metaclass=_HasTo):
+@runtime_checkable
+class _Movable(Protocol):
     """A tensor, or an object with a method `to`: a `PackedSequence`, a graph of torch_geometric, a class of a user."""
+
+    def to(self, device: torch.device) -> Any: ...
 
 
 class ToDevice:
@@ -281,10 +275,6 @@ class ToDevice:
             self._last_copied.synchronize()
             self._last_copied = None
 
-    def is_idle(self) -> bool:
-        """Return True if the device has nothing to compute. Does not wait for it."""
-        return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
-
     def _copy(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":  # copied in `finish`, after its computation
             return value
@@ -323,10 +313,7 @@ def get_dataloader(
         options: further arguments of `torch.utils.data.DataLoader`.
     """
     if not add_sampler:
-        raise InputError(
-            "add_sampler=False would let every data rank see the same samples; remove it (initialize shards the "
-            "data), or iterate a loader of your own instead of engine.dataloader"
-        )
+        raise InputError("add_sampler=False would let every data rank see the same samples; remove it")
     options.setdefault("pin_memory", torch.cuda.is_available())
     options.setdefault("generator", torch.Generator().manual_seed(seed))
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, **options)

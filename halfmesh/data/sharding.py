@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import add_tensor, same_on_ranks
 from ..parallel.rng import SharedRNG
-from ..utils.tensors import map_tensors, tensors_of
+from ..utils.tensors import tensors_of
 
 _IN_ORDER = (SequentialSampler, range, list, tuple)
 _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -47,7 +47,7 @@ class DataOrder(NamedTuple):
     unit: str
     step: int
 
-    def same_place(self, other: DataOrder, batches: int) -> int | None:
+    def convert(self, other: DataOrder, batches: int) -> int | None:
         """The number of batches here with as many units as `batches` of the `other`; None if it is no integer."""
         seen = batches * other.step
         return seen // self.step if self.unit == other.unit and seen % self.step == 0 else None
@@ -239,8 +239,7 @@ class ShardedLoader:
             same_on_ranks(
                 f"epoch {epoch}: {data.hexdigest()}",
                 what=f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks "
-                "only ({ranks} other data than rank 0), so some samples would be seen twice and others never. Seed it "
-                "the same on all ranks (initialize shards the data), and iterate engine.dataloader on all of them; if "
+                "only ({ranks} other data than rank 0). Seed it the same on all ranks (initialize shards the data); if "
                 "it shards itself, do not pass it to initialize but iterate its loader in the loop",
             )
 
@@ -260,14 +259,10 @@ class _Indices:
     def __iter__(self) -> Iterator[Any]:
         if self._has_ended:
             raise InputError(
-                "the dataloader's __iter__ goes through its samples a second time in one epoch, which can be neither "
-                "sharded nor resumed; remove the loop around super().__iter__(), and iterate engine.dataloader once "
-                "for each epoch"
+                "the dataloader's __iter__ goes through its samples a second time in one epoch; remove the loop around "
+                "super().__iter__(), and iterate engine.dataloader once for each epoch"
             )
-        self._was_asked = True
-        return self._until_end(self._items)
-
-    def _until_end(self, items: Iterator[Any]) -> Iterator[Any]:
+        self._was_asked, items = True, self._items
         yield from items
         if items is self._items:
             self._has_ended = True
@@ -280,9 +275,8 @@ class _Indices:
         first = list(itertools.islice(batches, 1))
         if first and not self._was_asked:
             raise InputError(
-                f"{type(loader).__name__} has an __iter__ of its own that does not use its sampler, so it cannot be "
-                "sharded: every rank would read all of the data; iterate super().__iter__() in it, or put what it does "
-                "into the dataset or collate_fn of a DataLoader"
+                f"{type(loader).__name__} overrides __iter__ without using its sampler, so every rank would read all "
+                "of the data; iterate super().__iter__() in it, or move its work to the dataset or collate_fn"
             )
         return itertools.chain(first, batches)
 
@@ -303,11 +297,6 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def copied(batch: Any) -> Any:
-    """The batch, with copies of its tensors."""
-    return map_tensors(torch.clone, batch)
-
-
 def _shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
     """Return True if the user's sampler already gives this data rank its shard."""
     batches = loader.batch_sampler
@@ -318,8 +307,7 @@ def _shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
         if theirs != (size, rank):
             raise InputError(
                 f"the dataloader's {type(sampler).__name__} has num_replicas={theirs[0]}, rank={theirs[1]}, but this "
-                f"is data rank {rank} of {size}; leave the sampler out (initialize shards the data), or build it "
-                f"with num_replicas={size}, rank={rank}"
+                f"is data rank {rank} of {size}; leave the sampler out: initialize shards the data"
             )
         return True
     return False

@@ -98,7 +98,7 @@ MISTAKES = [
     ({"NUM_MICRO_BATCHES": 4}, "NUM_MICRO_BATCHES: set parallel.pipeline.microbatches instead"),
     ({"zero": {}}, "zero: unknown key; set parallel.data = 'zero1' or 'fsdp' instead"),
     ({"pipeline_parallel_degree": 2}, "unknown key; set parallel.pipeline.size instead"),
-    ({"static_loss_scale": 2.0}, "unknown key; set fp16.loss_scale to that number instead (mode 'naive')"),
+    ({"static_loss_scale": 2.0}, "unknown key; set fp16.loss_scale, to that number or 'dynamic', with"),
     ({"fp16": {"mode": "naive", "delayed_shift": 2}}, "fp16.delayed_shift: unknown key; set hysteresis instead"),
     ({"grad_clip": 1.0}, "grad_clip: unknown key; set clip_grad_norm instead"),
     ({"dtype": "bfloat16"}, "dtype: unknown key; set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead"),

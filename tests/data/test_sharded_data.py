@@ -268,7 +268,7 @@ def test_a_loader_with_its_own_iter_is_sharded(workers):
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("past", "OwnIter has an __iter__ of its own that does not use its sampler"),
+        ("past", "OwnIter overrides __iter__ without using its sampler"),
         ("endless", "goes through its samples a second time in one epoch"),
     ],
 )
