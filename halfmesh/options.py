@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -20,11 +20,6 @@ class Options(BaseModel):
     def variant(self) -> str:
         """A word or two that distinguish uses of a mode in printed text, such as an opt_level."""
         return ""
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"cannot set {name!r}: configs are immutable; config.replace(key=value) gives a changed copy"
-        )
 
 
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -161,7 +161,7 @@ class Checkpointer:
         """The checkpoint to load from `directory`, which fits this engine. Nothing has changed yet."""
         self.wait()
         with self._own_call:
-            stored = storage.open_stored(*storage.find(directory, self._context), self._context)
+            stored = storage.find(directory, self._context)
             self._refuse_other(stored)
         return stored
 

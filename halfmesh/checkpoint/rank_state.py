@@ -32,11 +32,15 @@ class Schedule(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
+_Calls = tuple[Callable[[], Mapping[str, Any]], Callable[[Any], object]]
+"""What gives the state of an object, and what restores it."""
+
+
 class AttachedState:
     """The objects attached with `Engine.attach`, by name, and loaded state whose object is not attached yet."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], object]]] = {}
+        self._calls: dict[str, _Calls] = {}
         self._unclaimed: dict[str, Any] = {}
 
     def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
@@ -45,12 +49,14 @@ class AttachedState:
             raise InputError(
                 f"engine.attach({name!r}, ...): the name is taken; give another, or engine.detach it first"
             )
-        is_dict = isinstance(holder, dict)
-        get, load = (holder.copy, holder.update) if is_dict else (holder.state_dict, holder.load_state_dict)
+        if isinstance(holder, dict):
+            calls: _Calls = holder.copy, holder.update
+        else:
+            calls = holder.state_dict, holder.load_state_dict
         if name in self._unclaimed:
-            load(self._unclaimed[name])
+            calls[1](self._unclaimed[name])
             del self._unclaimed[name]
-        self._calls[name] = get, load
+        self._calls[name] = calls
 
     def detach(self, name: str, keep: bool) -> None:
         """`Engine.detach`."""

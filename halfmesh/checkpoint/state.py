@@ -182,11 +182,8 @@ class ShardedState:
         masters = self.update.master_weights.by_name()
         found: Shards = {}
         for shard, name in self.names():
-            if shard.name in masters:
-                value = masters[shard.name]
-            elif shard.source is None and isinstance(state.get(shard.name), torch.Tensor):
-                value = state[shard.name]
-            else:
+            value = masters.get(shard.name, None if shard.source is not None else state.get(shard.name))
+            if not isinstance(value, torch.Tensor):
                 value = shard.param
             found[name] = TensorShard(value.detach(), self.parallel_model.placement(shard))
         for name, key in self._buffers(state).items():

@@ -24,6 +24,7 @@ import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -150,23 +151,6 @@ def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, An
     return manifest
 
 
-def open_stored(folder: Path, manifest: Mapping[str, Any], context: ParallelContext) -> Stored:
-    """Read the small files of a checkpoint. All ranks together. Raises CheckpointError if they hold more than data."""
-    from . import dcp
-
-    def read(name: str) -> dict[str, Any]:
-        with _numpy_is_safe():
-            content: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=True)
-        return content
-
-    def opened() -> Stored:
-        first, own = rank_file(0), rank_file(context.rank)
-        own_content = read(own) if own in manifest["files"] else None
-        return Stored(folder, manifest, dcp.read_metadata(folder), read(COMMON), read(first), own_content)
-
-    return run_on_all_ranks(context, f"loading {folder} failed", opened)
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The content of `manifest.json`, intact if its format is `FORMAT`. Raises CheckpointError."""
     path = folder / MANIFEST
@@ -260,11 +244,12 @@ def _remove(path: Path) -> None:
         _log.warning("%s is no longer needed, but cannot be removed (%s); remove it yourself", path, error)
 
 
-def find(directory: Path, context: ParallelContext) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint in `directory`, or the newest intact one of those in it, and its manifest. All ranks together.
+def find(directory: Path, context: ParallelContext) -> Stored:
+    """The checkpoint in `directory`, or the newest intact one of those in it. All ranks together.
 
     Raises:
-        CheckpointError: there is none, or none that is intact; or a newer version of halfmesh wrote it.
+        CheckpointError: there is none, or none that is intact; a newer version of halfmesh wrote it; or its small files
+            hold more than data.
     """
     what = f"loading from {directory} failed"
     candidates = run_on_rank_zero(context, what, lambda: _candidates(directory))
@@ -284,8 +269,22 @@ def find(directory: Path, context: ParallelContext) -> tuple[Path, dict[str, Any
             )
         if damaged:
             _log.warning("%s", bullet_list(f"{place} is loaded, because newer checkpoints are damaged:", damaged))
-        return place, manifest
+        return run_on_all_ranks(context, what, partial(_open, place, manifest, context.rank))
     raise CheckpointError(bullet_list(f"{what}: all of its checkpoints are damaged:", damaged))
+
+
+def _open(folder: Path, manifest: Mapping[str, Any], rank: int) -> Stored:
+    """Read the small files of a checkpoint."""
+    from . import dcp
+
+    def read(name: str) -> dict[str, Any]:
+        with _numpy_is_safe():
+            content: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=True)
+        return content
+
+    first, own = rank_file(0), rank_file(rank)
+    own_content = read(own) if own in manifest["files"] else None
+    return Stored(folder, manifest, dcp.read_metadata(folder), read(COMMON), read(first), own_content)
 
 
 def _candidates(directory: Path) -> list[Path]:

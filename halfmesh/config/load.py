@@ -10,26 +10,19 @@ from __future__ import annotations
 import builtins
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from ..errors import ConfigError, cut, did_you_mean, show
+from ..errors import ConfigError, cut, show
 from .config import OWN_NAMES, Config, build
 from .schema import Settings
 from .text import read_json, read_value, read_yaml
 
-SUFFIXES = (".py", ".yaml", ".yml", ".json")
 _SHORT = MappingProxyType(
-    {
-        "parallel.tensor": "size",
-        "parallel.pipeline": "size",
-        "parallel.data": "strategy",
-        "clip_grad_norm": "max_norm",
-        "compile": "enabled",
-        "checkpoint": "directory",
-    }
+    dict.fromkeys(["parallel.tensor", "parallel.pipeline"], "size")
+    | {"parallel.data": "strategy", "clip_grad_norm": "max_norm", "compile": "enabled", "checkpoint": "directory"}
 )
 """The key that a shorthand value sets (tensor=2 is tensor=dict(size=2)), so that others can be added to it."""
 _NEVER_SIBLINGS = frozenset({*sys.stdlib_module_names, "halfmesh", "torch"})
@@ -64,33 +57,22 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
     if isinstance(source, Mapping):
         return source, OWN_NAMES
     if not isinstance(source, (str, Path)):
-        kinds = f"a path ({', '.join(SUFFIXES)}), a dict or a Config"
+        kinds = f"a path ({', '.join(_READERS)}), a dict or a Config"
         raise ConfigError([f"a {type(source).__name__} was given, but a config is {kinds}"])
     path = Path(source).expanduser()
+    suffix = path.suffix.lower()
     try:
-        if problem := _find_problem(path):
-            raise ConfigError([problem], _name(source))
-        if path.suffix.lower() == ".py":
-            return run_config(path), f"{OWN_NAMES}, a helper starts with an underscore"
-        content = read_json(path) if path.suffix.lower() == ".json" else read_yaml(path)
+        if suffix not in _READERS:
+            raise ConfigError([f"its suffix is {show(path.suffix)}; allowed: {', '.join(_READERS)}"], str(source))
+        content = _READERS[suffix](path)
+    except FileNotFoundError as error:
+        raise ConfigError([f"there is no such file in {path.resolve().parent}"], str(source)) from error
     except OSError as error:
-        raise ConfigError([f"it cannot be read ({type(error).__name__}: {error})"], _name(source)) from error
+        raise ConfigError([f"it cannot be read ({type(error).__name__}: {error})"], str(source)) from error
     if not isinstance(content, Mapping):
         problem = f"its top level is of type {type(content).__name__}, but a config is a mapping of keys to values"
-        raise ConfigError([problem], _name(source))
-    return content, OWN_NAMES
-
-
-def _find_problem(path: Path) -> str:
-    """Why `path` cannot be read; empty if it can."""
-    if path.suffix.lower() not in SUFFIXES:
-        near = did_you_mean(path.suffix, SUFFIXES)
-        return f"its suffix is {show(path.suffix)}; allowed: {', '.join(SUFFIXES)}{near}"
-    if path.is_file():
-        return ""
-    parent = path.resolve().parent
-    others = [file.name for file in parent.glob("*") if file.suffix.lower() in SUFFIXES]
-    return f"there is no such file in {parent}{did_you_mean(path.name, others)}"
+        raise ConfigError([problem], str(source))
+    return content, f"{OWN_NAMES}, a helper starts with an underscore" if suffix == ".py" else OWN_NAMES
 
 
 def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]:
@@ -139,9 +121,9 @@ def run_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file, or a sibling that it imports, does not compile or raises an error.
     """
-    files: dict[Path, ModuleType] = {}
+    files, found = dict[Path, ModuleType](), path.resolve(strict=True)
     try:
-        module = _execute(path.resolve(), files)
+        module = _execute(found, files)
     except (Exception, SystemExit) as error:
         raise ConfigError([_describe(error, files)], str(path)) from error
     return {name: value for name, value in vars(module).items() if _counts(name, value)}
@@ -186,3 +168,8 @@ def _describe(error: BaseException, files: Mapping[Path, ModuleType]) -> str:
     own = {str(path) for path in files}
     lines = [f"{at.filename}:{at.lineno}: " for at in traceback.extract_tb(error.__traceback__) if at.filename in own]
     return f"{lines[-1] if lines else ''}{type(error).__name__}: {cut(str(error))}"
+
+
+_READERS: Mapping[str, Callable[[Path], Any]] = MappingProxyType(
+    {".py": run_config, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}
+)

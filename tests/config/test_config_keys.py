@@ -210,7 +210,7 @@ def test_global_batch_size():
             make_loader(),
             "x gradient_accumulation=2 makes 16 samples; remove one of the two keys, or set gradient_accumulation=4",
         ),
-        ({"global_batch_size": 32}, make_loader(batch_size=None), "there is no dataloader that has one"),
+        ({"global_batch_size": 32}, make_loader(batch_size=None), "the loader does not say its batch size"),
     ],
 )
 def test_a_global_batch_size_that_does_not_fit(config, loader, words):

@@ -56,7 +56,7 @@ def test_the_same_config_from_every_source(write):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.ymal", "", "its suffix is '.ymal'; allowed: .py, .yaml, .yml, .json; did you mean '.yml'?"),
+        ("a.ymal", "", "its suffix is '.ymal'; allowed: .py, .yaml, .yml, .json"),
         ("a.yaml", "- 1\n", "its top level is of type list, but a config is a mapping of keys to values"),
         ("a.yaml", "seed: 3\nseed: 4\n", "not valid YAML: line 2: 'seed' is given twice"),
         ("a.json", '{"seed": 3, "seed": 4}', "not valid JSON: 'seed' is given twice"),
@@ -82,9 +82,8 @@ def test_numbers_with_an_exponent_in_yaml(write):
     assert load_config(write("b.yaml", "clip_grad_norm: 1e-3\n")).clip_grad_norm.max_norm == 1e-3
 
 
-def test_missing_files_and_wrong_types(write, tmp_path):
-    write("config.py", "")
-    fails(tmp_path / "confg.py", f"there is no such file in {tmp_path}; did you mean 'config.py'?")
+def test_missing_files_and_wrong_types(tmp_path):
+    fails(tmp_path / "config.py", f"there is no such file in {tmp_path}")
     fails(tmp_path / "none" / "config.py", f"there is no such file in {tmp_path}/none")
     fails([("seed", 3)], "a list was given, but a config is a path (.py, .yaml, .yml, .json), a dict or a")
 

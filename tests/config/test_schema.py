@@ -252,9 +252,9 @@ def test_user_constants():
 
 def test_nothing_can_be_set():
     config = load_config(EVERYTHING)
-    with pytest.raises(AttributeError, match=r"configs are immutable; config.replace\(key=value\) gives a changed"):
+    with pytest.raises(ValueError, match="Instance is frozen"):
         config.anything = 3
-    with pytest.raises(AttributeError, match=r"configs are immutable"):
+    with pytest.raises(ValueError, match="Instance is frozen"):
         config.fp16.options.loss_scale = 3.0
     assert config == load_config(EVERYTHING)
 
