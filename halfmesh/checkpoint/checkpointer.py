@@ -90,14 +90,20 @@ class Checkpointer:
             if in_background:
                 copies = run_on_all_ranks(context, what, lambda: self._writer.copy(snapshot.boxes))
                 snapshot = replace(snapshot, boxes=copies)
+<<<<<<< HEAD
             place = run_on_rank_zero(context, what, begin)
             group = context.gloo_group("saving") if in_background else None
             write = partial(storage.write, place, snapshot, keep, context, what, group)
+=======
+            unfinished = run_on_rank_zero(context, what, begin)
+            group = context.saving_group if in_background else None
+            write = partial(storage.write, unfinished, snapshot, keep, context, what, group)
+>>>>>>> 832d5a6f (The field's words in checkpoint and data)
             if in_background:
                 self._writer.start(write, directory)
             else:
                 write()
-        return storage.final_place(place)
+        return storage.final_path(unfinished)
 
     def refuse_unsavable(self) -> None:
         """Raise the error with which `save` would refuse the state, on all ranks."""
@@ -142,10 +148,10 @@ class Checkpointer:
             "config": as_json(config.model_dump(exclude=set(config.user)) | config.user),
             "versions": {"halfmesh": __version__, "torch": torch.__version__},
         }
-        mine = [
+        written = [
             (name, box.at) for name, tensor in found.tensors.items() for box in tensor.boxes if box.rank == context.rank
         ]
-        boxes = {(name, at): found.shards[name].box(at) for name, at in mine}
+        boxes = {(name, at): found.shards[name].box(at) for name, at in written}
         small_files = run_on_all_ranks(
             context, "engine.save", lambda: (storage.as_bytes(common), storage.as_bytes(self._own_state()))
         )

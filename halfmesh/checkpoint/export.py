@@ -209,12 +209,12 @@ def gather_tensor(
         if 0 in box.sizes:
             continue
         if context.rank == box.rank:
-            part = shards[name].box(box.at).to(context.device).contiguous()
+            values = shards[name].box(box.at).to(context.device).contiguous()
         elif gathered is not None:
-            part = torch.empty(box.sizes, dtype=tensor.dtype, device=context.device)
+            values = torch.empty(box.sizes, dtype=tensor.dtype, device=context.device)
         else:
             continue
-        flat = part.view(-1).view(torch.uint8)  # as bytes: not every backend has every dtype
+        flat = values.view(-1).view(torch.uint8)  # as bytes: not every backend has every dtype
         if everywhere:
             dist.broadcast(flat, box.rank)
         elif box.rank != 0:
@@ -223,7 +223,7 @@ def gather_tensor(
             else:
                 dist.send(flat, 0)
         if gathered is not None:
-            gathered[slices(box.at, box.sizes)] = part.cpu()
+            gathered[slices(box.at, box.sizes)] = values.cpu()
     return gathered
 
 

@@ -151,12 +151,12 @@ class PreemptionHook(EngineHook):
             return
         reason = self._reason()
         kind = Interrupted if reason == "SIGINT" else Preempted
-        place = self._save_last(reason)
+        folder = self._save_last(reason)
         for handler in self._handlers:
             # Python removes its own handlers when it shuts down, and a second signal would change the status.
             if handler.number is not signal.SIGINT:
                 handler.give_way(signal.SIG_IGN)
-        raise kind(place)
+        raise kind(folder)
 
     def _must_stop(self) -> bool:
         """True if some rank had received a signal by the boundary before; a single rank, by now."""
@@ -203,12 +203,10 @@ class PreemptionHook(EngineHook):
     def _save_last(self, reason: str) -> Path:
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
             self._checkpointer.wait()
-        place = self._save()
-        step = self._progress.global_step
-        _log.info(
-            "interrupted by %s; saved update %d in %s; run again with resume='auto' to go on", reason, step, place
-        )
-        return place
+        folder = self._save()
+        done = f"interrupted by {reason}; saved update {self._progress.global_step} in {folder}"
+        _log.info("%s; run again with resume='auto' to go on", done)
+        return folder
 
     def _save(self, in_background: bool = False) -> Path:
         self._saved = self._progress.global_step

@@ -309,17 +309,17 @@ class ShardedState:
         """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and all of
         that state by parameter and key, with values that are no tensors."""
         masters, shards = self.update.master_weights, Shards()
-        mine = {name: shard for shard, name in self.trained() if 0 not in self.parallel_model.placement(shard).shape}
-        values = {name: dict(plain.get(name, {})) for name in mine}
+        own = {name: shard for shard, name in self.trained() if 0 not in self.parallel_model.placement(shard).shape}
+        values = {name: dict(plain.get(name, {})) for name in own}
         for full, tensor in saved.items():
             kind, key, name = [*full.split(".", 2), "", ""][:3]
-            if f"{kind}." not in (STATE, COUNTERS) or name not in mine:
+            if f"{kind}." not in (STATE, COUNTERS) or name not in own:
                 continue
             dtype = tensor.properties.dtype
             if f"{kind}." == COUNTERS:
                 memory, placement = torch.empty(tensor.size, dtype=dtype), whole(tensor.size)
             else:
-                target, placement = masters.target(mine[name]), self.parallel_model.placement(mine[name])
+                target, placement = masters.target(own[name]), self.parallel_model.placement(own[name])
                 if dtype.is_floating_point and target.is_floating_point():
                     dtype = target.dtype  # as torch does
                 memory = masters.optimizer.state.get(target, {}).get(key)

@@ -130,16 +130,16 @@ def write(
         raise
 
 
-def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, Any]:
-    """The manifest of the checkpoint at `place`. All ranks together: each reads some of the files, and all raise
+def read_intact(folder: Path, what: str, context: ParallelContext) -> dict[str, Any]:
+    """The manifest of the checkpoint at `folder`. All ranks together: each reads some of the files, and all raise
     CheckpointError if any is damaged."""
-    manifest = run_on_rank_zero(context, what, lambda: read_manifest(place))
+    manifest = run_on_rank_zero(context, what, lambda: read_manifest(folder))
     if manifest["format"] != FORMAT:
         return manifest
     share = sorted(manifest["files"].items())[context.rank :: context.size]
 
     def find_damaged() -> list[str]:
-        paths = {name: place / name for name, _ in share}
+        paths = {name: folder / name for name, _ in share}
         return [
             name for name, known in share if not paths[name].is_file() or size_and_digest(paths[name]) != tuple(known)
         ]
@@ -147,7 +147,7 @@ def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, An
     damaged = sorted(name for theirs in gather_results(context, what, find_damaged) for name in theirs)
     if damaged:
         names = ", ".join(damaged)
-        raise CheckpointError(f"{what}: {place} is damaged: {names} (missing, or changed); take another checkpoint")
+        raise CheckpointError(f"{what}: {folder} is damaged: {names} (missing, or changed); take another checkpoint")
     return manifest
 
 
@@ -192,7 +192,7 @@ def begin(folder: Path, step: int) -> Path:
     return unfinished
 
 
-def final_place(unfinished: Path) -> Path:
+def final_path(unfinished: Path) -> Path:
     """The path of a checkpoint that `begin` began, when it is complete."""
     return unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))
 
@@ -204,7 +204,7 @@ def finish(unfinished: Path, keep: int | None) -> Path:
         keep: the number to keep, this one included; None: all, but one for each step.
     """
     sync(unfinished)
-    final = final_place(unfinished)
+    final = final_path(unfinished)
     unfinished.rename(final)
     sync(final.parent)
     step, model = final.name.partition(".")[0], _model(final)
@@ -254,9 +254,9 @@ def find(directory: Path, context: ParallelContext) -> Stored:
     what = f"loading from {directory} failed"
     candidates = run_on_rank_zero(context, what, lambda: _candidates(directory))
     damaged: list[str] = []
-    for place in candidates:
+    for folder in candidates:
         try:
-            manifest = read_whole(place, what, context)
+            manifest = read_intact(folder, what, context)
         except CheckpointError as error:
             if len(candidates) == 1:
                 raise
@@ -264,12 +264,12 @@ def find(directory: Path, context: ParallelContext) -> Stored:
             continue
         if manifest["format"] != FORMAT:  # an older checkpoint in the folder is not the one requested
             raise CheckpointError(
-                f"{what}: {place} has the format {manifest['format']!r}, and this version of halfmesh reads format "
+                f"{what}: {folder} has the format {manifest['format']!r}, and this version of halfmesh reads format "
                 f"{FORMAT}; load it with the version that wrote it, or a later one"
             )
         if damaged:
-            _log.warning("%s", bullet_list(f"{place} is loaded, because newer checkpoints are damaged:", damaged))
-        return run_on_all_ranks(context, what, partial(_open, place, manifest, context.rank))
+            _log.warning("%s", bullet_list(f"{folder} is loaded, because newer checkpoints are damaged:", damaged))
+        return run_on_all_ranks(context, what, partial(_open, folder, manifest, context.rank))
     raise CheckpointError(bullet_list(f"{what}: all of its checkpoints are damaged:", damaged))
 
 

@@ -1,6 +1,6 @@
 """Loads a config from a file, a dict or another config; overrides from the command line; runs a .py config.
 
-A .py config runs in a namespace of its own. Its imports of sibling files go through an import function that only
+A .py config runs in a separate namespace. Its imports of sibling files go through an import function that only
 configs see; `sys.path` and `sys.modules` stay as they are. So two directories may each have a base.py, and a config
 named json.py shadows nothing.
 """

@@ -86,16 +86,16 @@ def to_yaml(values: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: YAML cannot hold a value (an object, a function); the message names its key.
     """
-    parts = []
+    lines = []
     for key, value in values.items():
         try:
-            parts.append(yaml.dump({key: value}, Dumper=_Dumper))
+            lines.append(yaml.dump({key: value}, Dumper=_Dumper))
         except yaml.representer.RepresenterError as error:
             line = (
                 f"{key}: YAML cannot hold {show(error.args[-1])}; use numbers, strings, lists, tuples, sets and dicts"
             )
             raise ConfigError([line], "the YAML form of the config") from None
-    return "".join(parts) or "{}\n"
+    return "".join(lines) or "{}\n"
 
 
 def read_yaml(path: Path) -> Any:

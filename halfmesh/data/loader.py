@@ -78,7 +78,7 @@ class EngineDataLoader:
         return self._state.handed > self._state.trained
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The epoch, and the number of its batches that were trained on."""
         return self._state.epoch, self._state.trained
 

@@ -77,8 +77,8 @@ def epoch_batches(
     loader: Any = sharded.loader
     several = context.size > 1
     sharded.set_epoch(state.epoch)
-    knows_place = saved is not None and "loader" in saved and is_stateful(loader)
-    if saved is not None and knows_place:
+    knows_position = saved is not None and "loader" in saved and is_stateful(loader)
+    if saved is not None and knows_position:
         loader.load_state_dict(saved["loader"])
     in_loop = not several  # a stream draws from the generators of the loop
     if saved is None or saved["finished"]:
@@ -93,7 +93,7 @@ def epoch_batches(
     set_generators(sharded, state.start["generators"])
     order, again = SharedRNG(state.start["random"]), dict(state.fetches)
     worker_seed = derived_seed(seed, context.dp_rank, state.epoch)
-    batches = sharded.batches(order, state.epoch, worker_seed, 0 if knows_place else state.fetched)
+    batches = sharded.batches(order, state.epoch, worker_seed, 0 if knows_position else state.fetched)
     while True:
         scope: AbstractContextManager[Any] = nullcontext()
         if sharded.is_stream and not in_loop:

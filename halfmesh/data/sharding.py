@@ -130,13 +130,13 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` on the sampler and the dataset that have it."""
-        for part in (self.loader, self.given.dataset, self._sampler):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        for holder in (self.loader, self.given.dataset, self._sampler):
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
 
     def generators(self) -> list[torch.Generator]:
         """The torch generators that decide the order, in the same sequence in every layout."""
-        found = {id(g): g for g in (getattr(part, "generator", None) for part in (self.given, self._sampler))}
+        found = {id(g): g for g in (getattr(holder, "generator", None) for holder in (self.given, self._sampler))}
         return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
     def batches(self, order: SharedRNG, epoch: int, worker_seed: int, skip: int = 0) -> Iterator[Any]:
@@ -167,7 +167,7 @@ class ShardedLoader:
             if loader._iterator is None:  # else persistent workers have their seed
                 torch.empty((), dtype=torch.int64).random_(generator=given.generator)
             if isinstance(source, Sized):
-                items = self._part(items, epoch, order)
+                items = self._share_of(items, epoch, order)
         if not isinstance(source, Sized):
             items = self._turns(items, epoch, source, order)
         if self.splits_samples:
@@ -180,7 +180,7 @@ class ShardedLoader:
         loader.generator = torch.Generator().manual_seed(worker_seed)
         return self._indices.check(loader)
 
-    def _part(self, items: Iterator[Any], epoch: int, scope: AbstractContextManager[Any]) -> Iterator[Any]:
+    def _share_of(self, items: Iterator[Any], epoch: int, scope: AbstractContextManager[Any]) -> Iterator[Any]:
         """This rank's item of each round of `size`. The items of the first batches are drawn now, all others later,
         within `scope`: a sampler may have no end, even if it has a length."""
         count = self._size * (self.given.batch_size or 1)
@@ -188,7 +188,7 @@ class ShardedLoader:
         drawn = list(itertools.islice(items, count))
         self._refuse_other_data(hashlib.sha256(repr(drawn).encode()), epoch, self._sampler)
 
-        def parts(drawn: list[Any]) -> Iterator[Any]:
+        def shares(drawn: list[Any]) -> Iterator[Any]:
             first = drawn[: self._size]
             while drawn:
                 if self.training:
@@ -197,7 +197,7 @@ class ShardedLoader:
                 with scope:
                     drawn = list(itertools.islice(items, count))
 
-        return parts(drawn)
+        return shares(drawn)
 
     def _turns(
         self,

@@ -84,7 +84,7 @@ class SyncCheck(EngineHook):
     def _place(self) -> Iterator[ReplicatedValue]:
         yield ReplicatedValue("engine.global_step", self._progress.global_step)
         if self._loader is not None:
-            yield ReplicatedValue("the place in engine.dataloader (epoch, batches trained on)", self._loader.place)
+            yield ReplicatedValue("the place in engine.dataloader (epoch, batches trained on)", self._loader.position)
 
     def _random(self) -> Iterator[ReplicatedValue]:
         """The model's random numbers, if the ranks of a tensor group draw the same."""
