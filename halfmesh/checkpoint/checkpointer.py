@@ -16,14 +16,14 @@ import torch
 from ..config.text import as_json
 from ..errors import InputError, bullet_list, counted, refuse_below
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
+from ..parallel.rank_checks import run_on_all_ranks, run_on_rank_zero
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
 from ..utils.engine_hook import Progress
 from ..utils.log import get_logger
 from . import rank_state, storage, validate
 from .background import BackgroundWriter, wait_for_writers
 from .rank_state import AttachedState, Schedule
-from .state import AVERAGE, MODEL, ShardedState, index_of, join_groups, merge, without_empty
+from .state import AVERAGE, MODEL, ShardedState, index_of, without_empty
 from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
@@ -186,22 +186,18 @@ class Checkpointer:
 
     def _refuse_other(self, stored: Stored) -> None:
         """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
-        state, common = self._state, stored.common
-
-        def describe_own() -> tuple[dict[str, Any], list[list[str]]]:
-            state.update.follow_groups()
-            shapes = {name: shard.placement.shape for name, shard in without_empty(state.weight_targets()).items()}
-            return shapes | dict.fromkeys(state.extras()), [group["params"] for group in state.groups()]
-
-        everyone = gather_results(self._context, f"loading {stored.folder} failed", describe_own)
-        model, groups = merge([shapes for shapes, _ in everyone]), join_groups([names for _, names in everyone])
-        saved = {n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)}
-        saved |= dict.fromkeys(common["extras"])
-        saved_name, name = storage.engine_name(stored.manifest), self._config.name
+        own, common = self._state.collect(self._context, f"loading {stored.folder} failed", to_load=True), stored.common
+        model: dict[str, Any] = {n.removeprefix(MODEL): t.shape for n, t in own.tensors.items() if 0 not in t.shape}
+        saved: dict[str, Any] = {
+            n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)
+        }
         problems = [
-            *validate.model_problems(model, saved, "the checkpoint"),
-            *validate.optimizer_problems(state.update.optimizer, self._lr.scheduler, groups, common),
+            *validate.model_problems(
+                model | dict.fromkeys(own.extras), saved | dict.fromkeys(common["extras"]), "the checkpoint"
+            ),
+            *validate.optimizer_problems(self._state.update.optimizer, self._lr.scheduler, own.groups, common),
         ]
+        saved_name, name = storage.engine_name(stored.manifest), self._config.name
         if saved_name and name and saved_name != name:
             problems.append(f"the engine {saved_name!r} saved it, and this is {name!r}; give each a separate folder")
         if problems:

@@ -89,12 +89,8 @@ class PreemptionHook(EngineHook):
                 loader.worker_init_fn = partial(worker_ignoring_signals, handled, loader.worker_init_fn)
         others = [name for name in options.signals if found[name] is None]
         if others:
-            _log.warning(
-                "checkpoint.signals: %s: handled already (or this is not the main thread); call engine.preempt() from "
-                "that handler, or leave the signal out",
-                ", ".join(others),
-                ranks=None,
-            )
+            why = "handled already (or this is not the main thread); call engine.preempt() from that handler"
+            _log.warning("checkpoint.signals: %s: %s", ", ".join(others), why, ranks=None)
 
     def request_stop(self, why: str = "engine.preempt()") -> bool:
         """End the run, because of `why`. May be called by a signal handler. Returns True at the first call."""

@@ -125,14 +125,17 @@ class ShardedState:
     parallel_model: ParallelModel
     average: WeightAverage
 
-    def collect(self, context: ParallelContext, what: str, optimizer: bool = False, to_save: bool = False) -> FullState:
-        """The full weights; nothing is copied or sent. All ranks together.
+    def collect(
+        self, context: ParallelContext, what: str, optimizer: bool = False, to_save: bool = False, to_load: bool = False
+    ) -> FullState:
+        """The full weights, and the optimizer's groups; nothing is copied or sent. All ranks together.
 
         Args:
             what: the beginning of an error message.
             optimizer: with the optimizer's state.
             to_save: with the average, without tensors that have no elements (DCP finds none), and with replicated boxes
                 spread over the ranks that hold them.
+            to_load: the tensors of `weight_targets`, for their shapes.
 
         Raises:
             InputError: some rank has state that cannot be saved; raised on all.
@@ -141,10 +144,11 @@ class ShardedState:
 
         def collect_own() -> tuple[Any, ...]:
             plain = dict[str, dict[str, Any]]()
-            shards.update({MODEL + name: shard for name, shard in self.weights().items()})
+            self.update.follow_groups()  # groups added since the last step
+            groups.extend(self.groups())
+            weights = self.weight_targets() if to_load else self.weights()
+            shards.update({MODEL + name: shard for name, shard in weights.items()})
             if optimizer:
-                self.update.follow_groups()  # groups added since the last step
-                groups.extend(self.groups())
                 of_optimizer, plain = self.optimizer_state()
                 shards.update(of_optimizer)
             if to_save:

@@ -3,7 +3,7 @@ settings that a load overwrites are told."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -81,12 +81,12 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
 
 
 def optimizer_problems(
-    optimizer: object, scheduler: object | None, groups: list[list[str]], common: Mapping[str, Any]
+    optimizer: object, scheduler: object | None, groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any]
 ) -> Iterator[str]:
     """The differences of optimizer and scheduler from those of a checkpoint.
 
     Args:
-        groups: the names of the parameters of each of the optimizer's groups, in the full model.
+        groups: the optimizer's, with the names of their parameters in the full model.
         common: of the checkpoint.
     """
     kinds = {"lr_scheduler": (common["lr_class"], scheduler), "optimizer": (common["optimizer"], optimizer)}
@@ -98,7 +98,7 @@ def optimizer_problems(
             )
     if common["optimizer"] != class_name(optimizer):
         return
-    mine, saved = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
+    mine, saved = ([sorted(group["params"]) for group in each] for each in (groups, common["groups"]))
     if sorted(mine) != sorted(saved):
         other = sorted(set(chain(*mine)) ^ set(chain(*saved)))
         yield (
