@@ -90,15 +90,9 @@ class Checkpointer:
             if in_background:
                 copies = run_on_all_ranks(context, what, lambda: self._writer.copy(snapshot.boxes))
                 snapshot = replace(snapshot, boxes=copies)
-<<<<<<< HEAD
-            place = run_on_rank_zero(context, what, begin)
-            group = context.gloo_group("saving") if in_background else None
-            write = partial(storage.write, place, snapshot, keep, context, what, group)
-=======
             unfinished = run_on_rank_zero(context, what, begin)
-            group = context.saving_group if in_background else None
+            group = context.gloo_group("saving") if in_background else None
             write = partial(storage.write, unfinished, snapshot, keep, context, what, group)
->>>>>>> 832d5a6f (The field's words in checkpoint and data)
             if in_background:
                 self._writer.start(write, directory)
             else:
