@@ -37,7 +37,6 @@ class EngineDataLoader:
 
     Attributes:
         loader: this rank's shard of the user's loader.
-        epoch: number of the current or last epoch, from 0; -1 before the first.
         next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
         at_end: the last yielded batch is the last of its epoch. Without look-ahead by the loader's length; False if it
             has none.
@@ -54,7 +53,6 @@ class EngineDataLoader:
         before_fetch: Callable[[], None] = lambda: None,
     ) -> None:
         self.loader = loader
-        self.epoch = -1
         self.next_epoch = 0
         self.at_end = False
         self.waited_s = 0.0
@@ -66,6 +64,11 @@ class EngineDataLoader:
         self._to_device = ToDevice(context.device)
         self._state = EpochState()
         self._loaded: Mapping[str, Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The number of the current or last epoch, from 0; -1 before the first."""
+        return self._state.epoch
 
     @property
     def runs(self) -> bool:
@@ -118,7 +121,7 @@ class EngineDataLoader:
         Returns:
             A message, if the next epoch begins because the position in this one cannot be found.
         """
-        self._state, self._loaded = EpochState(), None
+        self._state, self._loaded = EpochState(self.epoch), None
         set_generators(self.loader, state["generators"])
         if not own:
             state = {key: value for key, value in state.items() if key != "loader"} | {"fetches": {}}
@@ -163,8 +166,8 @@ class EngineDataLoader:
             outside.finished = True  # the loop stopped early, and begins the next epoch
         self._before_fetch()
         saved, self._loaded = self._pending(), None
-        self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
-        state = self._state = EpochState(self.epoch, running=True)
+        state = self._state = EpochState(self.next_epoch, running=True)
+        self.next_epoch += 1
         at_end_outside, self.at_end = self.at_end, False  # this may be a loop inside another over the same loader
         batches = epoch_batches(state, self.loader, self._context, self._seed, saved)
         try:
@@ -180,7 +183,7 @@ class EngineDataLoader:
                 del batch  # freed before the next one is fetched
                 self._before_fetch()
             if not state.handed and self.loader.training:
-                raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
+                raise InputError(f"epoch {state.epoch}: {NO_BATCH}")
             self._end(state)
         finally:
             state.running = False

@@ -469,7 +469,7 @@ class Engine:
         """Write the full model's weights, unsharded and in full precision, on rank 0. All ranks together.
 
         More than `max_file_gb` goes into several files with an index, named as in Hugging Face. Format "torch" is that
-        of `torch.save(model.state_dict(), path)`. Raises CheckpointError.
+        of `torch.save(model.state_dict(), path)`. Raises InputError if `path` is a folder, and CheckpointError.
         """
         self._refuse_if_closed()
         self.context.agree_on_call("engine.save_weights")

@@ -176,6 +176,14 @@ def test_an_unknown_format_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("given", ["", "new/"])
+def test_a_folder_is_no_file_to_write(given, tmp_path):
+    """Neither one that is there, nor a path that ends as one."""
+    with pytest.raises(InputError, match=r"that is a folder, .*; give a path such as '.*model.safetensors'"):
+        make_small().save_weights(f"{tmp_path}/{given}")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [

@@ -162,8 +162,11 @@ MISTAKES = [
     # checkpoints
     ({"checkpoint": True}, "checkpoint: True is not a folder; write 'checkpoints'"),
     ({"checkpoint": {"every": 3}}, "checkpoint.directory: Field required"),
-    ({"checkpoint": {"directory": "x", "signals": ["SIGKILL"]}}, "'SIGKILL' ends or stops a run at once; leave it out"),
-    ({"checkpoint": {"directory": "x", "signals": ["SIGTREM"]}}, "'SIGTREM' is not the name of a signal here; did you"),
+    ({"checkpoint": {"directory": "x", "signals": ["SIGKILL"]}}, "'SIGKILL' is not a signal that a program can handle"),
+    (
+        {"checkpoint": {"directory": "x", "signals": ["SIGTREM"]}},
+        "'SIGTREM' is not a signal that a program can handle; did you mean 'SIGTERM'",
+    ),
 ]
 
 
