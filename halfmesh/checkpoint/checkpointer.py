@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ _log = get_logger(__name__)
 _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Saves and loads for one engine.
 
@@ -49,34 +50,26 @@ class Checkpointer:
         attached: the state of objects that the loop attached.
     """
 
-    def __init__(
-        self,
-        state: ShardedState,
-        context: ParallelContext,
-        config: Config,
-        progress: Progress,
-        lr: Schedule,
-        loader: EngineDataLoader | None,
-        own_call: AbstractContextManager[None],
-    ) -> None:
-        self.locks: dict[Path, IO[str]] = {}
-        self.attached = AttachedState()
-        self._state = state
-        self._context = context
-        self._config = config
-        self._progress = progress
-        self._lr = lr
-        self._loader = loader
-        self._own_call = own_call
-        self._settings = validate.GivenSettings(lr, state.update.optimizer)
-        self._writer = BackgroundWriter(context.device)
+    state: ShardedState
+    context: ParallelContext
+    config: Config
+    progress: Progress
+    lr: Schedule
+    loader: EngineDataLoader | None
+    own_call: AbstractContextManager[None]
+    locks: dict[Path, IO[str]] = field(default_factory=dict)
+    attached: AttachedState = field(default_factory=AttachedState)
+
+    def __post_init__(self) -> None:
+        self._settings = validate.GivenSettings(self.lr, self.state.update.optimizer)
+        self._writer = BackgroundWriter(self.context.device)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path, keep: int | None, in_background: bool) -> Path:
         """`Engine.save`."""
         refuse_below(1, keep=keep)  # 0 would remove an older checkpoint with each save
-        context, step = self._context, self._progress.global_step
+        context, step = self.context, self.progress.global_step
         self.wait()
         what = f"saving step {step} to {directory} failed; earlier checkpoints are unchanged"
 
@@ -85,7 +78,7 @@ class Checkpointer:
             storage.lock(directory, self.locks)
             return storage.begin(directory, step)
 
-        with self._own_call:
+        with self.own_call:
             snapshot = self._snapshot()
             if in_background:
                 copies = run_on_all_ranks(context, what, lambda: self._writer.copy(snapshot.boxes))
@@ -101,7 +94,7 @@ class Checkpointer:
 
     def refuse_unsavable(self) -> None:
         """Raise the error with which `save` would refuse the state, on all ranks."""
-        with self._own_call:
+        with self.own_call:
             self._snapshot()
 
     def wait(self) -> None:
@@ -114,13 +107,13 @@ class Checkpointer:
         Raises:
             InputError: some rank has state that cannot be saved; raised on all.
         """
-        context, update = self._context, self._state.update
-        schedule = self._lr.state_dict()  # first: it advances for the last update
-        found = self._state.collect(context, "engine.save", optimizer=True, to_save=True)
+        context, update = self.context, self.state.update
+        schedule = self.lr.state_dict()  # first: it advances for the last update
+        found = self.state.collect(context, "engine.save", optimizer=True, to_save=True)
         model = sorted((name, tensor.shape) for name, tensor in found.tensors.items() if name.startswith(MODEL))
-        scheduler, config = self._lr.scheduler, self._config
+        scheduler, config = self.lr.scheduler, self.config
         common = {
-            "global_step": self._progress.global_step,
+            "global_step": self.progress.global_step,
             "scalers": update.loss_scales.state_dict(),
             "skips": update.skip_counter.state_dict(),
             "lr_scheduler": schedule,
@@ -135,7 +128,7 @@ class Checkpointer:
         from .. import __version__
 
         about = {
-            "step": self._progress.global_step,
+            "step": self.progress.global_step,
             "layout": self._layout,
             "device": context.device.type,
             "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
@@ -153,22 +146,22 @@ class Checkpointer:
 
     @property
     def _layout(self) -> dict[str, int]:
-        return self._config.parallel.sizes | {"data": self._context.dp_size}
+        return self.config.parallel.sizes | {"data": self.context.dp_size}
 
     # -- loading -----------------------------------------------------------------------------------------------
 
     def find(self, directory: Path) -> Stored:
         """The checkpoint to load from `directory`, which fits this engine. Nothing has changed yet."""
         self.wait()
-        with self._own_call:
-            stored = storage.find(directory, self._context)
+        with self.own_call:
+            stored = storage.find(directory, self.context)
             self._refuse_other(stored)
         return stored
 
     def load(self, stored: Stored) -> None:
         """Load what `find` has found. The engine has no gradients."""
-        context, progress = self._context, self._progress
-        with self._own_call:
+        context, progress = self.context, self.progress
+        with self.own_call:
             self._load_tensors(stored)
             shared = SharedRNG(context.from_first(random_state(CPU)))
             notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared)))
@@ -180,7 +173,7 @@ class Checkpointer:
 
     def _refuse_other(self, stored: Stored) -> None:
         """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
-        own, common = self._state.collect(self._context, f"loading {stored.folder} failed", to_load=True), stored.common
+        own, common = self.state.collect(self.context, f"loading {stored.folder} failed", to_load=True), stored.common
         model: dict[str, Any] = {n.removeprefix(MODEL): t.shape for n, t in own.tensors.items() if 0 not in t.shape}
         saved: dict[str, Any] = {
             n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)
@@ -189,9 +182,9 @@ class Checkpointer:
             *validate.model_problems(
                 model | dict.fromkeys(own.extras), saved | dict.fromkeys(common["extras"]), "the checkpoint"
             ),
-            *validate.optimizer_problems(self._state.update.optimizer, self._lr.scheduler, own.groups, common),
+            *validate.optimizer_problems(self.state.update.optimizer, self.lr.scheduler, own.groups, common),
         ]
-        saved_name, name = storage.engine_name(stored.manifest), self._config.name
+        saved_name, name = storage.engine_name(stored.manifest), self.config.name
         if saved_name and name and saved_name != name:
             problems.append(f"the engine {saved_name!r} saved it, and this is {name!r}; give each a separate folder")
         if problems:
@@ -202,7 +195,7 @@ class Checkpointer:
         """Load the weights into masters and model, the optimizer's state, and the average of the weights."""
         from . import dcp
 
-        state, average = self._state, self._state.average
+        state, average = self.state, self.state.average
         targets = {MODEL + name: shard for name, shard in state.weight_targets().items()}
         of_optimizer, values = state.state_targets(stored.tensors, stored.common["plain_state"])
         averages = state.average_targets(stored.tensors)
@@ -212,7 +205,7 @@ class Checkpointer:
             dcp.read(shards, stored.metadata, stored.folder)
             state.load_optimizer(values, stored.common["groups"])
 
-        run_on_all_ranks(self._context, stored.too_late, read)
+        run_on_all_ranks(self.context, stored.too_late, read)
         state.publish()
         if average.values:
             average.restart(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
@@ -224,8 +217,8 @@ class Checkpointer:
             shared: rank 0's current random numbers. In another layout, ranks with the same continue with rank 0's saved
                 ones, from which the order of the next epochs is drawn; others keep theirs.
         """
-        context, common, about = self._context, stored.common, stored.manifest
-        state, parallel_model, lr, loader = self._state, self._state.parallel_model, self._lr, self._loader
+        context, common, about = self.context, stored.common, stored.manifest
+        state, parallel_model, lr, loader = self.state, self.state.parallel_model, self.lr, self.loader
         for key in state.extras().keys() & common["extras"].keys():
             state.model.get_submodule(key.rpartition(".")[0]).set_extra_state(common["extras"][key])
         state.update.skip_counter.load_state_dict(common["skips"])
@@ -242,7 +235,7 @@ class Checkpointer:
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
         if not same:
-            rank_state.reseed(self._config.seed + _SEED_STEP * common["global_step"], context, parallel_model)
+            rank_state.reseed(self.config.seed + _SEED_STEP * common["global_step"], context, parallel_model)
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
@@ -260,7 +253,7 @@ class Checkpointer:
 
     def _compare_settings(self, stored: Stored) -> None:
         given = dict(enumerate(stored.common.get("given", ())))  # missing in older checkpoints
-        names = [group["params"] for group in self._state.groups()]
+        names = [group["params"] for group in self.state.groups()]
         groups = [1 + index_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
         self._settings.loaded(stored.folder, [given.get(number, {}) for number in (0, *groups)])
 
@@ -268,15 +261,15 @@ class Checkpointer:
 
     def state_dict(self) -> dict[str, Any]:
         """`Engine.state_dict`."""
-        state, schedule = self._state, self._lr.state_dict()  # first: it advances for the last update
-        with self._own_call:
+        state, schedule = self.state, self.lr.state_dict()  # first: it advances for the last update
+        with self.own_call:
             update, model = state.update.state_dict(), state.model.state_dict()  # first copies the user's writes
         return {
             "model": model,
             "update": update,
             "lr_scheduler": schedule,
             "given": self._settings.in_force,
-            "global_step": self._progress.global_step,
+            "global_step": self.progress.global_step,
             "layout": self._coordinates(),
             "average": state.average.state_dict(),
             **self._own_state(),
@@ -285,38 +278,38 @@ class Checkpointer:
     def _own_state(self) -> dict[str, Any]:
         """State that differs between ranks."""
         return {
-            "random": rank_state.rank_random(self._context, self._state.parallel_model),
-            "dataloader": None if self._loader is None else self._loader.state_dict(),
+            "random": rank_state.rank_random(self.context, self.state.parallel_model),
+            "dataloader": None if self.loader is None else self.loader.state_dict(),
             "attached": self.attached.state_dict(),
         }
 
     def _coordinates(self) -> dict[str, int]:
-        parallel_model = self._state.parallel_model
+        parallel_model = self.state.parallel_model
         sharding = {axis.dim for axis in parallel_model.axes.values() if axis.splits}
-        return validate.coordinates(self._context, sharding | ({"dp"} if parallel_model.data.shards_state else set()))
+        return validate.coordinates(self.context, sharding | ({"dp"} if parallel_model.data.shards_state else set()))
 
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         """Raise InputError if `state` is no state dict of the same rank of the same layout."""
-        update = self._state.update
+        update = self.state.update
         validate.refuse_unfit(state.get("update", {}), len(update.loss_scales.scalers), "engine")
         validate.refuse_other_shards(state["layout"], self._coordinates())
         update.master_weights.refuse_unfit(state["update"]["masters"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Engine.load_state_dict`, of a state that fits. The engine has no gradients."""
-        self._state.model.load_state_dict(state["model"])
-        self._state.update.load_state_dict(state["update"])
-        self._state.average.load_state_dict(state.get("average", {}))
-        self._lr.load_state_dict(state["lr_scheduler"])
+        self.state.model.load_state_dict(state["model"])
+        self.state.update.load_state_dict(state["update"])
+        self.state.average.load_state_dict(state.get("average", {}))
+        self.lr.load_state_dict(state["lr_scheduler"])
         self._settings.loaded("the state", state.get("given", []))
-        self._progress.global_step = state["global_step"]
-        self._progress.results.clear()
-        if self._loader is not None and state["dataloader"] is not None:
-            same_rank = state["random"]["rank"] == self._context.rank
-            note = self._loader.load_state_dict(state["dataloader"], same_rank)
+        self.progress.global_step = state["global_step"]
+        self.progress.results.clear()
+        if self.loader is not None and state["dataloader"] is not None:
+            same_rank = state["random"]["rank"] == self.context.rank
+            note = self.loader.load_state_dict(state["dataloader"], same_rank)
             if note is not None:
                 _log.warning("%s", note)
-        rank_state.set_rank_random(state["random"], self._context, self._state.parallel_model)
+        rank_state.set_rank_random(state["random"], self.context, self.state.parallel_model)
         for note in self.attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
 

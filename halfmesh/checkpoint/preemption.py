@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,7 @@ AGAIN_S = 1.0
 """Seconds within which a second SIGINT is the same Ctrl-C: the terminal and the launcher both send it."""
 
 
+@dataclass(eq=False)
 class PreemptionHook(EngineHook):
     """Saves at step boundaries: periodically, and when a signal ends the run.
 
@@ -54,40 +56,32 @@ class PreemptionHook(EngineHook):
         loaders: of training and of evaluation.
     """
 
-    def __init__(
-        self,
-        options: CheckpointConfig,
-        model: nn.Module,
-        context: ParallelContext,
-        progress: Progress,
-        is_between_steps: Callable[[], bool],
-        loaders: Sequence[EngineDataLoader | None],
-        checkpointer: Checkpointer,
-    ) -> None:
-        self._options = options
-        self._model = model
-        self._context = context
-        self._progress = progress
-        self._is_between_steps = is_between_steps
-        self._loader = loaders[0]
-        self._checkpointer = checkpointer
-        self._directory = folder_of(options)
-        self._step = self._saved = progress.global_step
+    options: CheckpointConfig
+    model: nn.Module
+    context: ParallelContext
+    progress: Progress
+    is_between_steps: Callable[[], bool]
+    loaders: Sequence[EngineDataLoader | None]
+    checkpointer: Checkpointer
+
+    def __post_init__(self) -> None:
+        self._directory = folder_of(self.options)
+        self._step = self._saved = self.progress.global_step
         self._prepared = False
         self._handled = sys.exception()
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
         self._received: list[str] = []  # the requests to end the run, in order
-        names = options.signals if hasattr(sys, "ps1") else (*options.signals, "SIGINT")  # not interactively
+        names = self.options.signals if hasattr(sys, "ps1") else (*self.options.signals, "SIGINT")  # not interactively
         found = {name: find_handler(signal.Signals[name]) for name in names}
         self._handlers = list(filter(None, found.values()))
         for handler in self._handlers:
             handler.listeners.add(self)
         handled = frozenset(handler.number for handler in self._handlers)
-        for sharded in loaders:
+        for sharded in self.loaders:
             loader = None if sharded is None else sharded.loader.loader
             if loader is not None and loader.num_workers and handled:
                 loader.worker_init_fn = partial(worker_ignoring_signals, handled, loader.worker_init_fn)
-        others = [name for name in options.signals if found[name] is None]
+        others = [name for name in self.options.signals if found[name] is None]
         if others:
             why = "handled already (or this is not the main thread); call engine.preempt() from that handler"
             _log.warning("checkpoint.signals: %s: %s", ", ".join(others), why, ranks=None)
@@ -97,14 +91,14 @@ class PreemptionHook(EngineHook):
         if why in self._received:
             return False
         self._received.append(why)
-        if why == "SIGINT" and self._context.rank == 0:
+        if why == "SIGINT" and self.context.rank == 0:
             os.write(2, b"\nCtrl-C: training ends after this update, and is saved; press it again to end at once\n")
         return True
 
     def after_load(self) -> None:
         """Note that a checkpoint was loaded: the next event is not a step boundary."""
         self._read_flag()
-        self._step = self._saved = self._progress.global_step
+        self._step = self._saved = self.progress.global_step
 
     def before_fetch(self) -> None:
         """Called when the loop asks for a batch."""
@@ -113,9 +107,9 @@ class PreemptionHook(EngineHook):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called when the loop calls the model."""
-        loader = self._loader
+        loader = self.loaders[0]
         is_next = loader is None or not loader.runs or loader.is_untouched
-        if is_next and self._model.training and torch.is_grad_enabled():
+        if is_next and self.model.training and torch.is_grad_enabled():
             self._pass_boundary()
 
     def close(self, error: BaseException | None) -> None:
@@ -133,14 +127,14 @@ class PreemptionHook(EngineHook):
             self._handled = None
 
     def _pass_boundary(self) -> None:
-        step, before = self._progress.global_step, self._step
-        if step == before or not self._is_between_steps():
+        step, before = self.progress.global_step, self._step
+        if step == before or not self.is_between_steps():
             return
         self._step = step
         if not self._prepared:  # what would fail at the end is reported now
-            what = f"checkpoint.directory={self._options.directory!r}"
-            run_on_rank_zero(self._context, what, lambda: storage.lock(self._directory, self._checkpointer.locks))
-            self._checkpointer.refuse_unsavable()
+            what = f"checkpoint.directory={self.options.directory!r}"
+            run_on_rank_zero(self.context, what, lambda: storage.lock(self._directory, self.checkpointer.locks))
+            self.checkpointer.refuse_unsavable()
             self._prepared = True
         if not self._must_stop():
             self._save_if_due(before)
@@ -156,12 +150,12 @@ class PreemptionHook(EngineHook):
 
     def _must_stop(self) -> bool:
         """True if some rank had received a signal by the boundary before; a single rank, by now."""
-        if self._context.size == 1:
+        if self.context.size == 1:
             return bool(self._received)
         if self._read_flag():
             return True
         flag = torch.tensor(int(bool(self._received)))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._context.gloo_group("host"), async_op=True)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.context.gloo_group("host"), async_op=True)
         assert work is not None
         self._flag = work, flag
         return False
@@ -176,38 +170,38 @@ class PreemptionHook(EngineHook):
 
     def _reason(self) -> str:
         """The requests to end the run, on any rank, in words."""
-        return ", ".join(dict.fromkeys(name for names in self._context.everyone(self._received) for name in names))
+        return ", ".join(dict.fromkeys(name for names in self.context.everyone(self._received) for name in names))
 
     def _end(self) -> None:
         """End on all ranks: a signal that came after the last boundary counts, too."""
         self._read_flag()
         reason = self._reason()
-        if not all(self._context.everyone(self._is_between_steps())):
+        if not all(self.context.everyone(self.is_between_steps())):
             if reason:
                 _log.warning("stop signal (%s) in the middle of an accumulation cycle: no checkpoint written", reason)
-        elif reason and self._progress.global_step != self._saved:
+        elif reason and self.progress.global_step != self._saved:
             self._save_last(reason)
         else:
             self._save_if_due(self._step)
 
     def _save_if_due(self, before: int) -> None:
         """Save if a multiple of `every` lies after step `before`."""
-        step, every = self._progress.global_step, self._options.every
+        step, every = self.progress.global_step, self.options.every
         if every is not None and step // every > before // every:
-            self._save(self._options.in_background)
+            self._save(self.options.in_background)
 
     def _save_last(self, reason: str) -> Path:
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
-            self._checkpointer.wait()
+            self.checkpointer.wait()
         folder = self._save()
-        done = f"interrupted by {reason}; saved update {self._progress.global_step} in {folder}"
+        done = f"interrupted by {reason}; saved update {self.progress.global_step} in {folder}"
         _log.info("%s; run again with resume='auto' to go on", done)
         return folder
 
     def _save(self, in_background: bool = False) -> Path:
-        self._saved = self._progress.global_step
-        self._context.agree_on_call("engine.save")
-        return self._checkpointer.save(self._directory, self._options.keep, in_background)
+        self._saved = self.progress.global_step
+        self.context.agree_on_call("engine.save")
+        return self.checkpointer.save(self._directory, self.options.keep, in_background)
 
 
 # -- config keys -------------------------------------------------------------------------------------------------------
