@@ -6,8 +6,8 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -129,27 +129,24 @@ def _complete(path: Path, paths: Sequence[Path], content: Mapping[str, Any]) -> 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
-Readers = dict[str, tuple[Shape, Callable[[tuple[slice, ...]], torch.Tensor]]]
-"""For each tensor of a file: its shape, and a function that reads a box of it."""
-
 
 def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> None:
     """`Engine.load_weights`: each rank reads its shards."""
     what = f"loading weights from {path} failed"
     targets, first = state.weight_targets(), state.parallel_model.first_names(state.model)
     with ExitStack() as opened:
-        saved: Readers = {}
+        saved: dict[str, Any] = {}
 
         def find_tensors() -> dict[str, Shape]:
             for file in _find_files(path):
-                readers = opened.enter_context(_open_file(file))
-                saved.update({first.get(name, name): reader for name, reader in readers.items()})
+                saved.update({first.get(name, name): tensor for name, tensor in _open_file(file, opened).items()})
             return {name: shard.placement.shape for name, shard in targets.items()}
 
         model = {
             name: shape for shapes in gather_results(context, what, find_tensors) for name, shape in shapes.items()
         }
-        problems = list(model_problems(model, {name: shape for name, (shape, _) in saved.items()}, "the file"))
+        shapes = {name: tuple(t.shape if isinstance(t, torch.Tensor) else t.get_shape()) for name, t in saved.items()}
+        problems = list(model_problems(model, shapes, "the file"))
         if problems:
             raise InputError(bullet_list(f"{path} does not fit the model of this engine:", problems))
 
@@ -157,7 +154,7 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
         def read() -> None:
             for name, shard in targets.items():
                 for region in shard.placement.regions:
-                    region.view(shard.tensor).copy_(saved[name][1](slices(region.at, region.sizes)))
+                    region.view(shard.tensor).copy_(saved[name][slices(region.at, region.sizes)])
 
         run_on_all_ranks(context, f"{what} after some weights had changed; create the engine again", read)
     state.publish()
@@ -177,23 +174,17 @@ def _find_files(path: Path) -> list[Path]:
     return [index.with_name(name) for name in sorted(set(weight_map.values()))]
 
 
-@contextmanager
-def _open_file(path: Path) -> Iterator[Readers]:
-    """The tensors of a file; other values are left out."""
+def _open_file(path: Path, opened: ExitStack) -> dict[str, Any]:
+    """The tensors of a file, to be sliced while `opened` is; other values are left out."""
     if path.suffix != ".safetensors":
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        yield {name: (tuple(t.shape), t.__getitem__) for name, t in state.items() if isinstance(t, torch.Tensor)}
-        return
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as file:
-        found: Readers = {}
-        for name in file.keys():  # noqa: SIM118 - it is no dict
-            tensor = file.get_slice(name)
-            shape = tuple(tensor.get_shape())
-            # A 0-dim tensor has no slices.
-            found[name] = shape, tensor.__getitem__ if shape else file.get_tensor(name).__getitem__
-        yield found
+    file = opened.enter_context(safe_open(path, framework="pt"))
+    tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    # A 0-dim tensor has no slices.
+    return {name: tensor if tensor.get_shape() else file.get_tensor(name) for name, tensor in tensors.items()}
 
 
 def gather_tensor(
