@@ -43,9 +43,6 @@ def last_layer_in_half():
     return model
 
 
-FEW = DataLoader(TensorDataset(*make_data(3)), 8, drop_last=True)
-
-
 class Wrapper(optim.Optimizer):
     """Steps another optimizer, and never called Optimizer.__init__."""
 
@@ -108,7 +105,7 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ({"model": half_on_meta()}, "model: last.weight, last.bias are on the meta device, without values"),
         (
             {"model": complex_model()},
-            "model: c are complex, for which no precision mode is defined; .*view_as_real",
+            "model: c are complex; .*view_as_real",
         ),
         (
             {"model": last_layer_in_half(), "config": FP16_TORCH},
@@ -127,17 +124,13 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
             {"optimizer": sgd(MLP(seed=3).parameters())},
             r"holds 9 parameters not of the model: param_groups\[0\]",
         ),
-        ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__ .*'adamw' in place of 'lookahead_adamw'"),
-        ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .* Use SGD, Adam, AdamW"),
-        ({"optimizer": optim.LBFGS, "config": NAIVE_BF16}, "LBFGS.step needs 'closure'"),
+        ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__, .*'adamw' in place of 'lookahead_adamw'"),
         ({"loader": Endless(begins=True)}, "dataloader: Endless goes on with one iterator .*persistent_workers=True"),
         ({"eval_dataloader": Endless(begins=False)}, "eval_dataloader: Endless goes on with one iterator"),
         ({"criterion": "cross_entropy"}, "criterion: a callable .* is needed, but a str was given"),
         ({"criterion": nn.MSELoss}, r"the class MSELoss was given, not a criterion; write MSELoss\(\)"),
         ({"loader": [(1, 2)]}, "dataloader: a torch.utils.data.DataLoader is needed, but a list was given"),
         ({"loader": TensorDataset(*make_data())}, "but a TensorDataset was given; halfmesh.get_dataloader"),
-        ({"loader": FEW}, "dataloader: it is empty: .* more samples than batch_size x data ranks"),
-        ({"eval_dataloader": FEW}, "eval_dataloader: it is empty"),
         ({"lr_scheduler": STEP_LR(sgd(MLP().parameters()))}, "lr_scheduler: it was built on another optimizer"),
         ({"lr_scheduler": PLATEAU}, "ReduceLROnPlateau.step needs a metric.* lr_interval='manual'"),
         (

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..config.composition import Setup
-from ..engine.parallel_plans import make_plans
+from ..engine.parallelize import make_plans
 from ..errors import ConfigError, HalfmeshError
 from ..parallel.registries import SCHEDULES
 from .model_spec import build_model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config.composition import Setup, find_advice
-from ..engine.parallel_plans import make_plans
+from ..engine.parallelize import make_plans
 from ..errors import counted, readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from ..report import mesh_picture

@@ -2,15 +2,14 @@
 
 initialize         from the user's objects and a config to an engine; launch: joins the ranks, before there is a model
 inputs             checks of model, optimizer and loaders
-parallel_plans     how the model will be sharded, compiled and recomputed, before anything changes
-parallelize        shards the model in place; compilation: the modules to compile and to recompute
+parallelize        plans and applies shards; compilation: the modules to compile and to recompute
 engine             forward, backward, step. Below it:
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
 executor           forward and criterion in one process
 pipeline_executor  the same under a pipeline, with pipeline_handles, last_stage and row_trial
 lr_scheduler       advances the scheduler; schedulers with a warm-up
 ema                the moving average of the weights, and the model with it
-guards             mistakes in the user's loop
+guards             what may change while a run trains; hints: warnings of mistakes in the loop
 summary            the resolved configuration, printed at the start
 convert_to_amp     a precision mode without an engine
 

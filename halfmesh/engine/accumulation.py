@@ -150,8 +150,7 @@ class Accumulation:
             if not isinstance(loss, (tuple, list)) or len(loss) != 2:
                 raise InputError(
                     f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} "
-                    "was given; return the summed loss and the number it is to be divided by, or use "
-                    "loss_reduction='mean'"
+                    "was given; return the summed loss and the number it is to be divided by"
                 )
             loss, weight = loss
         _check_scalar(loss)
@@ -246,12 +245,8 @@ class Accumulation:
 def _check_scalar(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
         raise InputError(
-            f"backward takes the loss tensor, but a {type(loss).__name__} was given"
-            + (
-                "; for a criterion that returns (sum, weight) set loss_reduction='weighted'"
-                if isinstance(loss, (tuple, list))
-                else ""
-            )
+            f"backward takes the loss tensor, but a {type(loss).__name__} was given; for a criterion that returns "
+            "(sum, weight) set loss_reduction='weighted'"
         )
     if loss.numel() != 1:
         raise InputError(
@@ -261,5 +256,5 @@ def _check_scalar(loss: Any) -> None:
     if not loss.requires_grad:
         raise InputError(
             "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
-            "parameter that requires gradients was used; compute it outside of no_grad, from what engine(...) returned"
+            "parameter that requires gradients was used; compute it from what engine(...) returned"
         )

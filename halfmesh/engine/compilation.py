@@ -131,10 +131,6 @@ def uncompile(module: nn.Module) -> None:
     module._compiled_call_impl = None
 
 
-_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""Attributes by which Hugging Face's and timm's modules checkpoint themselves."""
-
-
 def resolve_recomputed(
     model: nn.Module, options: ActivationCheckpointConfig, partition: Partition | None, compiled: Sequence[str]
 ) -> tuple[tuple[str, ...], list[str]]:
@@ -144,13 +140,13 @@ def resolve_recomputed(
         partition: how a pipeline splits the model, if one does.
         compiled: the names of its compiled modules.
     """
-    problems = list(_find_own(model))
+    problems: list[str] = []
     if options.patterns:
         names, more = _find_matches(model, options.patterns, partition)
         problems += more
     else:
         blocks = called_blocks(model, partition)
-        names = list(dict.fromkeys(blocks))[:: options.every]
+        names = list(blocks)[:: options.every]
         if not names:
             problems.append(_no_blocks(model, partition))
     inside = [name for name in names if "" in compiled or _is_below(name, set(compiled))]
@@ -172,16 +168,15 @@ def _find_matches(
     problems: list[str] = []
     for pattern in patterns:
         names = {name for name in called if fnmatchcase(name, pattern)}
+        why = ""
         if not names:
             rows = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
             why = f"only {shorten(rows)}, which is never called as a whole" if rows else "no module"
-            near = near_names(f"{pattern}.*" if rows else pattern, called)
-            problems.append(f"activation_checkpoint: the pattern {pattern!r} matches {why}{near}")
-        if names and names <= passed_by:
-            problems.append(
-                f"activation_checkpoint: the pattern {pattern!r} matches {shorten(sorted(names))}, which is not called "
-                "as a whole by a stage of the pipeline; name modules below it"
-            )
+            why += near_names(f"{pattern}.*" if rows else pattern, called)
+        elif names <= passed_by:
+            why = f"{shorten(sorted(names))}, which is not called as a whole by a stage of the pipeline"
+        if why:
+            problems.append(f"activation_checkpoint: the pattern {pattern!r} matches {why}")
         found |= names - passed_by
     return [name for name in called if name in found and not _is_below(name, found)], problems
 
@@ -193,21 +188,9 @@ def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
     whole = "" if partition is None else " that a stage of the pipeline calls as a whole"
     example = general[0] if general else "encoder"
     return (
-        f"activation_checkpoint: {type(model).__name__} has no repeated blocks{whole} (two or more modules of one "
-        "class, with modules of their own, in a ModuleList or Sequential); name the modules: activation_checkpoint = "
-        f"dict(patterns=[{example!r}]); it has {shorten(general, 12)}"
+        f"activation_checkpoint: {type(model).__name__} has no repeated blocks{whole}; name the modules: "
+        f"activation_checkpoint = dict(patterns=[{example!r}]); it has {shorten(general, 12)}"
     )
-
-
-def _find_own(model: nn.Module) -> Iterator[str]:
-    """Modules that would be recomputed twice."""
-    own = [n or "the model" for n, m in model.named_modules() if any(getattr(m, flag, None) is True for flag in _FLAGS)]
-    if own:
-        yield (
-            f"activation_checkpoint: the model already checkpoints itself ({shorten(own)}), and would recompute these "
-            "twice; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
-            "model.set_grad_checkpointing(False) (timm), or leave activation_checkpoint out"
-        )
 
 
 def _is_below(name: str, others: set[str]) -> bool:

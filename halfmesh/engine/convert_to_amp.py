@@ -119,7 +119,6 @@ class AMPModel(nn.Module):
         self.module = module
         self._precision = precision
         self._sync_writes = UncopiedHook(update.sync_writes)  # a copy of the model has no masters
-        self.register_state_dict_post_hook(_remove_module_prefix)
         self.register_load_state_dict_pre_hook(_add_module_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +138,10 @@ class AMPModel(nn.Module):
         """O1's lists of functions, to which your own can be added; None for other modes."""
         return self._precision.casts
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of the model itself, also where the wrapper is a submodule."""
+        return self.module.state_dict(*args, **kwargs)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as the model does, and update masters too. Messages use the model's names."""
         return self.module.load_state_dict(*args, **kwargs)
@@ -150,19 +153,9 @@ class AMPModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def _remove_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Save tensors under the names that they have in the model itself, also where the wrapper is a submodule."""
-    inner = f"{prefix}module."
-    moved = [(key, state.pop(key)) for key in list(state) if key.startswith(inner)]
-    state.update({prefix + key.removeprefix(inner): value for key, value in moved})
-    metadata = getattr(state, "_metadata", {})  # versions of modules; under both names, to load into either
-    versions = {key: value for key, value in metadata.items() if f"{key}.".startswith(inner)}
-    metadata.update({(prefix + f"{key}.".removeprefix(inner)).rstrip("."): value for key, value in versions.items()})
-
-
 def _add_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    moved = [(key, state.pop(key)) for key in list(state) if key.startswith(prefix)]
-    state.update({f"{prefix}module.{key.removeprefix(prefix)}": value for key, value in moved})
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 class AMPCriterion(nn.Module):
@@ -233,7 +226,7 @@ class AMPOptimizer(optim.Optimizer):
         if not self._accumulation.has_backward:
             raise InputError(
                 "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
-                "in place of loss.backward(), which does not scale the loss"
+                "in place of loss.backward()"
             )
         return self._accumulation.step()
 

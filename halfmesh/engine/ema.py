@@ -72,8 +72,9 @@ class WeightAverage:
         weight: float | torch.Tensor = 1 - self.decay
         if self._update.found_inf is not None:
             weight = (1 - self._update.found_inf) * weight
-        limit = bucket_bytes(self._update.device, sum(map(_numel, masters.trained)))
-        for shards in by_bytes(masters.trained, limit, _numel):  # bounds the memory of differences
+        sizes = {shard: shard.param.numel() for shard in masters.trained}
+        limit = bucket_bytes(self._update.device, sum(sizes.values()))
+        for shards in by_bytes(masters.trained, limit, sizes.__getitem__):  # bounds the memory of differences
             _lerp_([self.values[s] for s in shards], [masters.target(s) for s in shards], weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -156,10 +157,6 @@ class AveragedModel:
         """Write the full model with the averaged weights, as `Engine.save_weights` does. All ranks together."""
         with self.applied():
             self._engine.save_weights(path, format=format, max_file_gb=max_file_gb)
-
-
-def _numel(shard: ParamShard) -> int:
-    return shard.param.numel()
 
 
 def _lerp_(targets: list[torch.Tensor], sources: Sequence[torch.Tensor], weight: float | torch.Tensor) -> None:

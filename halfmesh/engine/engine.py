@@ -186,8 +186,8 @@ class Engine:
             told()
         if not accumulation.has_backward and not (last and accumulation.in_progress):
             raise InputError(
-                "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
-                "(loss.backward() does not count)"
+                "engine.step() was called before engine.backward(loss): there is nothing to step with (loss.backward() "
+                "does not count)"
             )
         updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
         if updates and lr is not None:
@@ -224,14 +224,10 @@ class Engine:
         accumulation cycle, or before backward.
         """
         accumulation = self._accumulation
-        if not accumulation.has_backward:
-            raise InputError(
-                "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
-            )
         if not accumulation.is_last_microbatch:
             raise InputError(
-                f"engine.clip_grad_norm_ was called on microbatch {accumulation.position}, where gradients are "
-                "incomplete; call it on the last one only, or set clip_grad_norm in the config"
+                "engine.clip_grad_norm_ was called before engine.backward(loss) of a cycle's last microbatch (after "
+                f"{accumulation.position}): gradients are incomplete; call it then, or set clip_grad_norm in the config"
             )
         return self._update.clip_grad_norm_(max_norm, accumulation.grad_divisor())
 
@@ -457,10 +453,7 @@ class Engine:
         """
         self._refuse_if_closed()
         if self._preemption is None:
-            raise InputError(
-                "engine.preempt(): the config does not say where to save; set checkpoint='checkpoints', or call "
-                "engine.save and end the loop yourself"
-            )
+            raise InputError("engine.preempt(): the config does not say where to save; set checkpoint='checkpoints'")
         self._preemption.request_stop()
 
     def save_weights(
@@ -521,7 +514,7 @@ class Engine:
         if average.decay is not None:
             raise InputError(
                 f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
-                f"{average.decay}; use what the first call returned, and set its decay to change that"
+                f"{average.decay}; set the decay of what the first call returned"
             )
         model = AveragedModel(self, self._state, self._accumulation, decay)
         average.restart(besides=average.values)

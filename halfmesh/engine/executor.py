@@ -31,13 +31,15 @@ def random_numbers(
         with saving():
             yield
         return
-    parallel_model.settle()  # a backward may have left a fork open, which must not be restored
+    for settle in parallel_model.settles:  # a backward may have left a fork open, which must not be restored
+        settle()
     with parallel_model.host_random if parallel_model.same_layers else nullcontext(), random:
         try:
             with saving():
                 yield
         finally:
-            parallel_model.settle()
+            for settle in parallel_model.settles:
+                settle()
 
 
 class DirectExecutor:

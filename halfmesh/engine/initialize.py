@@ -14,7 +14,6 @@ from torch import nn, optim
 
 from .. import compat
 from ..amp.convert import convert
-from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.plugin import AMP_PLUGINS
 from ..amp.precision import Precision, find_kept_problems
 from ..amp.recipe import Recipe, UpdateOptions
@@ -53,8 +52,7 @@ from .guards import ForwardWrites, GradientGuard, SameTrained
 from .hints import CountedBatches, ModelGuard, SameInputs
 from .launch import Launch
 from .lr_scheduler import LRAdvance
-from .parallel_plans import Plans, make_plans
-from .parallelize import ParallelModel
+from .parallelize import ParallelModel, Plans, make_plans
 from .summary import make_plan
 
 _log = get_logger(__name__)
@@ -106,10 +104,9 @@ def initialize(
         IncompatibleConfigError: an unsupported combination, or one that does not fit model or device.
         InputError: arguments of the wrong kind.
     """
+    given = _Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler)
     with recorded_for_torchrun():
-        return _initialize(
-            _Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler), config, device
-        )
+        return _initialize(given, config, device)
 
 
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
@@ -123,16 +120,23 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         compat.raise_for(compat.check_setup(setup, device.type))  # with the length of a cycle
     settings = setup.config
     with ExitStack() as undo:  # after an error the model can be given again
-        given = _build(given, undo)
+        _build(given, undo)
         plans = _refuse_problems(given, setup, device)
-        group = launchers.ensure_process_group(
-            device,
-            settings.timeout,
-            launchers.choose_backend(settings, device),
-            setup.dims.rank_names,
-            alone=plans.strategy.shards_model,
+        backend = launchers.choose_backend(settings, device)
+        names, alone = setup.dims.rank_names, plans.strategy.shards_model
+        group = launchers.ensure_process_group(device, settings.timeout, backend, names, alone)
+        context = ParallelContext(setup.dims, device, group, settings.timeout)
+        same_on_ranks(
+            {key: getattr(settings, key) for key in type(settings).model_fields},
+            what="the ranks were given different configs ({ranks} another one than rank 0); start all with the same",
         )
-        context, loaders, late = _prepare(given, setup, device, group)
+        loaders = [
+            None if loader is None else ShardedLoader(loader, context, training)
+            for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
+        ]
+        if setup.strategy.shards_model:
+            inputs.refuse_uneven_evaluation(loaders[1], context)
+        late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
         undo.pop_all()
     broadcast_initial_state(context, given.model, given.optimizer)
     ends = ExitStack()  # what closes the engine
@@ -145,42 +149,24 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         if owner is not None:
             owner.failures.watch(engine)
         context.begin_calls(owner)
-        _resume(engine)
+        if settings.resume is not None:
+            from ..checkpoint.preemption import find_resumed
+
+            if (folder := find_resumed(settings, context)) is not None:
+                engine.load(folder)
     except BaseException as error:
         if plans.axes or plans.strategy.shards_state:
-            error.add_note(
-                "model and optimizer were sharded by then and cannot be given back: before you call initialize again, "
-                "build new ones"
-            )
+            error.add_note("model and optimizer were sharded by then: build new ones before you call initialize again")
         ends.__exit__(type(error), error, None)
         raise
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
         _log.warning(
-            "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, so "
-            "checkpoints have it, too; to avoid this, pass the uncompiled model and set compile = True in the config"
+            "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, and so to "
+            "those in checkpoints; pass the uncompiled model, and set compile = True in the config"
         )
     if group is not None:
         group.join(context)  # not earlier: a refused call closes nothing
     return engine
-
-
-def _prepare(
-    given: _Given, setup: Setup, device: torch.device, group: launchers.OwnedGroup | None
-) -> tuple[ParallelContext, list[ShardedLoader | None], Materializer | None]:
-    """Run the checks of all ranks together, before anything is changed."""
-    config, context = setup.config, ParallelContext(setup.dims, device, group, setup.config.timeout)
-    same_on_ranks(
-        {key: getattr(config, key) for key in type(config).model_fields},
-        what="the ranks were given different configs ({ranks} another one than rank 0); start all with the same one",
-    )
-    loaders = [
-        None if loader is None else ShardedLoader(loader, context, training)
-        for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
-    ]
-    if setup.strategy.shards_model:
-        inputs.refuse_uneven_evaluation(loaders[1], context)
-    late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
-    return context, loaders, late
 
 
 def _make_engine(
@@ -204,7 +190,13 @@ def _make_engine(
     precision, options, data = _precision(config, recipe, context.device), _update_options(config), parallel_model.data
     update = convert(model, given.optimizer, shards, precision, context, options, data.update_device, data.publisher)
     ends.callback(update.close, undo=not parallel_model.divides)
-    reducer = _make_reduction(model, update, context, config, parallel_model)
+    trained, reductions = update.master_weights.trained, list[Reduction]()
+    if context.dp_size > 1 or data.shards_model:
+        scaled, weighted = update.loss_scales.scale is not None, config.loss_reduction == "weighted"
+        withholds = scaled or weighted or bool(parallel_model.axes)
+        reductions.append(data.make_reducer(trained, dict(model.named_buffers()), withholds))
+    reductions += parallel_model.make_reductions(trained)
+    reducer = CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
     if reducer is not None:
         ends.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
@@ -272,36 +264,6 @@ def _make_engine(
     )
 
 
-def _make_reduction(
-    model: nn.Module,
-    update: MixedPrecisionOptimizer,
-    context: ParallelContext,
-    config: Config,
-    parallel_model: ParallelModel,
-) -> Reduction | None:
-    """The reducer that completes gradients over the data ranks and the other axes."""
-    reductions: list[Reduction] = []
-    if context.dp_size > 1 or parallel_model.data.shards_model:
-        withholds = (
-            update.loss_scales.scale is not None or bool(parallel_model.axes) or config.loss_reduction == "weighted"
-        )
-        trained, buffers = update.master_weights.trained, dict(model.named_buffers())
-        reductions.append(parallel_model.data.make_reducer(trained, buffers, withholds))
-    reductions += parallel_model.make_reductions(update.master_weights.trained)
-    return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
-
-
-def _resume(engine: Engine) -> None:
-    """Load the checkpoint that the config's `resume` names."""
-    if engine.config.resume is None:
-        return
-    from ..checkpoint.preemption import find_resumed
-
-    folder = find_resumed(engine.config, engine.context)
-    if folder is not None:
-        engine.load(folder)
-
-
 def _load(config: Any) -> Config:
     if config is None:
         raise InputError(
@@ -311,20 +273,18 @@ def _load(config: Any) -> Config:
     return load_config(config)
 
 
-def _build(given: _Given, undo: ExitStack) -> _Given:
+def _build(given: _Given, undo: ExitStack) -> None:
     """Call the model, optimizer and scheduler that were given as callables."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
         given.model = build(given.model)
     if isinstance(given.model, nn.Module):
         convert_to_meta(given.model, given.optimizer, undo)
-    takes_params = callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer)
-    if takes_params and isinstance(given.model, nn.Module):
-        given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
+        if callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer):
+            given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
     refuse_early_state(given.optimizer)
     finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
     if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
         given.lr_scheduler = given.lr_scheduler(given.optimizer)
-    return given
 
 
 def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:

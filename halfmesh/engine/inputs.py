@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sized
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..amp.precision import find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
-from ..errors import NO_BATCH, InputError, counted, shorten
+from ..errors import InputError, counted, shorten
 from ..parallel.deferred.creation import recorded
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
@@ -39,24 +38,19 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: to
     owners = [*model.modules(), *(getattr(hook, "__self__", None) for hook in call_hooks(model))]
     if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):
         yield (
-            "model: this rank holds a part of it for another engine (tensor=..., pipeline=..., expert=...), also after "
-            "close; build the model again, and load into it what full_state_dict() of that engine returned"
+            "model: this rank holds a part of it for another engine, also after close; build the model again, and "
+            "load into it what full_state_dict() of that engine returned"
         )
         return
     params = dict(model.named_parameters())
-    complex_params = [name for name, p in params.items() if p.is_complex()]
-    if complex_params:
-        yield (
-            f"model: {shorten(complex_params)} are complex, for which no precision mode is defined; keep real and "
-            "imaginary part as one real parameter (torch.view_as_real)"
-        )
+    if complex_params := [name for name, p in params.items() if p.is_complex()]:
+        yield f"model: {shorten(complex_params)} are complex; keep each as a real parameter (torch.view_as_real)"
     compound = {name: tensor for name, tensor in chain(params.items(), model.named_buffers()) if is_compound(tensor)}
     if compound:
         kind = type(next(iter(compound.values()))).__name__
         yield (
             f"model: {shorten(list(compound))} are made of other tensors ({kind}: quantised weights), which the engine "
-            "neither casts nor saves; pass the model as it was before quantize_, with that part frozen, and quantise "
-            "it after training"
+            "neither casts nor saves; pass the model as it was before quantize_, with that part frozen"
         )
         return
     sharded = [name for name, p in params.items() if hasattr(p.data, "__tensor_flatten__")]
@@ -92,27 +86,19 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
     """Problems of the optimizer with this model."""
     if not isinstance(optimizer, optim.Optimizer):
         yield (
-            "optimizer: a torch.optim.Optimizer over model.parameters() (or a callable `params -> Optimizer`) is "
+            "optimizer: a torch.optim.Optimizer over model.parameters(), or a callable `params -> Optimizer`, is "
             f"needed, but {_kind(optimizer)} was given"
         )
         return
     try:
         optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
-        parameters = inspect.signature(type(optimizer).step).parameters.values()
-        needed = [p.name for p in list(parameters)[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     except AttributeError:
         yield (
-            f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__ and keeps state in "
-            "another optimizer, so neither fp32 masters nor checkpoints can follow it (timm's Lookahead is one); pass "
-            "the inner optimizer ('adamw' in place of 'lookahead_adamw'), and average with engine.averaged_model()"
+            f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so neither masters "
+            "nor checkpoints can follow it (timm's Lookahead is one); pass the inner optimizer ('adamw' in place of "
+            "'lookahead_adamw'), and average with engine.averaged_model()"
         )
         return
-    if needed:
-        yield (
-            f"optimizer: {type(optimizer).__name__}.step needs {needed[0]!r}, with which it computes the loss several "
-            "times in an update; the engine steps once, after backward. Use SGD, Adam, AdamW or another one whose step "
-            "needs no argument, or train with it in a loop of your own"
-        )
     if is_stepped(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield (
             "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "
@@ -171,8 +157,6 @@ def find_other_problems(
                 "sharded nor resumed; pass a DataLoader with persistent_workers=True, which keeps its workers, too "
                 "(with timm's create_loader: use_multi_epochs_loader=False)"
             )
-        elif _is_empty(loader):
-            yield f"{name}: it is empty: {NO_BATCH}"
     if lr_scheduler is None:
         return
     if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
@@ -227,13 +211,6 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: 
         f"model: {counted(len(odd), 'parameter')} in {dtype_name(dtype)} ({shorten(odd)}), but {what} they have to be "
         f"{names}: without fp32 masters small updates are lost; build the model in {names}{naive}"
     )
-
-
-def _is_empty(loader: DataLoader[Any]) -> bool:
-    try:
-        return len(loader) == 0
-    except TypeError:  # an IterableDataset without a length
-        return False
 
 
 def _goes_on(loader: DataLoader[Any]) -> bool:

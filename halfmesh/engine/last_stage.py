@@ -3,7 +3,7 @@ batch, which one process trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose, isfinite, isnan, nan
 from typing import Any
@@ -28,10 +28,9 @@ _RTOL, _RTOL_HALF = 5e-4, 2e-2  # far above rounding, in fp32 and in half precis
 _ATOL = 1e-6  # terms of both signs may cancel out
 _OTHER_WAYS = (
     "A criterion with class weights or ignore_index has to return (sum, weight), with loss_reduction='weighted': "
-    "`total = F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')`, then `return total, (target "
-    "!= i).sum()`, or with class weights `return total, weight[target[target != i]].sum()`. One that compares the "
-    "samples of a batch with each other (a contrastive loss, a norm over the batch) cannot be split into microbatches: "
-    "train it without parallel.pipeline"
+    "`F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')` and `(target != i).sum()`, or with "
+    "class weights `weight[target[target != i]].sum()`. One that compares the samples of a batch (a contrastive loss) "
+    "cannot be split into microbatches: train it without parallel.pipeline"
 )
 
 
@@ -41,14 +40,14 @@ class CriterionCalls:
 
     Attributes:
         given: the call that was split, and `versions` of its tensors, which may not change before backward.
-        whole: the call for the full batch, if the losses of the microbatches are compared with it.
+        full: the call for the full batch, if the losses of the microbatches are compared with it.
     """
 
     function: Callable[..., Any]
     calls: Sequence[Call]
     given: Given
     versions: Sequence[int]
-    whole: WholeBatch | None
+    full: FullBatch | None
 
 
 class LastStage:
@@ -83,8 +82,8 @@ class LastStage:
         output = self._precision.cast_output(output)
         if self._keeps_outputs:
             self._outputs[index] = map_tensors(torch.Tensor.detach, output)
-        if self._criterion.whole is not None:
-            self._criterion.whole.keep(output, index)
+        if self._criterion.full is not None:
+            self._criterion.full.keep(output, index)
         call = self._criterion.calls[index]
         args, kwargs = replace((call.args, dict(call.kwargs)), self._handle, output)
         value = self._precision.criterion(self._criterion.function, *args, **kwargs)
@@ -99,26 +98,31 @@ class LastStage:
     def figures(self, device: torch.device) -> torch.Tensor:
         """The batch's loss, its weight if weighted, and if compared the loss computed on the full batch, nan if equal:
         float64 [2] or [3]."""
-        reduction, whole = self._accumulation.reduction, self._criterion.whole
+        reduction, full = self._accumulation.reduction, self._criterion.full
         losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
         weights = [weight.to(device) for weight in self._weights.values()]
         weight = torch.stack(weights).sum() if weights else torch.zeros_like(losses[0])
         figures = torch.stack([losses.mean() if reduction == "mean" else losses.sum(), weight])
-        if whole is None:
+        if full is None:
             return figures
         divisor = {"mean": float(len(losses)), "sum": 1.0, "weighted": float(weight) or 1.0}[reduction]
-        return torch.cat([figures, figures.new_tensor([whole.other_loss(losses.tolist(), divisor, self._precision)])])
+        return torch.cat([figures, figures.new_tensor([full.other_loss(losses.tolist(), divisor, self._precision)])])
 
     def output(self) -> Any:
         """The outputs of all microbatches, joined."""
-        parts = [tensors_of(self._outputs[index]) for index in range(len(self._outputs))]
-        joined = iter([torch.cat([t if t.dim() else t[None] for t in tensors]) for tensors in zip(*parts, strict=True)])
-        return map_tensors(lambda _: next(joined), self._outputs[0])
+        return _joined(self._outputs, lambda some: torch.cat([t if t.dim() else t[None] for t in some]))
+
+
+def _joined(outputs: Mapping[int, Any], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
+    """The outputs of all microbatches as one, each tensor by `join`."""
+    columns = zip(*(tensors_of(outputs[index]) for index in range(len(outputs))), strict=True)
+    joined = iter(list(map(join, columns)))
+    return map_tensors(lambda _: next(joined), outputs[0])
 
 
 def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
     """Raise InputError if `loss` depends on parameters (by their ids) or activations other than through `output`:
-    other stages' parts of that would be missing."""
+    other stages' terms would be missing."""
     ends = {tensor.grad_fn for tensor in tensors_of(output)}
     todo, seen = [loss.grad_fn], set()
     while todo:
@@ -138,7 +142,7 @@ def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
 # -- the full batch -----------------------------------------------------------------------------------------------
 
 
-class WholeBatch:
+class FullBatch:
     """On the last stage: the criterion's call for a full batch, with `handle` instead of the output.
 
     Args:
@@ -150,7 +154,7 @@ class WholeBatch:
         self._handle = handle
         # A criterion may write into its targets.
         self._args, self._kwargs = map_tensors(torch.clone, (call.args, dict(call.kwargs)))
-        self._whole = tensors_of(output)
+        self._shapes = tensors_of(output)
         self._outputs: dict[int, Any] = {}
 
     def keep(self, output: Any, index: int) -> None:
@@ -171,46 +175,47 @@ class WholeBatch:
                 if drew():
                     return nan
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
-            whole = float(total) / float(weight)
+            full = float(total) / float(weight)
         except Exception as error:  # the criterion may accept microbatches of this size only
             _log.info("the criterion could not be compared on the whole batch (%s)", error)
             return nan
         rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
-        size = max(abs(whole), sum(map(abs, losses)) / divisor)
-        equal = abs(sum(losses) / divisor - whole) <= rtol * size + _ATOL
-        return nan if equal or not isfinite(whole) else whole
+        size = max(abs(full), sum(map(abs, losses)) / divisor)
+        equal = abs(sum(losses) / divisor - full) <= rtol * size + _ATOL
+        return nan if equal or not isfinite(full) else full
 
     def _joined(self, device: torch.device) -> Any:
         """The output of the full batch."""
-        joined = []
-        parts = zip(*(tensors_of(self._outputs[index]) for index in range(len(self._outputs))), strict=True)
-        for some, whole in zip(parts, self._whole, strict=True):
-            tensor = torch.cat(some, _batch_dim(some, whole.shape)).to(device)
-            joined.append(tensor.requires_grad_(whole.requires_grad))  # by which a criterion may choose its inputs
-        following = iter(joined)
-        return map_tensors(lambda _: next(following), self._outputs[0])
+        shapes = iter(self._shapes)
+
+        def join(some: Sequence[torch.Tensor]) -> torch.Tensor:
+            full = next(shapes)
+            tensor = torch.cat(list(some), _batch_dim(some, full.shape)).to(device)
+            return tensor.requires_grad_(full.requires_grad)  # by which a criterion may choose its inputs
+
+        return _joined(self._outputs, join)
 
 
-def refuse_other_loss(made: float, whole: float, count: int, reduction: LossReduction) -> None:
-    """Raise InputError unless `whole` is nan: the loss of the full batch, which is not that of `count` microbatches,
+def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduction) -> None:
+    """Raise InputError unless `full` is nan: the loss of the full batch, which is not that of `count` microbatches,
     `made`."""
-    if isnan(whole):
+    if isnan(full):
         return
     way = _OTHER_WAYS
-    if reduction == "mean" and isclose(whole, made * count, rel_tol=_RTOL_HALF):
+    if reduction == "mean" and isclose(full, made * count, rel_tol=_RTOL_HALF):
         way = "The criterion sums over the samples: set loss_reduction='sum'"
-    elif reduction == "sum" and isclose(whole * count, made, rel_tol=_RTOL_HALF):
+    elif reduction == "sum" and isclose(full * count, made, rel_tol=_RTOL_HALF):
         way = "The criterion is a mean over the samples: set loss_reduction='mean'"
     raise InputError(
-        f"the criterion gives {whole:.6g} for the whole batch, but its {count} microbatches make {made:.6g} "
+        f"the criterion gives {full:.6g} for the whole batch, but its {count} microbatches make {made:.6g} "
         f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {way}"
     )
 
 
-def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
+def _batch_dim(outputs: Sequence[torch.Tensor], full: torch.Size) -> int:
     """The dim in which a full batch's tensor is larger than that of a microbatch."""
-    part = parts[0].shape
-    dims = [dim for dim, (mine, all_) in enumerate(zip(part, whole, strict=True)) if mine != all_]
-    if len(dims) != 1 or whole[dims[0]] != len(parts) * part[dims[0]]:
-        raise InputError(f"an output of shape {tuple(part)} has no batch dim")
+    shape = outputs[0].shape
+    dims = [dim for dim, (mine, other) in enumerate(zip(shape, full, strict=True)) if mine != other]
+    if len(dims) != 1 or full[dims[0]] != len(outputs) * shape[dims[0]]:
+        raise InputError(f"an output of shape {tuple(shape)} has no batch dim")
     return dims[0]

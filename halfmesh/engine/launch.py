@@ -130,9 +130,9 @@ def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> La
 def ensure_process_group(
     device: torch.device,
     timeout_s: float,
-    backend: str | None = None,
-    names: RankNames | None = None,
-    alone: bool = False,
+    backend: str | None,
+    names: RankNames,
+    alone: bool,
 ) -> OwnedGroup | None:
     """The process group that torchrun's variables ask for: created here, or by an earlier call. The caller has to
     `join` and to `close` it.
@@ -158,7 +158,7 @@ def ensure_process_group(
         return next((group for group in _shared if group.is_there), None)
     place = find_place()
     address = Address("localhost", 0) if alone and place.world_size == 1 else None  # 0: any port
-    group = make_group(place, address, device, timeout_s, backend, names or RankNames(place.world_size), alone)
+    group = make_group(place, address, device, timeout_s, backend, names, alone)
     _shared[:] = [] if group is None else [group]
     return group
 

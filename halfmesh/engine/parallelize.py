@@ -1,10 +1,12 @@
-"""Applies the parallel axes, activation checkpointing and torch.compile to the model."""
+"""Applies the parallel axes, activation checkpointing and torch.compile to the model, by plans made before anything
+changes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -12,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
+from ..amp.stepper import is_elementwise
 from ..amp.precision import kept_by_name
 from ..amp.recipe import Recipe
-from ..errors import InputError, counted
+from ..config.composition import Setup
+from ..errors import IncompatibleConfigError, InputError, counted, shorten
+from ..parallel import optimizer_checks as elementwise
 from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
-from ..parallel.axis import AppliedAxis, AxisInputs
+from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
 from ..parallel.batch_shard.calls import SplitBatch
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.deferred.creation import Materializer
@@ -28,11 +33,82 @@ from ..parallel.registries import AXES
 from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed
 from ..parallel.shard_spec import Placement, whole
 from ..utils.param_shard import ParamShard
-from .compilation import compile_modules, uncompile
-from .parallel_plans import Plans
+from . import compilation
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..parallel.pipeline.partition import Partition
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The plan of each axis larger than 1, in the order in which they shard the model, and the modules to compile and
+    to recompute."""
+
+    axes: Mapping[str, Any]
+    strategy: type[DataStrategy]
+    partition: Partition | None
+    """The plan of the axis that removes modules, if there is one."""
+    blocks: tuple[str, ...]
+    """Names of the repeated blocks, if the data ranks may gather weights block by block."""
+    compiled: tuple[str, ...]
+    """Names of the modules that are compiled; "" is the model itself."""
+    recomputed: tuple[str, ...]
+    """Names of the modules whose activations are recomputed."""
+
+
+def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, setup: Setup) -> Plans:
+    """The plans by which the config shards and compiles `model`.
+
+    Raises:
+        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be sharded in this way, or the
+            model cannot be compiled.
+    """
+    problems: list[str] = []
+    config, dims = setup.config, setup.dims
+    parallel, strategy = config.parallel, setup.strategy
+    used = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
+    axes: dict[str, Any] = {}
+    partition = None
+    for name, axis in sorted(used.items(), key=lambda pair: pair[1].splits_modules):
+        plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
+        axes[name], partition = plan, plan if axis.splits_modules else partition
+        problems += more
+    if dims.dp > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
+        problems += _find_limited_rows(model)
+    splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
+    if splits_params and not is_elementwise(optimizer):
+        problem = elementwise.find_problem(optimizer)  # of a third party's optimizer: by trying it
+        problems += [] if problem is None else [problem]
+    compiled: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    checkpoints = config.activation_checkpoint.enabled
+    if config.compile.enabled:
+        compiled, more = compilation.resolve_compiled(model, config.compile, dims.world_size, partition, checkpoints)
+        problems += more
+    if checkpoints:
+        recomputed, more = compilation.resolve_recomputed(model, config.activation_checkpoint, partition, compiled)
+        problems += more
+    problems += strategy.find_problems(model, setup.recipe.param_dtype)
+    if problems:
+        keys = {f"parallel.{name}": True for name in axes} | {"parallel.data": strategy.shards_state}
+        keys |= {"compile": config.compile.enabled, "activation_checkpoint": checkpoints}
+        some = [key for key, is_used in keys.items() if is_used] or ["parallel.data"]
+        raise IncompatibleConfigError(problems, f"{' and '.join(some)} with this model and optimizer")
+    blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
+    return Plans(axes, strategy, partition, blocks, compiled, recomputed)
+
+
+def _find_limited_rows(model: nn.Module) -> Iterator[str]:
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    limited = [name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm is not None]
+    if limited:
+        yield (
+            f"{shorten(limited)}: max_norm makes forward write into the rows that are looked up. Each rank looks up "
+            "other ones, so that the ranks' weights would differ, and under fsdp what is written is lost; build it "
+            "without max_norm, and limit the rows where they are used (rows * (limit / rows.norm(dim=-1, "
+            "keepdim=True)).clamp(max=1))"
+        )
 
 
 def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
@@ -68,6 +144,7 @@ class ParallelModel:
     Attributes:
         axes: each applied axis larger than 1, in the order of application.
         data: the applied data strategy.
+        settles: reset the axes: a forward or backward may have ended early.
         loss_checks: raise InputError if a loss should be the same on other ranks, and is not.
         own_rng_axes: axes of the mesh whose ranks compute different things, with different random numbers.
         random: the model's random number generators, if there are several ranks.
@@ -105,7 +182,7 @@ class ParallelModel:
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
         axes = self.axes.values()
-        self._settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
+        self.settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
         self._split_batch = split = next((axis for axis in axes if isinstance(axis, SplitBatch)), None)
         self.loss_checks: list[Callable[[Any], None]] = [] if split is None else [split.check_loss]
         self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext if split is None else lambda: split.mode
@@ -196,7 +273,7 @@ class ParallelModel:
 
     def settle(self) -> None:
         """Reset the axes: a forward or backward may have ended early."""
-        for settle in self._settles:
+        for settle in self.settles:
             settle()
 
     def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
@@ -218,7 +295,7 @@ class ParallelModel:
         saving = nullcontext if self.offload is None else self.offload.inputs
         self.checkpointed = [Checkpointed(m, selective, saving) for m in computed_here(self.plans.recomputed)]
         self.compiled = computed_here(self.plans.compiled)
-        compile_modules(self.compiled, self._config.compile)
+        compilation.compile_modules(self.compiled, self._config.compile)
 
     def explain(self, error: RuntimeError) -> None:
         """Explain a known error of torch in forward or backward.
@@ -233,7 +310,7 @@ class ParallelModel:
     def close(self) -> None:
         """End compilation and recomputation. The model stays sharded."""
         for module in self.compiled:
-            uncompile(module)
+            compilation.uncompile(module)
         for forward in self.checkpointed:
             forward.remove()
         self.settle()

@@ -28,7 +28,7 @@ from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
+from .last_stage import CriterionCalls, FullBatch, LastStage, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 from .row_trial import NOT_BY_ROWS, refuse_mixed_rows
@@ -45,7 +45,7 @@ class _Forward:
         rows: samples of the batch.
         given: the call that was split, and `versions` of its tensors, which may not change before backward; nor may
             the model's modes.
-        whole: the model's output for the full batch, without memory, if the criterion is compared on it.
+        full: the model's output for the full batch, without memory, if the criterion is compared on it.
         trial: until the model was tried, the joint call of some microbatches, and their separate calls.
     """
 
@@ -54,7 +54,7 @@ class _Forward:
     known: CallMetadata
     given: Given
     versions: Sequence[int]
-    whole: Any
+    full: Any
     trial: tuple[Call, Sequence[Call]] | None
 
 
@@ -117,9 +117,9 @@ class PipelineExecutor:
         splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
         given = splitter.read(Call(args, kwargs))
         calls = splitter.split(given, len(forward.calls), forward.rows)
-        compares = forward.whole is not None and self._pipeline.has_last
-        whole = WholeBatch(criterion, given.call, output, forward.whole) if compares else None
-        return PipelineLoss(output, CriterionCalls(criterion, calls, given, given.versions(), whole))
+        compares = forward.full is not None and self._pipeline.has_last
+        full = FullBatch(criterion, given.call, output, forward.full) if compares else None
+        return PipelineLoss(output, CriterionCalls(criterion, calls, given, given.versions(), full))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse anything but an unused loss of this pipeline."""
@@ -232,9 +232,9 @@ class PipelineExecutor:
             is_all = self._splitter.has_table(given, rows)
             some = count if is_all else next(n for n in range(2, count + 1) if count % n == 0)
             trial = self._splitter.split(given, count // some, rows)[0], calls[:some]
-        return _Forward(calls, rows, known, given, given.versions(), self._whole(call, count), trial)
+        return _Forward(calls, rows, known, given, given.versions(), self._full(call, count), trial)
 
-    def _whole(self, call: Call, count: int) -> Any:
+    def _full(self, call: Call, count: int) -> Any:
         """The model's output for the full batch, without memory; None if the criterion is not compared on it."""
         if count == 1 or not self._pipeline.params.tries or not is_checked(self._split_batches + 1):
             return None
@@ -279,7 +279,7 @@ class PipelineExecutor:
         return works
 
     def _send_loss(self, loss: PipelineLoss, last: LastStage, forward: _Forward) -> None:
-        compares, reduction = forward.whole is not None, self._accumulation.reduction
+        compares, reduction = forward.full is not None, self._accumulation.reduction
         if self._pipeline.has_last:
             figures = last.figures(self._context.device)
         else:
@@ -288,9 +288,9 @@ class PipelineExecutor:
         loss.call = None  # so that a reference to the loss does not keep the batch
         if compares:
             _wait(works)
-            made, weight, whole = figures.tolist()
+            made, weight, full = figures.tolist()
             made = made / (weight or 1.0) if reduction == "weighted" else made
-            refuse_other_loss(made, whole, len(forward.calls), reduction)
+            refuse_other_loss(made, full, len(forward.calls), reduction)
         if reduction == "weighted":
             _wait(works)
             self._accumulation.add_weight(figures[1])

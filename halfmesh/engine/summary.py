@@ -25,19 +25,9 @@ if TYPE_CHECKING:
     from .lr_scheduler import LRAdvance
     from .parallelize import ParallelModel
 
-# fp32 tensors of a parameter's size that each optimizer keeps.
-_STATE_TENSORS = {
-    optim.Adam: 2,
-    optim.AdamW: 2,
-    optim.NAdam: 2,
-    optim.RAdam: 2,
-    optim.Adamax: 2,
-    optim.Adadelta: 2,
-    optim.Adagrad: 1,
-    optim.RMSprop: 1,
-    optim.Rprop: 2,
-    optim.ASGD: 1,
-}
+_TWO = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop)
+_ONE = (optim.Adagrad, optim.RMSprop, optim.ASGD)
+"""Optimizers that keep two, and one, fp32 tensors of a parameter's size."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +81,14 @@ def state_bytes(
 
 
 def _state_tensors(optimizer: optim.Optimizer) -> int | None:
-    if type(optimizer) is optim.SGD:
-        return int(any(group["momentum"] for group in optimizer.param_groups))
-    tensors = _STATE_TENSORS.get(type(optimizer))
-    if tensors is not None:
-        tensors += any(group.get("amsgrad") for group in optimizer.param_groups)
-        if type(optimizer) is optim.RMSprop:
-            tensors += any(group["momentum"] > 0 for group in optimizer.param_groups)
-            tensors += any(group["centered"] for group in optimizer.param_groups)
-    return tensors
+    """The number of fp32 tensors of a parameter's size that `optimizer` keeps; None: not known."""
+    groups, kind = optimizer.param_groups, type(optimizer)
+    if kind not in (*_TWO, *_ONE, optim.SGD):
+        return None
+    more = sum(any(group.get(key) for group in groups) for key in ("amsgrad", "centered"))
+    if kind in (optim.SGD, optim.RMSprop):
+        more += any(group["momentum"] for group in groups)
+    return (2 if kind in _TWO else int(kind in _ONE)) + more
 
 
 def parse_bytes(text: str) -> int:

@@ -122,30 +122,6 @@ def test_a_model_without_blocks_is_refused_and_left_alone():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("flag", ["gradient_checkpointing", "grad_checkpointing"])
-def test_a_model_that_checkpoints_itself(flag):
-    model = Model()
-    setattr(model.blocks[1], flag, True)
-    assert "the model already checkpoints itself (blocks.1), and would recompute these twice" in refused("full", model)
-
-
-@pytest.mark.slow
-def test_models_of_others_that_checkpoint_themselves():
-    timm = pytest.importorskip("timm")
-    hf = pytest.importorskip("transformers")
-    vit = timm.create_model("vit_tiny_patch16_224", depth=2)
-    vit.set_grad_checkpointing(True)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=8))
-    llama.gradient_checkpointing_enable()
-    for model in (vit, llama):
-        assert "already checkpoints itself (" in refused("full", model)
-    vit.set_grad_checkpointing(False)
-    llama.gradient_checkpointing_disable()
-    for model in (vit, llama):
-        make_engine({"activation_checkpoint": "full"}, model=model).close()
-
-
 def in_stages(rank: int, world_size: int) -> list[str]:
     """Two stages, which call the layers of nested Sequentials one by one."""
     found = []

@@ -87,7 +87,7 @@ def first_microbatch_lost(patch: pytest.MonkeyPatch) -> None:
     def count(self: Accumulation) -> None:
         inner(self)
         if not self.is_last_microbatch:
-            clear_grads(self._update.master_weights.grad_params)
+            clear_grads(self.update.master_weights.grad_params)
 
     patch.setattr(Accumulation, "count_microbatch", count)
 
