@@ -88,7 +88,6 @@ class Accumulation:
     def backward(
         self,
         loss: Any,
-        *,
         is_last_batch: bool,
         retain_graph: bool = False,
         loss_id: int = 0,

@@ -84,6 +84,7 @@ class Engine:
         self._accumulation = accumulation
         self._precision = accumulation.precision
         self._executor = executor
+        self._pipeline = None if isinstance(executor, DirectExecutor) else executor
         self._forward = state.parallel_model.full_call(state.model, executor.forward)
         self._lr = lr
         self._dataloader = dataloader
@@ -145,12 +146,9 @@ class Engine:
             told(loss)
         loader = self._dataloader
         is_last_batch = loader is not None and loader.at_end
-        pipeline = None if isinstance(self._executor, DirectExecutor) else self._executor
         try:
             with self._parallel.scope():
-                self._accumulation.backward(
-                    loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id, pipeline=pipeline
-                )
+                self._accumulation.backward(loss, is_last_batch, retain_graph, loss_id, self._pipeline)
         except RuntimeError as error:
             self._explain(error)
             raise

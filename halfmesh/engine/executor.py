@@ -72,9 +72,6 @@ class DirectExecutor:
                 ranks.compare_inputs(True, targets, {}, of="targets")
         return self._precision.criterion(criterion, *args, **kwargs)
 
-    def close(self) -> None:
-        """Do nothing: nothing is in flight."""
-
 
 def make_executor(
     parallel_model: ParallelModel,

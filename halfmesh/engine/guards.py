@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,12 +143,13 @@ class GradientGuard:
 
     def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, float]]:
         """The versions of `grads` and, in the first updates, their norms (for which the host waits)."""
-        counts = versions(grads)
-        plain = [type(grad) is torch.Tensor and grad.layout is torch.strided for grad in grads if self._looks]
-        if self._why is None or not any(plain) or is_captured(self._update.device):
-            return [(count, 0.0) for count in counts]
-        found = iter(norms(compress(grads, plain), self._update.device).tolist())
-        return [(count, next(found) if is_plain else 0.0) for count, is_plain in zip(counts, plain, strict=True)]
+        plain: dict[int, torch.Tensor] = {}
+        if self._looks and self._why is not None and not is_captured(self._update.device):
+            given = enumerate(grads)
+            plain = {i: grad for i, grad in given if type(grad) is torch.Tensor and grad.layout is torch.strided}
+        found = norms(plain.values(), self._update.device).tolist() if plain else ()
+        sizes = dict(zip(plain, found, strict=True))
+        return [(count, sizes.get(i, 0.0)) for i, count in enumerate(versions(grads))]
 
     def _tell(self, text: str, *details: str) -> None:
         if text not in self._told:

@@ -47,7 +47,7 @@ from . import launch as launchers
 from .accumulation import Accumulation
 from .ema import WeightAverage
 from .engine import Engine
-from .executor import make_executor
+from .executor import DirectExecutor, make_executor
 from .guards import ForwardWrites, GradientGuard, SameTrained
 from .hints import CountedBatches, ModelGuard, SameInputs
 from .launch import Launch
@@ -204,7 +204,8 @@ def _make_engine(
     gradients = GradientGuard(update, model, sharded=bool(parallel_model.axes), has_divisor=has_divisor)
     accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
     executor = make_executor(parallel_model, model, accumulation, context, config.parallel.pipeline)
-    ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
+    if not isinstance(executor, DirectExecutor):
+        ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
     parallel_model.checkpoint_and_compile(model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
     state, progress, hooks = ShardedState(model, update, parallel_model, WeightAverage(update)), Progress(), Hooks()
