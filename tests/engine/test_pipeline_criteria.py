@@ -58,7 +58,7 @@ def for_two_rows(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.view(4, CLASSES), target)
 
 
-OTHER = "One that compares the samples of a batch with each other"
+OTHER = "One that compares the samples of a batch (a contrastive loss)"
 LOSSES: dict[str, tuple[Any, str, str]] = {
     "mean": (F.cross_entropy, "mean", "nothing"),
     "sum": (summed, "mean", "The criterion sums over the samples: set loss_reduction='sum'"),
