@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from ..amp.stepper import is_elementwise
 from ..amp.precision import kept_by_name
 from ..amp.recipe import Recipe
+from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
 from ..errors import IncompatibleConfigError, InputError, counted, shorten
 from ..parallel import optimizer_checks as elementwise
