@@ -141,7 +141,7 @@ def pool(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 LATE = torch.block_diag(torch.eye(4), torch.full((4, 4), 0.25))  # the first four nodes have no neighbours
 EDGES = torch.tensor([[0, 1, 1], [1, 0, 1]])
-NO_ROWS = "train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'"
+NO_ROWS = "with microbatches=1 and schedule='gpipe'"
 GRAPHS: dict[str, tuple[Any, torch.Tensor, tuple[str, ...], str]] = {
     "matrix": (by_matrix, LATE, (), NO_ROWS),
     "whole matrix": (by_matrix, LATE, ("table",), NO_ROWS),
