@@ -57,7 +57,7 @@ ALLOWED = {
     "parallel/sharding/zero1.py": {"_foreach_add_"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},
     "parallel/sharding/fsdp_wrap.py": {"_fsdp_param", "_fully_shard"},
-    "parallel/sharding/withheld.py": {"_make_wrapper_subclass"},
+    "parallel/data_strategy.py": {"_make_wrapper_subclass"},
 }
 
 

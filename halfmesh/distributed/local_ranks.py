@@ -97,24 +97,25 @@ class LocalRanks:
         Raises:
             RankError: of several errors the first that cannot be the echo of another rank's end; or the time is up.
         """
-        with contextlib.ExitStack() as after_errors:
-            after_errors.callback(self.end)
-            ends = self._collect()
-            errors = [end for end in ends.values() if isinstance(end, RankError)]
-            if any(NOT_CONNECTED in error.reason for error in errors) and self._attempts > 1:
+        try:
+            while True:
+                ends = self._collect()
+                errors = [end for end in ends.values() if isinstance(end, RankError)]
                 self._attempts -= 1
+                if not self._attempts or not any(NOT_CONNECTED in error.reason for error in errors):
+                    break
                 self.end()
                 self._send()
-                after_errors.pop_all()
-                return self.wait()
             if errors:
                 raise min(errors, key=lambda error: (error.may_be_echo, error.at, error.rank))
             if len(ends) < self.world_size:
                 raise self._describe_hung([rank for rank in range(self.world_size) if rank not in ends])
             for _, pipe in self._members:
                 pipe.send_bytes(b"")  # none needs the others any more
-            after_errors.pop_all()
             return [pickle.loads(ends[rank]) for rank in range(self.world_size)]
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Kill the processes, with what they have started, and remove what they wrote."""

@@ -106,7 +106,7 @@ def make_group(
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} could not join the {backend} process group at {where} within "
             f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
-            "port, a port that is free on rank 0's machine and can be reached from the others"
+            "port, which is free on rank 0's machine"
         ) from error
 
 

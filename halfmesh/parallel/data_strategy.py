@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn, optim
 
+from ..errors import InputError
 from ..utils.param_shard import ParamShard, Publisher
 from ..utils.torch_private import move_module
 from .mesh import ParallelContext
@@ -20,6 +21,12 @@ from .shard_spec import Placement
 
 if TYPE_CHECKING:
     from .reducer import Reduction
+
+SCATTERED = "where under data='zero1' each rank has the sums of its shard only"
+UNFINISHED = (
+    "where under data='fsdp' it is still multiplied by the loss scale, not yet divided by the losses' weights, or of "
+    "this rank's part of the model only"
+)
 
 
 @dataclass(frozen=True)
@@ -156,3 +163,34 @@ class DataStrategy:
 
     def explain(self, error: RuntimeError) -> None:
         """Raise InputError if `error`, of forward or backward, is due to something that is not supported here."""
+
+
+class WithheldGradient(torch.Tensor):
+    """A placeholder with the shape and dtype of a gradient and no values. Computing with it raises InputError.
+
+    With None instead, `torch.nn.utils.clip_grad_norm_` would silently skip the parameter.
+    """
+
+    param_name: str
+    why: str
+
+    @staticmethod
+    def of(param: torch.Tensor, name: str, why: str) -> WithheldGradient:
+        """The placeholder for `param`, which has this `name` in the model; `why` ends the message."""
+        grad: WithheldGradient = torch.Tensor._make_wrapper_subclass(
+            WithheldGradient, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        grad.param_name, grad.why = name, why
+        return grad
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        grad = next(tensor for tensor in given if isinstance(tensor, cls))
+        raise InputError(
+            f"the gradient of {grad.param_name!r} was used between engine.backward and engine.step ({function}), "
+            f"{grad.why}. To clip, call engine.clip_grad_norm_(n); to add another loss, call engine.backward(loss)"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<the gradient of {self.param_name!r}, {self.why}>"

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -159,8 +160,7 @@ class SameCalls:
         if not self.are_same((args, kwargs), of, training):
             raise InputError(
                 f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "
-                "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
-                "engine.context.dp_size, and draw with the same seed what the loop itself draws (mixup)"
+                "batch together; iterate engine.dataloader, or shard your loader by engine.context.dp_rank"
             )
 
     @torch.compiler.disable
@@ -170,29 +170,16 @@ class SameCalls:
         if training in self._outputs_seen:
             return
         self._outputs_seen.add(training)
-        mine = [(tuple(tensor.shape), _norms_of_parts(tensor)) for tensor in tensors_of(output)]
-        if not all(_is_near(mine, theirs) for theirs in gather_objects(mine, self._group)):
+        tensors = tensors_of(output)
+        chunks = [chunk for t in tensors if _has_values(t) for chunk in (t, *t.detach().reshape(-1).chunk(7))]
+        shapes, mine = [tuple(tensor.shape) for tensor in tensors], norms(chunks, torch.device("cpu")).tolist()
+        everyone = gather_objects((shapes, mine), self._group)
+        is_near = partial(math.isclose, rel_tol=2e-2, abs_tol=1e-6)  # equal up to rounding in bf16
+        if not all(others == shapes and all(map(is_near, mine, theirs)) for others, theirs in everyone):
             raise InputError(
                 f"the model's output differs between the ranks of a {self._what}: part of it is sharded. Give the last "
-                "layer the style 'colwise_gather' if it has 'colwise'; do not return what is between sharded layers "
-                "(hidden states under sequence_parallel, attention weights)"
+                "layer the style 'colwise_gather'; do not return what is between sharded layers (attention weights)"
             )
-
-
-def _norms_of_parts(tensor: torch.Tensor) -> tuple[float, ...]:
-    """Norms of a tensor and of seven chunks of it, to distinguish two tensors."""
-    if not _has_values(tensor) or not tensor.is_floating_point():
-        return ()
-    flat = tensor.detach().reshape(-1).float()
-    return tuple(float(torch.linalg.vector_norm(part)) for part in (flat, *flat.chunk(7)))
-
-
-def _is_near(mine: list[Any], theirs: list[Any]) -> bool:
-    """Return True if shapes are equal, and finite norms are equal up to rounding in bf16."""
-    if [shape for shape, _ in mine] != [shape for shape, _ in theirs]:
-        return False
-    pairs = [pair for (_, a), (_, b) in zip(mine, theirs, strict=True) for pair in zip(a, b, strict=True)]
-    return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
 
 
 # -- work that all ranks do together -------------------------------------------------------------------------------
@@ -274,8 +261,7 @@ def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimize
         same_on_ranks(
             value,
             what=f"{what} must be the same on all ranks, but names, shapes, dtypes or settings on {{ranks}} differ "
-            "from rank 0's; build the same model and optimizer, and load the same checkpoint, on every rank before "
-            "initialize",
+            "from rank 0's; build the same model and optimizer on every rank",
         )
     names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
     same_trained(names, bytes(trained), None, context.rank_names)

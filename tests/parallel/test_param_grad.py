@@ -71,7 +71,7 @@ def far(ours: dict[str, torch.Tensor], model: nn.Module) -> float:
 
 LAYOUTS = [(data, mode) for data in ("replicate", "fsdp") for mode in ("none", "naive_fp16", "naive_bf16")]
 WITHHELD = ("fsdp", "naive_fp16")
-REFUSED = "To clip, set clip_grad_norm in the config or call engine.clip_grad_norm_"
+REFUSED = "To clip, call engine.clip_grad_norm_"
 
 
 def looked_at(rank, world_size):

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from halfmesh.errors import InputError
 from halfmesh.parallel.activations.checkpoint import _ATTENTION
 from halfmesh.parallel.activations.offload import _is_cast_of_parameter
+from halfmesh.parallel.data_strategy import WithheldGradient
 from halfmesh.parallel.sharding.fsdp import FREED
-from halfmesh.parallel.sharding.withheld import WithheldGradient
 
 
 def test_casts_of_parameters_are_known_by_how_they_came():

@@ -101,9 +101,8 @@ class Checkpointed:
         for name, value in kwargs.items():
             if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
                 raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which the "
-                    "recomputation would add its keys and values again; training needs no cache: call the model with "
-                    "use_cache=False, or set model.config.use_cache = False"
+                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, which the "
+                    "recomputation would fill again; call the model with use_cache=False"
                 )
 
     # -- buffers -----------------------------------------------------------------------------------------------

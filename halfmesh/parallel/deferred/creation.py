@@ -67,9 +67,8 @@ def build(model: Callable[[], Any]) -> nn.Module:
     except Exception as error:
         name = getattr(model, "__qualname__", type(model).__name__)
         raise InputError(
-            f"model: the callable {name} raised {type(error).__name__}: {error}. It is called without arguments, and "
-            "what it builds has no memory (halfmesh.deferred_init); if that is the reason, build the model first and "
-            "pass the model itself"
+            f"model: the callable {name} raised {type(error).__name__}: {error}. It is called without arguments, under "
+            "halfmesh.deferred_init(); if that is the reason, build the model first and pass the model itself"
         ) from error
     return built
 
@@ -157,7 +156,7 @@ def _find_problems(model: nn.Module, views: Mapping[str, View]) -> Iterator[str]
         by_memory.setdefault((id(view.recording), view.memory), []).append(name)
     for names in by_memory.values():
         if len(names) > 1:
-            yield f"{shorten(names)} are views of one memory; make each a parameter of its own, or build as usual"
+            yield f"{shorten(names)} are views of one memory; make each a separate parameter, or build as usual"
 
 
 def refuse_early_state(optimizer: Any) -> None:
@@ -229,8 +228,7 @@ def make_materializer(
     same_on_ranks(
         [] if context.size == 1 else [recording.digest() for recording in recordings],
         what="{ranks} would make other values than rank 0: what the build asks of random numbers, or takes from "
-        "outside (python's or numpy's random numbers, a file), differs; call torch.manual_seed with the same seed on "
-        "all ranks before (and seed the others), or build the model as usual",
+        "outside (numpy, a file), differs; give torch, python and numpy the same seeds on all ranks, or build as usual",
     )
     for recording in recordings:
         recording.is_over = True

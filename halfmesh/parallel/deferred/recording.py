@@ -205,8 +205,7 @@ class Recording(FakeTensorMode):
         if ours and self.is_over:
             raise InputError(
                 f"a tensor of shape {tuple(ours[0].shape)} has no value: it was made under halfmesh.deferred_init(), "
-                "and initialize, which gives values to parameters, buffers and attributes of modules, has not seen it; "
-                "make copies of a model (an average of its weights), criteria and data outside, or after initialize"
+                "and initialize has not seen it; make copies of a model, criteria and data outside, or after initialize"
             )
         if leaves_of((args, kwargs), torch.UntypedStorage):
             raise _unknown(tuple(found[0].shape))
@@ -257,9 +256,8 @@ class Recording(FakeTensorMode):
 
 def _unknown(shape: tuple[int, ...]) -> InputError:
     return InputError(
-        f"a tensor of shape {shape} got its memory in a way that cannot be recorded (torch.load or safetensors while "
-        "the model is built without memory, `tensor.data = ...` of one with values, a conjugated view); load before, "
-        "or after it is built (model.load_state_dict), or build the model as usual"
+        f"a tensor of shape {shape} got its memory in a way that cannot be recorded (torch.load, safetensors, "
+        "`tensor.data = ...`, a conjugated view); load after the model is built, or build it as usual"
     )
 
 

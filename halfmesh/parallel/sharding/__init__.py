@@ -2,5 +2,4 @@
 
 zero1                          each rank steps its shard of the weights
 fsdp, fsdp_reducer, fsdp_wrap  torch's FSDP2: weights and gradients are sharded, too; weights cast before a gather
-withheld                       placeholders in `param.grad` where the gradient must not be used
 """

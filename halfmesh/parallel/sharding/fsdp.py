@@ -285,13 +285,10 @@ class FSDP(DataStrategy):
         words = {
             "'Sparse": "a gradient is sparse, which FSDP2 cannot sum; build embeddings with sparse=False",
             "got mixed torch.Tensor and DTensor": "weights were used outside of the forward of their module (in the "
-            "criterion, the loop or another module), where they are DTensors under data='fsdp'. Use them in that "
-            "forward; or give initialize as criterion a module that has them; or use data='zero1'",
-            FREED: "backward needs weights that FSDP2 has freed. It gathers them "
-            "again when the gradient of a block's output arrives, which it misses in two cases. A module returns "
-            "tensors inside an object that FSDP2 cannot look into: return tensors, tuples, lists or dicts (dataclasses "
-            "since torch 2.13). Or the loss contains gradients (torch.autograd.grad with create_graph=True): use "
-            "data='zero1'",
+            "criterion?), where they are DTensors. Give initialize a criterion that has them, or use data='zero1'",
+            FREED: "backward needs weights that FSDP2 has freed. Either a module returns tensors inside an object that "
+            "FSDP2 cannot look into: return tensors, tuples, lists or dicts (dataclasses since torch 2.13). Or the "
+            "loss contains gradients (torch.autograd.grad with create_graph=True): use data='zero1'",
         }
         for theirs, ours in words.items():
             if theirs in str(error):

@@ -11,9 +11,9 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
 from ...utils.torch_private import has_grad_hooks
+from ..data_strategy import UNFINISHED, WithheldGradient
 from ..reducer import Reducer
 from .fsdp_wrap import add_missing_grads, watch_grads
-from .withheld import UNFINISHED, WithheldGradient
 
 
 class FSDPReducer(Reducer):
@@ -64,9 +64,8 @@ class FSDPReducer(Reducer):
     def open(self, last: bool) -> None:
         if self._is_broken:
             raise InputError(
-                "the gradients of an update were dropped before its end (an error in backward, or load_state_dict "
-                "between two microbatches); under data='fsdp' some ranks may have summed them already, so that the "
-                "ranks no longer agree; end the run"
+                "the gradients of an update were dropped before its end (an error in backward?); under data='fsdp' "
+                "some ranks may have summed them already, so that the ranks no longer agree; end the run"
             )
         self._refuse_lost_changes()
         self._set_gradient_sync(last)
@@ -79,10 +78,8 @@ class FSDPReducer(Reducer):
     def finish(self) -> None:
         if not self._sends and self.state == "local":
             raise InputError(
-                "engine.step(last=True) came after the backward of the last batch, but under data='fsdp' gradients are "
-                "summed during that backward, so the engine has to know before it that the batch is the last. Loop "
-                "over engine.dataloader, which knows its end; or give a number of batches that gradient_accumulation "
-                "divides; or use data='zero1'"
+                "engine.step(last=True) came after the backward of the last batch, during which data='fsdp' sums the "
+                "gradients. Loop over engine.dataloader, which knows its end; or use data='zero1'"
             )
         if self.state == "stale":
             raise InputError(
@@ -157,7 +154,6 @@ class FSDPReducer(Reducer):
         self._used.clear()
         if lost:
             raise InputError(
-                f"FSDP2 has not summed the gradients of {shorten(lost)}. Either only some ranks used these parameters "
-                "in this batch, which needs torch 2.13; or a module returns tensors inside an object that FSDP2 cannot "
-                "look into: return tensors, tuples or dicts"
+                f"FSDP2 has not summed the gradients of {shorten(lost)}: only some ranks used them (needs torch 2.13), "
+                "or a module returns tensors inside an object that FSDP2 cannot look into: return tuples or dicts"
             )

@@ -22,11 +22,10 @@ from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..comm import gather_objects
-from ..data_strategy import DataStrategy, StrategyInputs
+from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
 from ..optimizer_checks import refuse_other_state
 from ..reducer import Bucket, Reducer, give_grads, make_buckets
 from ..shard_spec import Placement
-from .withheld import SCATTERED, WithheldGradient
 
 
 class Zero1(DataStrategy):
@@ -112,8 +111,7 @@ class Zero1(DataStrategy):
                 self._memory = before
                 raise InputError(
                     f"the memory format of {shard.name!r} was changed after initialize (channels_last?), but under "
-                    "data='zero1' masters and optimizer state keep the order of elements that it had; change it before "
-                    "initialize"
+                    "data='zero1' masters and optimizer state keep the former order of elements; change it before"
                 )
             value = part.param.data if part.param.untyped_storage() is not old else None
             part.rebind_view()
@@ -159,8 +157,8 @@ class Zero1(DataStrategy):
 
 def _cut(value: torch.Tensor, param: nn.Parameter, part: ParamShard) -> torch.Tensor:
     """This rank's shard of a value of `param`'s optimizer state."""
-    alike = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
-    return part.part_of(alike).clone()
+    strided = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
+    return part.part_of(strided).clone()
 
 
 class SliceBucket(Bucket):

@@ -232,7 +232,7 @@ def views():
         ),
         (reads, "model: the callable reads raised .*build the model first and pass the model itself"),
         (hooked, "weight have hooks on the gradient, which would be lost; register them after initialize"),
-        (views, "0.weight, 1.weight are views of one memory; make each a parameter of its own"),
+        (views, "0.weight, 1.weight are views of one memory; make each a separate parameter"),
         (lambda: 3, "a torch.nn.Module .or a callable that returns one. is needed, but a int was given"),
     ],
     ids=["fails", "reads", "hooked", "views", "other"],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfmesh.errors import IncompatibleConfigError, InputError
-from halfmesh.parallel.sharding.withheld import WithheldGradient
+from halfmesh.parallel.data_strategy import WithheldGradient
 from tests.support.models import said
 from tests.support.ranks import here, run_ranks
 from tests.support.sharding import (
