@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
 from ..amp.plugin import PRECISIONS
-from ..errors import ConfigError, did_you_mean, shorten
+from ..errors import ConfigError
 from .messages import explain, explain_key, find_contradictions
 from .schema import PrecisionConfig, Settings
 from .text import as_python, to_yaml
@@ -24,15 +24,10 @@ class Config(Settings, extra="allow"):
     `halfmesh.load_config` makes one.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
-            if name.startswith("__"):
-                raise
-        constants = f"; constants: {shorten(list(self.user))}" if self.user else ""
-        near = did_you_mean(name, [*type(self).model_fields, *self.user])
-        raise AttributeError(f"the config has no {name!r}{near or constants}")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The user's constants."""
 
     @property
     def user(self) -> dict[str, Any]:

@@ -107,11 +107,10 @@ def read_yaml(path: Path) -> Any:
     try:
         with path.open(encoding="utf-8-sig") as file:
             content = yaml.load(file, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError([f"not valid YAML: {line}{cut(str(error.problem))}"], str(path)) from error
-    except (yaml.YAMLError, ValueError) as error:  # an illegal character, a date that does not exist
-        raise ConfigError([f"not valid YAML: {cut(str(error))}"], str(path)) from error
+    except (yaml.YAMLError, ValueError) as error:  # a mistake, an illegal character, a date that does not exist
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: {error.problem}" if mark else str(error)  # type: ignore[union-attr]
+        raise ConfigError([f"not valid YAML: {cut(line)}"], str(path)) from error
     return {} if content is None else content
 
 

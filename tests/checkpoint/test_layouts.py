@@ -268,4 +268,4 @@ def test_an_epoch_goes_on_at_the_same_sample_in_every_layout(tmp_path):
     assert (sum(seen, []), len(seen)) == (sum(whole[2:], []), 12), "smaller batches"  # noqa: RUF017
     seen, _, said = samples_seen(0, 1, "one", str(tmp_path / "dp2"), None, 5)
     assert sum(seen, []) == sum(whole[4:], [])  # noqa: RUF017 - they are few
-    assert "2 batches of epoch 0 were trained on, which is not a place in this run's order of the data" in said[-1]
+    assert "2 batches of epoch 0 were trained on, which is no position in this run's order" in said[-1]

@@ -247,10 +247,8 @@ def test_user_constants():
     config = load_config(EVERYTHING)
     assert config.NUM_EPOCHS == 10
     assert config.user == {key: value for key, value in EVERYTHING.items() if key.isupper()}
-    with pytest.raises(AttributeError, match="the config has no 'NUM_EPOCH'; did you mean 'NUM_EPOCHS'"):
+    with pytest.raises(AttributeError, match="no attribute 'NUM_EPOCH'"):
         _ = config.NUM_EPOCH
-    with pytest.raises(AttributeError, match="the config has no 'QQQ'; constants: NUM_EPOCHS, LAYERS, SIZE, MODE"):
-        _ = config.QQQ
 
 
 def test_nothing_can_be_set():
