@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..errors import did_you_mean
 from ..options import Names, Options, PositiveFloat, PositiveInt, Scale
 from .plugin import ALL_PARALLEL, AMPPlugin, Composes
 from .recipe import LossScale, Recipe
@@ -46,15 +45,6 @@ OPT_LEVELS = MappingProxyType(
 )
 
 
-def _to_opt_level(value: Any) -> Any:
-    if type(value) in (str, int) and value not in OPT_LEVELS:
-        near = f"O{str(value)[-1:]}"
-        slip = near in OPT_LEVELS and str(value)[:-1] in ("", "0", "o")
-        hint = f"; did you mean {near!r}, with the letter O?" if slip else did_you_mean(str(value), OPT_LEVELS)
-        raise ValueError(f"{value!r} is not an opt level; allowed: 'O0', 'O1', 'O2', 'O3'{hint}")
-    return value
-
-
 def _to_dtype_name(value: Any) -> Any:
     """torch.float16, as apex has it, or its name."""
     name = str(value).removeprefix("torch.") if isinstance(value, (torch.dtype, str)) else value
@@ -84,7 +74,7 @@ class ApexOptions(Options):
 
     enabled: bool = True
     """False does nothing at all: fp32, without loss scaling, as in apex."""
-    opt_level: Annotated[Literal["O0", "O1", "O2", "O3"], BeforeValidator(_to_opt_level)] = "O1"
+    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     cast_model_type: _DtypeName | Literal[False] | None = None
     """dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names; False casts nothing."""
     patch_torch_functions: bool | None = None
@@ -130,17 +120,11 @@ class ApexOptions(Options):
 
 def _find_problems(options: ApexOptions) -> Iterator[str]:
     if options.opt_level != "O1" and options.patch_torch_functions:
-        yield (
-            f"patch_torch_functions=True with opt_level={options.opt_level!r}: only opt_level='O1' casts for each "
-            "function; remove it, or use opt_level='O1'"
-        )
+        yield f"patch_torch_functions=True with opt_level={options.opt_level!r}: only opt_level='O1' does that"
     for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights") if options.opt_level == "O1" else ():
         value = getattr(options, name)
         if value is not None and (name != "cast_model_type" or value == "float16"):
-            yield (
-                f"{name}={value!r} with opt_level='O1', which keeps weights in float32 and casts for each function; "
-                "remove it, or use opt_level='O2'"
-            )
+            yield f"{name}={value!r} with opt_level='O1', which keeps weights in float32; remove it, or use 'O2'"
     if options.keep_fp32 and (options.properties.cast_model_type != "float16" or options.backend == "apex"):
         yield "keep_fp32 is for opt levels that cast the model, O2 and O3, with backend='native'; remove it"
     low, high = options.min_loss_scale or 0.0, options.max_loss_scale

@@ -64,10 +64,9 @@ class Float8Product:
         for name, layer in model.named_modules():
             if not isinstance(layer, nn.Linear) or id(layer) in uncalled or not _computes_product(layer):
                 continue
-            if layer.weight is None:  # it is on another stage of the pipeline
-                continue
-            is_filtered = any(fnmatchcase(name, pattern) for pattern in patterns)
-            yield name, layer, not is_filtered and all(size % MULTIPLE == 0 for size in layer.weight.shape)
+            if layer.weight is not None:  # else it is on another stage of the pipeline
+                is_filtered = any(fnmatchcase(name, pattern) for pattern in patterns)
+                yield name, layer, not is_filtered and all(size % MULTIPLE == 0 for size in layer.weight.shape)
 
     def cast_before_gather(self, model: nn.Module) -> dict[nn.Parameter, Float8Product]:
         """The weights that may be cast before ranks gather them, with their casts: weights that are used in float8
@@ -75,14 +74,14 @@ class Float8Product:
         column."""
         if self.scaling != "tensorwise":
             return {}
-        layers = {layer for _, layer, in_float8 in self.layers(model) if in_float8}
-        held = [
-            (module in layers and name == "weight", param)
+        layers = dict.fromkeys(layer for _, layer, in_float8 in self.layers(model) if in_float8)
+        others = {
+            param
             for module in model.modules()
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
-        ]
-        others = {param for is_multiplied, param in held if not is_multiplied}
-        return {param: self for is_multiplied, param in held if is_multiplied and param not in others}
+            if module not in layers or name != "weight"
+        }
+        return {layer.weight: self for layer in layers if layer.weight not in others}
 
     def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cast a weight before ranks gather it: the numbers of `part`, a rank's shard of it, as uint8, and the scale.
@@ -126,20 +125,14 @@ class Float8Product:
             yield "fp8: it needs the package torchao, which is not installed; pip install 'halfmesh[fp8]'"
         planned = any(map(has_no_memory, model.parameters()))  # a dry run simulates another device
         if self.emulate is False and not planned and not has_float8(device):
-            yield (
-                f"fp8.emulate: False, but {device.type} has no products in float8 (CUDA from compute capability 8.9 "
-                "on); leave it out, or use bf16"
-            )
+            yield f"fp8.emulate: False, but {device.type} has no float8 (CUDA from compute capability 8.9 on); use bf16"
         layers = list(self.layers(model))
         names = [name for name, *_ in layers]
         for pattern in self.filter or ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield f"fp8.filter: {pattern!r} is the name of no linear layer{did_you_mean(pattern, names)}"
         if not any(in_float8 for *_, in_float8 in layers):
-            yield (
-                f"fp8: no linear layer of the model would compute in float8 (sizes that {MULTIPLE} divides, and not "
-                "in fp8.filter); use bf16"
-            )
+            yield f"fp8: no linear layer has sizes that {MULTIPLE} divides and is not in fp8.filter; use bf16"
 
     def describe(self, model: nn.Module, device: torch.device) -> str:
         """The layers of this rank that multiply in float8, and those that do not, in words."""

@@ -150,14 +150,13 @@ def _find_function(module: Any, name: str, decorator: str) -> Any:
     where, function = getattr(module, "__name__", repr(module)), getattr(module, name)
     if name.endswith("_"):
         raise InputError(
-            f"{where}.{name} is an operator or works in place; name the function that returns the result, for example "
-            "'add' for 'add_' or '__add__'"
+            f"{where}.{name} works in place; name the function that returns the result, as 'add' for 'add_'"
         )
     reported = isinstance(function, _TORCH_OPS) or hasattr(function, _MARK) or function in O1_LISTS
     if not reported and not any(function in group for group in overrides.get_overridable_functions().values()):
         raise InputError(
-            f"torch does not report calls of {where}.{name}, so it cannot be cast from outside; decorate it where it "
-            f"is defined with @halfmesh.{decorator}, or wrap it: {where}.{name} = halfmesh.{decorator}({where}.{name})"
+            f"torch does not report calls of {where}.{name}; decorate it where it is defined with "
+            f"@halfmesh.{decorator}, or wrap it: {where}.{name} = halfmesh.{decorator}({where}.{name})"
         )
     return function
 
@@ -232,7 +231,9 @@ class O1Casts(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _FUSED_STEPS:
             self._table.forget_weights()
-        cast, active, in_python = self._table.get(func), self._is_active(), type(func) is FunctionType
+        device = self._device_type
+        active = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        cast, in_python = self._table.get(func), type(func) is FunctionType
         if in_python and hasattr(func, _MARK):
             if active:
                 args, kwargs = self._apply(cast, func, args, kwargs)
@@ -252,10 +253,6 @@ class O1Casts(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             torch.set_autocast_enabled(self._device_type, True)
-
-    def _is_active(self) -> bool:
-        device = self._device_type
-        return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
     def _run_inlined(self, func: FunctionType, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a Python function of torch so that this mode sees each function that it calls, but not itself again."""
@@ -280,18 +277,17 @@ class O1Casts(TorchFunctionMode):
             if not isinstance(first, torch.Tensor) or not self._is_eligible(first):
                 return args, kwargs
             if cast is Cast.NOT_HALF and first.dtype == torch.float16:
-                name = func.__name__
                 raise NotImplementedError(
-                    f"{name} changes an fp16 tensor in place, but O1 computes {name.strip('_')} in fp32; write it out "
-                    "of place (y = x.exp() for x.exp_()), or call it on x.float()"
+                    f"{func.__name__} changes an fp16 tensor in place, but O1 computes it in fp32; write it out of "
+                    "place (y = x.exp() for x.exp_()), or call it on x.float()"
                 )
             return self._to(first.dtype, args, kwargs)
-        dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if self._is_eligible(tensor)}
+        dtypes: set[torch.dtype] = set()
+        _map_arguments(lambda t: dtypes.add(t.dtype) if self._is_eligible(t) else None, args, kwargs)
         if cast is Cast.BANNED and torch.float16 in dtypes:
             raise NotImplementedError(
-                f"{func.__name__} with fp16 arguments is not safe under O1: near 0 and 1 their logarithms overflow; "
-                "combine sigmoid and loss (binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss), or cast the "
-                "arguments to fp32 with .float()"
+                f"{func.__name__} with fp16 arguments is not safe under O1, near 0 and 1 their logarithms overflow: "
+                "use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), or cast the arguments with .float()"
             )
         mixed = len(dtypes) > 1 and torch.float64 not in dtypes  # doubles are left to torch's type promotion
         return self._to(torch.float32, args, kwargs) if mixed and cast is Cast.WIDEST else (args, kwargs)
@@ -320,22 +316,13 @@ class O1Casts(TorchFunctionMode):
 
 
 def _map_arguments(
-    cast: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: dict[str, Any]
+    cast: Callable[[torch.Tensor], Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     return [_map(cast, value) for value in args], {name: _map(cast, value) for name, value in kwargs.items()}
 
 
-def _map(cast: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def _map(cast: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply `cast` to a tensor, or to those in a list or tuple."""
     if isinstance(value, torch.Tensor):
         return cast(value)
     return type(value)([_map(cast, item) for item in value]) if type(value) in (list, tuple) else value
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among `values`, and those in lists and tuples."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _tensors(value)

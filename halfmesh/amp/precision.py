@@ -134,14 +134,14 @@ class Precision:
 
     def cast_output(self, output: Any) -> Any:
         """`output` of the model in the recipe's `output_dtype`. Raises InputError as `check_loss` if it has a loss."""
-        return output if self.recipe.output_dtype is None else map_tensors(self._cast_output, output)
+        dtype = self.recipe.output_dtype
 
-    def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        if tensor.ndim == 0 and tensor.requires_grad:
-            self.check_loss(tensor)
-        return tensor.to(self.recipe.output_dtype)
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.ndim == 0 and tensor.requires_grad:
+                self.check_loss(tensor)
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return output if dtype is None else map_tensors(cast, output)
 
     def explain(self, model: nn.Module, error: RuntimeError) -> None:
         """Raise InputError if `error`, of a call of `model`, is torch's refusal to mix dtypes in a cast model."""
@@ -154,8 +154,8 @@ class Precision:
         stay = f"; these of the model stay in float32: {shorten(kept)}" if kept else ""
         raise InputError(
             f"in {where}: {error}. The mode casts weights and the model's inputs to {dtype}, but not tensors that "
-            f"forward makes or casts itself (torch.zeros, .float(), keep_fp32){stay}. Cast them where they meet others "
-            "(x.to(self.weight.dtype)), or set mode='torch', which casts for each operation"
+            f"forward makes or casts itself{stay}. Cast them where they meet others (x.to(self.weight.dtype)), or set "
+            "mode='torch', which casts for each operation"
         ) from error
 
     def check_loss(self, loss: torch.Tensor) -> None:
@@ -165,9 +165,8 @@ class Precision:
         if loss.dtype != torch.float16 or scale is None or scale.dynamic or scale.initial <= FP16_MAX_SCALE:
             return
         raise InputError(
-            f"the static loss_scale {scale.initial:g} cannot be used: the loss is fp16, and its gradient is the loss "
-            f"scale, in fp16, where the largest possible scale is {FP16_MAX_SCALE:g}. Lower it, or take the loss in "
-            "fp32 (compute it from output.float())"
+            f"the static loss_scale {scale.initial:g} cannot be used with an fp16 loss, for which the largest possible "
+            f"scale is {FP16_MAX_SCALE:g}. Lower it, or compute the loss in fp32, from output.float()"
         )
 
 
@@ -228,12 +227,10 @@ def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> 
     if all(-largest <= end.item() <= largest for end in value.aminmax()):  # without a copy
         return None
     most = value.abs().nan_to_num(0.0, posinf=0.0).max().item()
-    if most <= largest:
-        return None
-    return (
-        f"{name!r} holds values up to {most:g}, but {str(dtype).removeprefix('torch.')} ends at {largest:g}; use bf16, "
-        "or mode='torch', which keeps parameters and buffers in float32"
+    words = (
+        f"{name!r} holds values up to {most:g}, but {dtype_name(dtype)} ends at {largest:g}; use bf16, or mode='torch'"
     )
+    return words if most > largest else None
 
 
 # -- tensors that stay in fp32 when a model is cast ------------------------------------------------------------------

@@ -97,23 +97,17 @@ class Diagnosis:
     began: int = 0
 
     def __str__(self) -> str:
-        lines = []
-        if self.updates:
-            lines.append(f"{self.skipped} of the {self.updates} updates before this one were skipped")
+        lines = [f"{self.skipped} of the {self.updates} updates before this one were skipped"] if self.updates else []
         if self.scales:
             scales = [f"{scale:g}" + (f" ({count} updates)" if count > 1 else "") for scale, count in self.scales]
             lines.append(f"loss scale: {' -> '.join(['...'] * (len(scales) > _SHOWN) + scales[-_SHOWN:])}")
         if self.began:
-            lines.append(
-                f"the loss, or the gradient norm, is inf or nan since update {self.began}, whose weights were kept; "
-                "what follows is of the last update, which began with them"
-            )
+            began = f"the loss, or the gradient norm, is inf or nan since update {self.began}, whose weights were kept"
+            lines.append(f"{began}; what follows is of the last update, which began with them")
         if self.fault is not None:
             ranks = self.fault.ranks
-            where = "all ranks" if len(ranks) == self.world_size else f"rank {', '.join(map(str, ranks))}"
-            lines.append(
-                f"first inf or nan of this update{f', on {where}' if self.world_size > 1 else ''}: {self.fault}"
-            )
+            where = ", on all ranks" if len(ranks) == self.world_size else f", on rank {', '.join(map(str, ranks))}"
+            lines.append(f"first inf or nan of this update{where if self.world_size > 1 else ''}: {self.fault}")
         elif self.was_watched:
             lines.append("the outputs of all modules, the loss, and the gradients of both were finite in this update")
         else:
@@ -122,8 +116,8 @@ class Diagnosis:
 
 
 _UNWATCHED = (
-    "set debug='nonfinite' in the config: the first module with inf or nan is named then, in each update (every module "
-    "is looked at, which is slow). max_consecutive_skips does that automatically in the last updates before it stops"
+    "set debug='nonfinite' in the config: the first module with inf or nan is named then, in each update, which is "
+    "slow (max_consecutive_skips does that automatically in the last updates before it stops)"
 )
 _SUMS = "the gradient of a parameter, or its sum over microbatches or ranks, left the dtype's range: "
 _SMALLER = "look for losses that are sums over very many terms, and lower the learning rate"
@@ -132,21 +126,16 @@ _RANGE = (
     "%s, which has a wider range, or make its inputs smaller (a norm before it). In mode 'torch' a layer "
     "may compute in fp32: within its forward, `with torch.autocast(x.device.type, enabled=False)` on x.float()"
 )
+_LOOK = "in that forward for a division by 0, a logarithm, root or exponential"
 _ADVICE: dict[Kind, str] = {
-    "weight": (
-        "the model was bad before this batch; resume from an older checkpoint, with a lower learning rate or "
-        "clip_grad_norm (on_nonfinite='raise' stops at the first inf or nan)"
-    ),
-    "input": "look at the data, or in that forward for a division by 0, a logarithm, root or exponential",
-    "output": "look in that forward for a division by 0, a logarithm, root or exponential, or for numbers that grow",
-    "loss": (
-        "look for a logarithm of 0, an exponential, or a division by a count that may be 0; let the criterion compute "
-        "in fp32, from logits instead of probabilities"
-    ),
-    "gradient": (
-        "look in what follows it for a root, norm, logarithm, power or division at 0, whose value is finite and whose "
-        "derivative is not: add a small number to what goes into it, as in sqrt(x + 1e-12)"
-    ),
+    "weight": "the model was bad before this batch; resume from an older checkpoint, with a lower learning rate or "
+    "clip_grad_norm (on_nonfinite='raise' stops at the first inf or nan)",
+    "input": f"look at the data, or {_LOOK}",
+    "output": f"look {_LOOK}, or for numbers that grow",
+    "loss": "look for a logarithm of 0, an exponential, or a division by 0; let the criterion compute in fp32, from "
+    "logits instead of probabilities",
+    "gradient": "look in what follows it for a root, norm, logarithm, power or division at 0, whose derivative is inf: "
+    "add a small number to what goes into it, as in sqrt(x + 1e-12)",
 }
 
 
@@ -156,11 +145,9 @@ def _advise(fault: Fault | None, was_watched: bool, wider: str) -> str:
         return _SUMS + (_LOWER % wider if wider else _SMALLER) if was_watched else _UNWATCHED
     if fault.stats.dtype != torch.float16 or fault.stats.nan or not wider:
         return _ADVICE[fault.kind]
-    return (
-        f"{_LOWER % wider}. If that does not help, {_ADVICE['gradient']}"
-        if fault.kind == "gradient"
-        else _RANGE % wider
-    )
+    if fault.kind == "gradient":
+        return f"{_LOWER % wider}. If that does not help, {_ADVICE['gradient']}"
+    return _RANGE % wider
 
 
 class NonFiniteProbes(Probes):
@@ -181,19 +168,17 @@ class NonFiniteProbes(Probes):
         self._update = state.update
         self._accumulation = accumulation
         self._context = context
-        self._name = config.name
+        self._config = config
         self._progress = progress
-        self._always = config.debug == "nonfinite"
         self._first: Fault | None = None
-        if self._always:
+        if config.debug == "nonfinite":
             self.attach()
 
     # -- events of the loop ------------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        model = self._model
-        if self.attached and model.training and not self._accumulation.holds_gradients:
-            for index, (name, param) in enumerate(model.named_parameters()):
+        if self.attached and self._model.training and not self._accumulation.holds_gradients:
+            for index, (name, param) in enumerate(self._model.named_parameters()):
                 self._look("weight", param.to(compute_dtype(param)), index, name)
 
     def after_backward(self, loss: Any) -> None:
@@ -204,15 +189,15 @@ class NonFiniteProbes(Probes):
         nears_limit = self._update.skip_counter.nears_limit
         if self.attached:
             self._first = None
-            if not (nears_limit or self._always):
+            if not nears_limit and self._config.debug != "nonfinite":
                 self.detach()
         elif nears_limit:
             self.attach()
 
     def on_error(self, error: NonFiniteError) -> None:
         context, progress = self._context, self._progress
-        if self._name is not None:
-            error.add_note(f"in the engine named {self._name!r}")
+        if self._config.name is not None:
+            error.add_note(f"in the engine named {self._config.name!r}")
         results, losses = list(progress.results), self._update.loss_scales
         scales = [*(result.loss_scale for result in results), losses.current()[0]] if losses.scalers else []
         counter, fault = self._update.skip_counter, _first_of_all(context.everyone(self._first))
@@ -257,20 +242,20 @@ class NonFiniteProbes(Probes):
         key = self._accumulation.index, _PHASES.get(kind, 1), microbatch, stage, order
         if (self._first is not None and self._first.key <= key) or is_finite(tensor):
             return
-        self._first = Fault(kind, name, repr(name) if visit is None else visit.label, measure(tensor), key)
+        inputs, caller = None, ""
         if visit is not None and kind in ("output", "loss"):
-            largest = max((measure(given).largest for given in visit.inputs), default=0.0)
-            self._first = replace(self._first, inputs=largest)
+            inputs = max((measure(given).largest for given in visit.inputs), default=0.0)
         elif visit is not None and visit.caller is not None:
-            self._first = replace(self._first, caller=visit.caller.label)
+            caller = visit.caller.label
+        label = repr(name) if visit is None else visit.label
+        self._first = Fault(kind, name, label, measure(tensor), key, inputs, caller)
 
 
 def _first_of_all(faults: Sequence[Fault | None]) -> Fault | None:
     """The first of `faults`, which are by rank, with all ranks that have it."""
-    found = [fault for fault in faults if fault is not None]
+    found = {rank: fault for rank, fault in enumerate(faults) if fault is not None}
     if not found:
         return None
-    first = min(found, key=lambda fault: fault.key)
+    first = min(found.values(), key=lambda fault: fault.key)
     what = first.key, first.kind, first.name
-    same = [rank for rank, f in enumerate(faults) if f is not None and (f.key, f.kind, f.name) == what]
-    return replace(first, ranks=tuple(same))
+    return replace(first, ranks=tuple(rank for rank, f in found.items() if (f.key, f.kind, f.name) == what))

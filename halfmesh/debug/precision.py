@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,18 +176,21 @@ def judge_scale(scale: float) -> Iterator[str]:
     """The problem of a loss scale that is very low or very high, if it is."""
     if scale < 1:
         yield (
-            f"the loss scale is {scale:g}, below 1: gradients are made smaller, so they overflow by themselves. Look "
-            "for inf or nan (debug='nonfinite' names the module), lower the learning rate, or use bf16"
+            f"the loss scale is {scale:g}, below 1: gradients overflow by themselves. Look for inf or nan "
+            "(debug='nonfinite' names the module), lower the learning rate, or use bf16"
         )
     if scale > HIGH_SCALE:
         yield (
             f"the loss scale is {scale:g}, above 2**24: gradients are so small that nothing overflows. Look whether "
-            "the loss is divided too much, whether it depends on the parameters at all, and whether they learn; "
-            "max_scale of mode 'naive' (max_loss_scale of 'apex') is a ceiling"
+            "the loss is divided too much or does not depend on the parameters; max_scale of mode 'naive' "
+            "(max_loss_scale of 'apex') is a ceiling"
         )
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+_NOTHING = TensorStats()
 
 
 @dataclass
@@ -197,10 +200,10 @@ class _Layer:
     kind: str
     param_dtype: torch.dtype
     masters: bool
-    outputs: TensorStats = field(default_factory=TensorStats)
-    gradients: TensorStats = field(default_factory=TensorStats)
+    outputs: TensorStats = _NOTHING
+    gradients: TensorStats = _NOTHING
     """Of outputs."""
-    weights: TensorStats = field(default_factory=TensorStats)
+    weights: TensorStats = _NOTHING
     """Of the parameters' complete gradients."""
 
     def add(self, other: _Layer) -> None:
@@ -267,7 +270,7 @@ class PrecisionSurvey(Probes):
         update = self._update
         self._scale = update.loss_scales.current()[0]
         for layer in self._layers.values():
-            layer.weights = TensorStats()  # inside a cycle those of the next microbatch are sums with these
+            layer.weights = _NOTHING  # inside a cycle those of the next microbatch are sums with these
         for shard, grad in update.gradients().items():
             owner = shard.name.rpartition(".")[0]
             if owner in self._layers:

@@ -84,13 +84,11 @@ def test_dynamic_scale_keys():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"opt_level": "01"}, "fp16.opt_level: '01' is not an opt level; allowed: 'O0', 'O1', 'O2', 'O3'; did"),
-        ({"opt_level": 2}, "did you mean 'O2'"),
-        ({"opt_level": "O4"}, "fp16.opt_level: 'O4' is not an opt level"),
+        ({"opt_level": "01"}, "fp16.opt_level: '01': Input should be 'O0', 'O1', 'O2' or 'O3'"),
         ({"cast_model_type": "half"}, "fp16: cast_model_type='float16' with opt_level='O1', which keeps weights"),
         ({"keep_batchnorm_fp32": True}, "fp16: keep_batchnorm_fp32=True with opt_level='O1', which keeps weights"),
         ({"master_weights": True}, "fp16: master_weights=True with opt_level='O1', which keeps weights in float32"),
-        ({"opt_level": "O2", "patch_torch_functions": True}, "only opt_level='O1' casts for each function"),
+        ({"opt_level": "O2", "patch_torch_functions": True}, "only opt_level='O1' does that"),
         ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, "'yes': Input should be a valid boolean"),
         ({"opt_level": "O2", "cast_model_type": torch.bfloat16}, "fp16.cast_model_type: apex has no bf16; use bf16"),
         ({"opt_level": "O2", "cast_model_type": torch.float64}, "'float64': Input should be 'float32'"),

@@ -347,8 +347,8 @@ NONFINITE = (
     Fault(
         "the fault of the last rank is told",
         "debug/nonfinite.py",
-        "first = min(found, key=lambda fault: fault.key)",
-        "first = found[-1]",
+        "first = min(found.values(), key=lambda fault: fault.key)",
+        "first = [*found.values()][-1]",
         (f"{DIAGNOSIS}::test_the_stage_of_a_pipeline_is_told_by_all",),
     ),
 )
