@@ -122,9 +122,8 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     with ExitStack() as undo:  # after an error the model can be given again
         _build(given, undo)
         plans = _refuse_problems(given, setup, device)
-        backend = launchers.choose_backend(settings, device)
-        names, alone = setup.dims.rank_names, plans.strategy.shards_model
-        group = launchers.ensure_process_group(device, settings.timeout, backend, names, alone)
+        alone = plans.strategy.shards_model
+        group = launchers.ensure_process_group(settings, device, setup.dims.rank_names, alone)
         context = ParallelContext(setup.dims, device, group, settings.timeout)
         same_on_ranks(
             {key: getattr(settings, key) for key in type(settings).model_fields},

@@ -127,27 +127,20 @@ def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> La
     return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
 
 
-def ensure_process_group(
-    device: torch.device,
-    timeout_s: float,
-    backend: str | None,
-    names: RankNames,
-    alone: bool,
-) -> OwnedGroup | None:
+def ensure_process_group(config: Config, device: torch.device, names: RankNames, alone: bool) -> OwnedGroup | None:
     """The process group that torchrun's variables ask for: created here, or by an earlier call. The caller has to
     `join` and to `close` it.
 
     None if there was nothing to create: a world of 1, or there is the group of a launch or of the user.
 
     Args:
-        timeout_s: seconds that a collective may take.
-        backend: the result of `choose_backend`.
         names: of the ranks, in messages about those that failed.
         alone: create one for a world of 1, too.
 
     Raises:
         LaunchError: the user's group lacks a backend that the config needs.
     """
+    backend = choose_backend(config, device)
     if dist.is_initialized():
         wait_for_threads_at_exit()
         if backend == GLOO_NCCL and dist.get_world_size() > 1 and "cpu:" not in (there := dist.get_backend_config()):
@@ -158,7 +151,7 @@ def ensure_process_group(
         return next((group for group in _shared if group.is_there), None)
     place = find_place()
     address = Address("localhost", 0) if alone and place.world_size == 1 else None  # 0: any port
-    group = make_group(place, address, device, timeout_s, backend, names, alone)
+    group = make_group(place, address, device, config.timeout, backend, names, alone)
     _shared[:] = [] if group is None else [group]
     return group
 

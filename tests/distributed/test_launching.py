@@ -416,4 +416,4 @@ def test_offloading_needs_a_group_that_also_sends_from_the_host(monkeypatch):
         monkeypatch.setattr(dist, "get_backend_config", lambda config=there: config)
         refused = pytest.raises(LaunchError, match=r"make it with init_process_group\('cpu:gloo,cuda:nccl'\)")
         with refused if there == "cuda:nccl" else nullcontext():
-            launching.ensure_process_group(device, 60, launching.choose_backend(config, device), RankNames(1), False)
+            launching.ensure_process_group(config, device, RankNames(1), False)
