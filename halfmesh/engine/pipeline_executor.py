@@ -205,9 +205,7 @@ class PipelineExecutor:
         given = self._splitter.read(call)
         rows = self._splitter.batch_size(given)
         if not rows:
-            raise InputError(
-                "engine(...) was given no tensor with a batch dim, to split into microbatches"
-            )
+            raise InputError("engine(...) was given no tensor with a batch dim, to split into microbatches")
         count = self._count(rows)
         calls = self._splitter.split(given, count, rows)
         try:
