@@ -218,7 +218,7 @@ class Checkpointer:
                 ones, from which the order of the next epochs is drawn; others keep theirs.
         """
         context, common, about = self.context, stored.common, stored.manifest
-        state, parallel_model, lr, loader = self.state, self.state.parallel_model, self.lr, self.loader
+        state, lr = self.state, self.lr
         for key in state.extras().keys() & common["extras"].keys():
             state.model.get_submodule(key.rpartition(".")[0]).set_extra_state(common["extras"][key])
         state.update.skip_counter.load_state_dict(common["skips"])
@@ -235,21 +235,30 @@ class Checkpointer:
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
         if not same:
-            rank_state.reseed(self.config.seed + _SEED_STEP * common["global_step"], context, parallel_model)
+            rank_state.reseed(self.config.seed + _SEED_STEP * common["global_step"], context, state.parallel_model)
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
             yield f"it was saved {where}: random numbers (dropout) are reseeded"
-        if loader is not None:
-            note: str | None = "it has no position in the data: the data start from the beginning"
-            if own["dataloader"] is not None:
-                note = loader.load_state_dict(own["dataloader"], own=same)
-            yield from [] if note is None else [note]
-        if same:
-            rank_state.set_rank_random(own["random"], context, parallel_model)
         if state.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
             yield "it has no average of the weights (engine.averaged_model): the average restarts from these weights"
-        yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
+        yield from self._load_own(own, same, own if same_layout else stored.first)
+
+    def _load_own(self, own: Mapping[str, Any], same: bool, attached: Mapping[str, Any]) -> Iterator[str]:
+        """Load `_own_state`. Yields a line for all state that starts fresh.
+
+        Args:
+            same: this rank saved `own`, in this layout.
+            attached: the `_own_state` with the attached state to load.
+        """
+        if self.loader is not None:
+            note: str | None = "it has no position in the data: the data start from the beginning"
+            if own["dataloader"] is not None:
+                note = self.loader.load_state_dict(own["dataloader"], own=same)
+            yield from [] if note is None else [note]
+        if same:
+            rank_state.set_rank_random(own["random"], self.context, self.state.parallel_model)
+        yield from self.attached.load_state_dict(attached.get("attached", {}))
 
     def _compare_settings(self, stored: Stored) -> None:
         given = dict(enumerate(stored.common.get("given", ())))  # missing in older checkpoints
@@ -304,13 +313,7 @@ class Checkpointer:
         self._settings.loaded("the state", state.get("given", []))
         self.progress.global_step = state["global_step"]
         self.progress.results.clear()
-        if self.loader is not None and state["dataloader"] is not None:
-            same_rank = state["random"]["rank"] == self.context.rank
-            note = self.loader.load_state_dict(state["dataloader"], same_rank)
-            if note is not None:
-                _log.warning("%s", note)
-        rank_state.set_rank_random(state["random"], self.context, self.state.parallel_model)
-        for note in self.attached.load_state_dict(state.get("attached", {})):
+        for note in self._load_own(state, state["random"]["rank"] == self.context.rank, state):
             _log.info("%s", note)
 
     # -- the end -----------------------------------------------------------------------------------------------

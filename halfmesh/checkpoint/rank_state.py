@@ -94,9 +94,7 @@ def rank_random(context: ParallelContext, parallel_model: ParallelModel) -> dict
 
 
 def set_rank_random(state: Mapping[str, Any], context: ParallelContext, parallel_model: ParallelModel) -> None:
-    """Restore the random state that the same rank saved. (Another rank's would repeat its dropout: it is ignored.)"""
-    if state["rank"] != context.rank:
-        return
+    """Restore the random state that the same rank saved. (Another rank's would repeat its dropout.)"""
     set_random_state(state, context.device)
     if parallel_model.random is not None and state["model"] is not None:  # older checkpoints of data ranks have none
         parallel_model.random.state = state["model"].cpu()
