@@ -47,13 +47,9 @@ class ActivationCheckpointConfig(Options):
     @property
     def label(self) -> str:
         """The value as a user would write it."""
-        if self.patterns:
-            chosen = shorten(list(self.patterns))
-        else:
-            chosen = "full" if self.every == 1 else f"every={self.every}"
-        if not self.selective:
-            return chosen
-        return "selective" if self.every == 1 else f"{chosen}, selective"
+        blocks = "full" if self.every == 1 else f"every={self.every}"
+        chosen = shorten(list(self.patterns)) if self.patterns else blocks
+        return f"{chosen}, selective" if self.selective else chosen
 
 
 _ACTIVATIONS = {None: {}, False: {}, True: {"every": 1}, "full": {"every": 1}, "selective": {"selective": True}}
