@@ -181,7 +181,6 @@ _INSTEAD = {
 }
 """What to set here, and the keys of other libraries for it, lower case."""
 _OTHERS = {
-    "balance": "remove it: stages are balanced by parameters, and parallel.pipeline.partition names other cuts",
     "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
     "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",
     "batch_size": "give it to the DataLoader: the batch size of one data rank",

@@ -88,10 +88,6 @@ _NAIVE = to({"fp16.mode": "naive"}, "the loss scale begins at 2**16, not 2**32, 
 _OWN_LAYERS = "take Colossal-AI's own layers out of the model"
 
 
-def _static(value: bool, values: Values) -> object:
-    return to({"fp16.loss_scale": values.get("fp16.initial_scale")})  # None, which is refused, if it is missing
-
-
 def _microbatches(value: int, values: Values) -> object:
     has_stages = max(values.get("parallel.pipeline", 1), values.get("parallel.pipeline.size", 1)) > 1
     return MICROBATCHES if has_stages else no("without a pipeline it has no effect: see gradient_accumulation")
@@ -112,7 +108,10 @@ COLOSSAL = Origin(
         "fp16.initial_scale": lambda value, values: (
             "fp16.loss_scale" if values.get("fp16.dynamic_grad_scale") is False else "fp16.initial_scale"
         ),
-        "fp16.dynamic_grad_scale": {True: AS_HERE, False: _static},
+        "fp16.dynamic_grad_scale": {  # without the scale it is None, which is refused
+            True: AS_HERE,
+            False: lambda value, values: to({"fp16.loss_scale": values.get("fp16.initial_scale")}),
+        },
         "fp16.hysterisis": "fp16.hysteresis",
         "fp16.clip_grad_norm": no("Colossal-AI put the top-level clip_grad_norm in its place; set that one"),
         "fp16.*": "fp16.*",
@@ -175,11 +174,10 @@ DEEPSPEED = Origin(
         "fp16.initial_scale_power": lambda value, values: to({"fp16.initial_scale": 2.0**value}),
         "fp16.loss_scale_window": "fp16.growth_interval",
         "fp16.min_loss_scale": "fp16.min_scale",
-        "fp16.hysteresis": "fp16.hysteresis",
         "fp16.* bf16.*": no("masters and their gradients are fp32; hysteresis is refilled when the scale grows"),
         "torch_autocast.enabled": on(lost("write fp16 or bf16 = dict(mode='torch'), by torch_autocast.dtype")),
         "amp.enabled": on(to({"fp16.mode": "apex"})),
-        "amp.*": "fp16.*",
+        "amp.* fp16.hysteresis": "fp16.*",
         "zero_optimization.stage": ZERO,
         "zero_optimization.offload_*.device zero_optimization.cpu_offload*": _offload,
         "zero_optimization.mics_shard_size zero_optimization.zero_hpz_partition_size": lost("see parallel.data.hybrid"),
