@@ -16,7 +16,7 @@ from ..amp.convert import convert
 from ..amp.o1 import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.plugin import AMP_PLUGINS, AMP_TYPE, PRECISIONS
-from ..amp.precision import Precision, find_kept_problems
+from ..amp.precision import Precision
 from ..amp.recipe import FP32
 from ..amp.step_result import StepResult
 from ..checkpoint import validate
@@ -84,12 +84,7 @@ def convert_to_amp(
         )
     params = model.parameters() if isinstance(model, nn.Module) else iter(())
     device = next((param.device for param in params), torch.device("cpu"))
-    problems = list(inputs.find_model_problems(model, recipe, config.precision.mode, device))
-    if not problems:
-        problems += inputs.find_optimizer_problems(optimizer, model, recipe)
-        problems += find_kept_problems(model, recipe)
-    problems += inputs.find_criterion_problems(criterion)
-    if problems:
+    if problems := list(inputs.find_problems(model, optimizer, criterion, recipe, config.precision.mode, device)):
         raise InputError(problem_list(problems, "what was passed to convert_to_amp"))
     compat.raise_for(compat.check_setup(setup, device.type))
     precision = AMP_PLUGINS.get(config.precision.mode).precision(config.precision.options, recipe, device)

@@ -15,7 +15,7 @@ from torch import nn, optim
 from .. import compat
 from ..amp.convert import convert
 from ..amp.plugin import AMP_PLUGINS
-from ..amp.precision import Precision, find_kept_problems
+from ..amp.precision import Precision
 from ..amp.recipe import Recipe, UpdateOptions
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.state import ShardedState
@@ -293,13 +293,11 @@ def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans
     device_problem = inputs.find_device_problem(device, recipe) or _precision(config, recipe, device).find_problem()
     if device_problem:
         raise IncompatibleConfigError([device_problem])
-    has_model = isinstance(given.model, nn.Module)
+    mode = config.precision.mode if config.precision else None
     problems = [
-        *inputs.find_model_problems(given.model, recipe, config.precision.mode if config.precision else None, device),
-        *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if has_model else ()),
-        *(find_kept_problems(given.model, recipe) if has_model else ()),
+        *inputs.find_problems(given.model, given.optimizer, given.criterion, recipe, mode, device),
         *inputs.find_other_problems(
-            given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
+            given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
         ),
     ]
     if problems:

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..amp.precision import find_overflow, tensors_to_cast
+from ..amp.precision import find_kept_problems, find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
 from ..errors import InputError, counted, shorten
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..data.sharding import ShardedLoader
     from ..parallel.mesh import ParallelContext
+
+
+def find_problems(
+    model: Any, optimizer: Any, criterion: Any, recipe: Recipe, mode: str | None, device: torch.device
+) -> Iterator[str]:
+    """Problems of model, optimizer and criterion under this recipe on `device`."""
+    yield from find_model_problems(model, recipe, mode, device)
+    if isinstance(model, nn.Module):
+        yield from find_optimizer_problems(optimizer, model, recipe)
+        yield from find_kept_problems(model, recipe)
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        yield f"criterion: the class {criterion.__name__} was given, not a criterion; write {criterion.__name__}()"
+    if criterion is not None and not callable(criterion):
+        yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
 
 
 def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: torch.device) -> Iterator[str]:
@@ -129,19 +143,10 @@ def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:
             )
 
 
-def find_criterion_problems(criterion: Any) -> Iterator[str]:
-    """Problems of the criterion."""
-    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
-        yield f"criterion: the class {criterion.__name__} was given, not a criterion; write {criterion.__name__}()"
-    if criterion is not None and not callable(criterion):
-        yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
-
-
 def find_other_problems(
-    criterion: Any, dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
+    dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
 ) -> Iterator[str]:
     """Problems of the other arguments."""
-    yield from find_criterion_problems(criterion)
     for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
         if loader is None:
             continue

@@ -303,7 +303,12 @@ class PipelineExecutor:
         else:
             one = self._precision.cast_output(forward.known.stages[-1])
             count, device = len(forward.calls), self._context.device
-            output = map_tensors(lambda t: torch.empty(_joined_shape(t, count), dtype=t.dtype, device=device), one)
+
+            def joined(tensor: torch.Tensor) -> torch.Tensor:
+                rows, *rest = tensor.shape or (1,)
+                return torch.empty((count * rows, *rest), dtype=tensor.dtype, device=device)
+
+            output = map_tensors(joined, one)
         works = self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))
 
         def value() -> Any:
@@ -312,10 +317,6 @@ class PipelineExecutor:
 
         handle.batch, handle.was_used = None, True
         handle.resolve(value)
-
-
-def _joined_shape(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
-    return (count,) if tensor.dim() == 0 else (count * tensor.shape[0], *tensor.shape[1:])
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:
