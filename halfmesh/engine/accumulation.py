@@ -69,11 +69,6 @@ class Accumulation:
         self.clear()  # gradients older than the engine
 
     @property
-    def in_progress(self) -> bool:
-        """True if this cycle has finished microbatches whose update has not run."""
-        return self.index > 0
-
-    @property
     def holds_gradients(self) -> bool:
         """True if there are gradients that no update has used yet."""
         return self.update.has_gradients
@@ -131,7 +126,7 @@ class Accumulation:
                 reducer.finish()
             self._guard.after_backward()
         except BaseException as error:
-            if self.in_progress:
+            if self.index:
                 error.add_note(
                     f"this was microbatch {self.position}; the gradients of those before it are cleared, too"
                 )
@@ -202,7 +197,7 @@ class Accumulation:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`Engine.zero_grad`."""
-        if not self.in_progress:
+        if not self.index:
             self.clear()
 
     def clear(self) -> None:

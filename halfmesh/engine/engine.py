@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn, optim
@@ -182,7 +182,7 @@ class Engine:
             lr.check()
         for told in self._hooks.calls["before_step"]:
             told()
-        if not accumulation.has_backward and not (last and accumulation.in_progress):
+        if not accumulation.has_backward and not (last and accumulation.index):
             raise InputError(
                 "engine.step() was called before engine.backward(loss): there is nothing to step with (loss.backward() "
                 "does not count)"
@@ -562,12 +562,6 @@ class Engine:
         finally:
             if was_error:
                 self._ends.callback(self.context.close)
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(
-            "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
-            "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
-        )
 
     # -- checks ------------------------------------------------------------------------------------------------
 
