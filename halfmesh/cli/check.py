@@ -68,7 +68,7 @@ def check(
         if picture is not None:
             from ..dry_run.rungs import refuse_target
 
-            refuse_target("--picture", picture, ".svg", force)
+            refuse_target("--picture", picture, force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
@@ -79,9 +79,10 @@ def check(
         findings = check_setup(setup, device) if setup else []
         right = setup is not None and not findings
         if loaded and right and model is not None:
-            from ..dry_run.dry_run import dry_run
+            from ..dry_run.dry_run import dry_runs, workers
 
-            run = dry_run(loaded, world_size, model, tuple(batch or ()), is_fresh=bool(context.obj))
+            with workers(is_fresh=bool(context.obj)) as over:
+                (run,) = dry_runs(over, [(loaded, None)], world_size, model, tuple(batch or ()))
         if setup and setup.dims.dp > 1:
             findings += find_advice(setup)
     plan = _plan(setup) if setup and right and not (run and run.problems) else None
@@ -95,9 +96,7 @@ def check(
             answer |= {"ok": limit is None or show.fits(run, limit), "dry_run": show.as_json(run, limit)}
             lines = list(show.lines(run, limit))
             if picture is not None:
-                from ..dry_run.show import draw
-
-                draw(picture, loaded, run, model, tuple(batch or ()))
+                show.draw(picture, loaded, run, model, tuple(batch or ()))
     if as_json:
         print(json.dumps(answer, indent=2))
     else:

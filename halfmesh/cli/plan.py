@@ -42,23 +42,22 @@ def plan(
     """
     from ..config.load import load_config
     from ..dry_run import rungs, show
-    from ..dry_run.dry_run import Workers, count_cores
+    from ..dry_run.dry_run import workers
     from ..dry_run.ladder import search_layouts
     from ..dry_run.rungs import PlanRequest
     from ..engine.summary import parse_bytes
 
-    is_fresh = bool(context.obj)
     try:
         if out is not None:
-            rungs.refuse_target("--out", out, ".py", force)
+            rungs.refuse_target("--out", out, force)
         if picture is not None:
-            rungs.refuse_target("--picture", picture, ".svg", force)
+            rungs.refuse_target("--picture", picture, force)
         with contextlib.redirect_stdout(sys.stderr):  # the output of the config or the model is not part of the answer
             loaded = load_config({} if config is None else config, overrides or ())
             limit = parse_bytes(gpu_memory)
             asked = PlanRequest(loaded, world_size, limit, model, tuple(batch or ()), gpus_per_node, device)
-            with Workers(max(2, count_cores()) if is_fresh else 1, is_fresh) as workers:
-                ladder = search_layouts(asked, workers, lambda text: print(text, file=sys.stderr, flush=True))
+            with workers(is_fresh=bool(context.obj)) as over:
+                ladder = search_layouts(asked, over, lambda text: print(text, file=sys.stderr, flush=True))
         chosen = ladder.chosen
         if chosen is not None and ladder.update is not None and out is not None:
             rungs.write(out, rungs.config_text(chosen, asked, ladder.update), chosen.config)

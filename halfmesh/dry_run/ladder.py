@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from ..config.load import load_config
 from ..errors import InputError, readable
 from ..parallel.registries import DATA_STRATEGIES
 from ..utils.torch_private import BATCH_NORMS
-from .dry_run import dry_runs, find_plan_problems, needed
+from .dry_run import dry_runs, find_plan_problems
 from .model_spec import build_model
 from .rungs import (
     Candidate,
@@ -21,7 +22,6 @@ from .rungs import (
     Update,
     axis_changes,
     describe_update,
-    half_precision,
     make_layouts,
     make_rung,
     recomputations,
@@ -31,7 +31,7 @@ from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
-    from .dry_run import Workers
+    from .dry_run import Map
     from .simulate_rank import Figures
 
 _REASON = 200
@@ -55,155 +55,132 @@ class Ladder:
     notes: list[str] = field(default_factory=list)
 
 
-def search_layouts(asked: PlanRequest, workers: Workers, say: Callable[[str], None] = lambda text: None) -> Ladder:
+def search_layouts(asked: PlanRequest, over: Map, say: Callable[[str], None]) -> Ladder:
     """Try changes from the simplest on, up to the first that fits.
 
     Args:
+        over: see `workers`.
         say: called with a text about each simulation.
 
     Raises:
         InputError: the model's inputs are not known.
     """
-    search_layouts = _Climb(asked, workers, say)
-    first = search_layouts.simulate([Candidate((), asked.config)])[0]
-    if first.refused:
+    (first,) = _simulate(asked, over, say, [Candidate((), asked.config)])
+    if first.refused or first.run is None:
         return Ladder(rungs=[first])
-    assert first.run is not None
     if not first.run.rows:
         raise InputError(
             f"--model {asked.model}: the model's inputs are not known, so no update can be simulated: give --batch, or "
             "let build return (model, inputs)"
         )
-    search_layouts.begin(first, describe_update(asked.config, asked.world_size, first.run.rows))
-    return search_layouts.ladder if search_layouts.ladder.chosen else search_layouts.run()
+    update = describe_update(asked.config, asked.world_size, first.run.rows)
+    first = replace(first, rows=first.run.rows, passes=update.cycle * first.run.rows // update.at_once)
+    if first.needs <= asked.room:
+        return Ladder(update, [first], first)
+    return _Search(asked, over, say, first, update).run()
 
 
-class _Climb:
+def _simulate(asked: PlanRequest, over: Map, say: Callable[[str], None], rungs: Sequence[Candidate]) -> list[Candidate]:
+    """`rungs` with their dry runs, or the reasons why there are none."""
+    wanted = [rung for rung in rungs if not rung.refused]
+    for rung in wanted:
+        say(f"simulating {' '.join(rung.changes) or 'the config as it is'}")
+    configs = [(rung.config, rung.rows) for rung in wanted]
+    found = iter(dry_runs(over, configs, asked.world_size, asked.model, asked.batch, asked.room))
+    return [
+        rung if rung.refused else replace(rung, run=(run := next(found)), refused="\n".join(run.problems))
+        for rung in rungs
+    ]
+
+
+class _Search:
     """Tries layouts in order, in each of them batches and recomputation."""
 
-    def __init__(self, asked: PlanRequest, workers: Workers, say: Callable[[str], None]) -> None:
-        self.ladder = Ladder()
-        self._asked, self._workers, self._say = asked, workers, say
-        self._tried: dict[tuple[Changes, str, int], Candidate] = {}
-        self._refused: set[str] = set()
-        self._recompute: list[str] = []
+    def __init__(
+        self, asked: PlanRequest, over: Map, say: Callable[[str], None], first: Candidate, update: Update
+    ) -> None:
+        self._asked, self._over, self._say, self._update = asked, over, say, update
+        self._tried: dict[tuple[Changes, str, int], Candidate] = {((), "", update.at_once): first}
+        self._notes: list[str] = []
         self._splits_batches = True
+        self._kinds = ["", *recomputations(asked.config)]
         self._least: dict[str, tuple[int, int, int]] = {}
         """By data strategy: the bytes of each rank in the simplest layout, those of them that are state, and the number
         of ranks over which the axes sharded the model there."""
 
-    def simulate(self, rungs: Sequence[Candidate]) -> list[Candidate]:
-        """`rungs` with their dry runs, or the reasons why there are none."""
-        asked, wanted = self._asked, [rung for rung in rungs if not rung.refused]
-        for rung in wanted:
-            self._say(f"simulating {' '.join(rung.changes) or 'the config as it is'}")
-        calls = [(rung.config, rung.rows) for rung in wanted]
-        found = iter(dry_runs(self._workers, calls, asked.world_size, asked.model, asked.batch, asked.room))
-        runs = [None if rung.refused else next(found) for rung in rungs]
-        return [
-            replace(rung, run=run, refused="\n".join(run.problems)) if run else rung
-            for rung, run in zip(rungs, runs, strict=True)
-        ]
-
-    def begin(self, first: Candidate, update: Update) -> None:
-        """Begin with the unchanged config, which could be simulated."""
-        assert first.run is not None
-        self._update = self.ladder.update = update
-        first = replace(first, rows=first.run.rows, passes=update.cycle * first.run.rows // update.at_once)
-        self._tried[(), "", update.at_once] = first
-        self.ladder.rungs = [first]
-        self.ladder.chosen = first if self._fits(first) else None
-
     def run(self) -> Ladder:
         """Try all layouts."""
-        self._look_at_model()
-        before = half_precision(self._asked)
-        order: list[Changes] = [()]
-        for changes in make_layouts(self._asked, before, lambda change: change not in self._refused):
-            order += [changes] if changes else []
-            if not self._is_hopeless(changes):
-                self.ladder.chosen = self._try_layout(changes)
-            if self.ladder.chosen is not None:
+        refused = self._find_refused()
+        before = () if self._asked.config.precision else ("bf16.mode=torch",)
+        layouts, chosen = [()], None
+        for changes in make_layouts(self._asked, before, lambda change: change not in refused):
+            layouts.append(changes)
+            chosen = None if self._is_hopeless(changes) else self._try_layout(changes)
+            if chosen is not None:
                 break
-        kinds = ["", *self._recompute]
-        self.ladder.rungs = [
-            rung
-            for changes in order
-            for (_, kind, _), rung in sorted(
-                ((key, rung) for key, rung in self._tried.items() if key[0] == changes),
-                key=lambda item: (kinds.index(item[0][1]), -item[0][2]),
-            )
-        ]
-        if self.ladder.chosen is not None:
-            del self.ladder.rungs[self.ladder.rungs.index(self.ladder.chosen) + 1 :]
-        return self.ladder
+        keys = sorted(self._tried, key=lambda key: (layouts.index(key[0]), self._kinds.index(key[1]), -key[2]))
+        rungs = [self._tried[key] for key in keys]
+        end = len(rungs) if chosen is None else rungs.index(chosen) + 1
+        return Ladder(self._update, rungs[:end], chosen, self._notes)
 
-    def _look_at_model(self) -> None:
-        """Leave out changes that the composition table or the model does not allow."""
-        asked, update, kinds = self._asked, self._update, list(recomputations(self._asked.config))
-        single: list[Changes] = [(change,) for _, change, _ in axis_changes(asked)]
-        single += [(change,) for change in strategy_changes(asked.config)]
-        tried = [(changes, "", self._sizes(changes)[0]) for changes in single] + [
-            ((), k, update.at_once) for k in kinds
-        ]
-        rungs = [make_rung(asked, update, *key) for key in tried]
-        call = ([rung.config for rung in rungs], asked.world_size, asked.model)
-        ((has_batch_norm, problems),) = self._workers.run(_look_at, [call])
+    def _find_refused(self) -> set[str]:
+        """The changes that the composition table or the model does not allow. Notes them, and what else is left out."""
+        asked, update = self._asked, self._update
+        single = [change for _, change, _ in axis_changes(asked)] + strategy_changes(asked.config)
+        tried: dict[str, tuple[Changes, str, int]] = {
+            **{change: ((change,), "", self._sizes((change,))[0]) for change in single},
+            **{f"activation_checkpoint={kind}": ((), kind, update.at_once) for kind in self._kinds[1:]},
+        }
+        rungs = [make_rung(asked, update, *key) for key in tried.values()]
+        job = ([rung.config for rung in rungs], asked.world_size, asked.model)
+        ((has_batch_norm, problems),) = self._over(_inspect_model, [job])
         left_out: dict[str, list[str]] = {}  # by reason: an axis of any size may have the same
-        for (changes, kind, _), rung, reasons in zip(tried, rungs, problems, strict=True):
+        for change, rung, reasons in zip(tried, rungs, problems, strict=True):
             if reasons := [*rung.refused.splitlines(), *reasons]:
-                change = f"activation_checkpoint={kind}" if kind else changes[0]
-                self._refused.add(change)
                 reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
                 left_out.setdefault(reason, []).append(change)
         for reason, names in left_out.items():
-            self.ladder.notes.append(f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} left out: {reason}")
-        self._recompute = [k for k in kinds if f"activation_checkpoint={k}" not in self._refused]
+            self._notes.append(f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} left out: {reason}")
         if has_batch_norm:
             self._splits_batches = False
-            self.ladder.notes.append("smaller batches are left out: BatchNorm's statistics would change")
+            self._notes.append("smaller batches are left out: BatchNorm's statistics would change")
+        refused = {change for names in left_out.values() for change in names}
+        self._kinds = [kind for kind in self._kinds if f"activation_checkpoint={kind}" not in refused]
+        return refused
 
     def _try_layout(self, changes: Changes) -> Candidate | None:
         """The simplest batch and recomputation by which the layout fits."""
-        sizes, kinds = self._sizes(changes), ["", *self._recompute]
+        sizes, kinds, room = self._sizes(changes), self._kinds, self._asked.room
         most, fewest = sizes[0], sizes[-1]
-        first, last = self._try([(changes, "", most), (changes, kinds[-1], most)])
+        first, last = self._try((changes, "", most), (changes, kinds[-1], most))  # on two cores
         if first.refused or self._fits(first):
             return None if first.refused else first
-        if first.state > self._asked.room:
+        if first.state > room:
             self._note_least(first, lambda figures: figures.state)
-            self._tried = {key: rung for key, rung in self._tried.items() if rung is not last or last is first}
+            if len(kinds) > 1:
+                del self._tried[changes, kinds[-1], most]
             return None
         if not self._fits(last):
-            # Accumulated gradients take memory, too, so that smaller batches may need more.
-            hopeless = self._cannot_shrink(last, fewest / most)
-            (small,) = [last] if hopeless else self._try([(changes, kinds[-1], fewest)])
+            # Memory shrinks by no more than the rows. Accumulated gradients take memory, too, so that smaller batches
+            # may need more.
+            hopeless = last.needs * fewest / most > room
+            (small,) = (last,) if hopeless else self._try((changes, kinds[-1], fewest))
             if not self._fits(small):
-                self._note_least(min(last, small, key=lambda rung: rung.needs), needed)
+                self._note_least(min(last, small, key=lambda rung: rung.needs), lambda figures: figures.needed)
                 return None
         for kind in kinds:
-            large = self._tried.get((changes, kind, most))
-            if large is None or not (self._fits(large) or self._cannot_shrink(large, fewest / most)):
-                large, small = self._try([(changes, kind, most), (changes, kind, fewest)])  # on two cores
-                if not self._fits(large) and self._fits(small):
-                    return self._find_largest(changes, kind, sizes)
+            large, small = self._try((changes, kind, most), (changes, kind, fewest))
             if self._fits(large):
                 return large
+            if self._fits(small):
+                index = bisect_left(sizes, True, key=lambda rows: self._fits(*self._try((changes, kind, rows))))
+                return self._tried[changes, kind, sizes[index]]
         return None
 
-    def _find_largest(self, changes: Changes, kind: str, sizes: Sequence[int]) -> Candidate:
-        """The largest batch that fits, where the first of `sizes` does not and the last does."""
-        too_large, fits = 0, len(sizes) - 1
-        while fits - too_large > 1:
-            middle = (fits + too_large) // 2
-            (rung,) = self._try([(changes, kind, sizes[middle])])
-            too_large, fits = (too_large, middle) if self._fits(rung) else (middle, fits)
-        return self._tried[changes, kind, sizes[fits]]
-
-    def _try(self, wanted: Sequence[tuple[Changes, str, int]]) -> list[Candidate]:
+    def _try(self, *wanted: tuple[Changes, str, int]) -> list[Candidate]:
         new = [key for key in dict.fromkeys(wanted) if key not in self._tried]
         rungs = [make_rung(self._asked, self._update, *key) for key in new]
-        self._tried |= zip(new, self.simulate(rungs), strict=True)
+        self._tried |= zip(new, _simulate(self._asked, self._over, self._say, rungs), strict=True)
         return [self._tried[key] for key in wanted]
 
     def _sizes(self, changes: Changes) -> list[int]:
@@ -215,10 +192,6 @@ class _Climb:
 
     def _fits(self, rung: Candidate) -> bool:
         return not rung.refused and rung.needs <= self._asked.room
-
-    def _cannot_shrink(self, rung: Candidate, part: float) -> bool:
-        """Return True if the rung does not fit with `part` of its rows either: memory shrinks by no more."""
-        return rung.needs * part > self._asked.room
 
     def _note_least(self, rung: Candidate, of: Callable[[Figures], int]) -> None:
         """Remember the least memory that this layout can need: this rung's, by the figure that `of` selects."""
@@ -239,13 +212,14 @@ class _Climb:
         least = max(needs * part, state if shared else state * part)  # if shared, it is sharded over all ranks already
         if least > self._asked.room:
             evenly = f"at best {readable(least)}, if the axes sharded everything evenly"
-            self.ladder.notes.append(f"{' '.join(changes)} is left out: {evenly}")
+            self._notes.append(f"{' '.join(changes)} is left out: {evenly}")
         return least > self._asked.room
 
 
-def _look_at(configs: Sequence[Config], world_size: int, model: str) -> tuple[bool, list[list[str]]]:
+def _inspect_model(job: tuple[Sequence[Config], int, str]) -> tuple[bool, list[list[str]]]:
     """True if the model has BatchNorm; and for each config the reasons why the model cannot be sharded by it."""
+    configs, world_size, model = job
     with dry_run_mode(), Tracker():
-        given = build_model(model).model
-        has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in given.modules())
-        return has_batch_norm, [find_plan_problems(config, world_size, given) for config in configs]
+        built = build_model(model).model
+        has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in built.modules())
+        return has_batch_norm, [find_plan_problems(config, world_size, built) for config in configs]

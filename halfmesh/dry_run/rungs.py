@@ -7,18 +7,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..compat import check
 from ..config.load import load_config
 from ..config.text import as_python
-from ..errors import InputError, counted, readable
+from ..errors import InputError, bullet_list, counted, readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
-from .dry_run import DryRun, needed
+from .dry_run import DryRun
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..parallel.data_strategy import DataStrategy
 
 ROOM = 0.9
 """The fraction of a device's memory that a config may use: a dry run does not count the CUDA context, NCCL's buffers
@@ -60,9 +59,8 @@ class PlanRequest:
             if not 1 <= number <= MOST_RANKS:
                 raise InputError(f"{option} {number}: it must be from 1 to {MOST_RANKS:,}")
         if findings := check(self.config, self.world_size, self.device):
-            reasons = "".join(f"\n  - {finding}" for finding in findings)
-            ranks = counted(self.world_size, "rank")
-            raise InputError(f"the config cannot run on {ranks}, whatever the memory:{reasons}")
+            title = f"the config cannot run on {counted(self.world_size, 'rank')}, whatever the memory:"
+            raise InputError(bullet_list(title, map(str, findings)))
 
     @property
     def room(self) -> int:
@@ -93,7 +91,7 @@ class Candidate:
     @property
     def needs(self) -> int:
         """Bytes of the largest rank; a lower bound if no update was simulated."""
-        return needed(self.run.largest[1]) if self.run and self.run.ranks else 0
+        return self.run.largest[1].needed if self.run and self.run.ranks else 0
 
     @property
     def state(self) -> int:
@@ -142,11 +140,6 @@ def make_rung(asked: PlanRequest, update: Update, changes: Changes, recompute: s
     return Candidate(changes, changed, rows, batches * microbatches, recompute, refused=refused)
 
 
-def half_precision(asked: PlanRequest) -> Changes:
-    """The mode that docs/precision.md recommends first, for a config without one."""
-    return () if asked.config.precision else ("bf16.mode=torch",)
-
-
 def recomputations(config: Config) -> Iterator[str]:
     """Values of activation_checkpoint that recompute more than the config's."""
     checkpoint = config.activation_checkpoint
@@ -180,31 +173,28 @@ def make_layouts(asked: PlanRequest, before: Changes, allowed: Callable[[str], b
         if allowed(change):
             options.setdefault(name, [("", parallel.sizes.get(name, 1))]).append((change, size))
     others = math.prod(size for name, size in parallel.sizes.items() if name not in options)
-    strategies = strategy_changes(asked.config)
+    strategies = [change for change in strategy_changes(asked.config) if allowed(change)]
     found = []
     for chosen in itertools.product(*options.values()):
         ranks = others * math.prod(size for _, size in chosen)
-        places = tuple(place for place, (change, _) in enumerate(chosen) if change)
+        changed = [index for index, (change, _) in enumerate(chosen) if change]
         if asked.world_size % ranks == 0:
-            found.append((len(places), places, ranks, tuple(change for change, _ in chosen if change)))
+            found.append((len(changed), changed, ranks, tuple(chosen[index][0] for index in changed)))
     for _, _, ranks, changes in sorted(found):
         free = ("parallel.data.size=null",) if changes and parallel.data.size is not None else ()
         yield before + changes + free
         for strategy in strategies if ranks < asked.world_size else ():
-            if allowed(strategy):
-                yield before + changes + free + (strategy,)
+            yield (*before, *changes, *free, strategy)
 
 
 def strategy_changes(config: Config) -> list[str]:
     """Each data strategy that shards more than the config's: those that shard the optimizer's state, then those that
     shard the model, too."""
-    now = DATA_STRATEGIES.get(config.parallel.data.strategy)
-    others = sorted(DATA_STRATEGIES.each(), key=lambda pair: _sharded(pair[1]))
-    return [f"parallel.data.strategy={name}" for name, kind in others if _sharded(kind) > _sharded(now)]
-
-
-def _sharded(strategy: type[DataStrategy]) -> tuple[bool, bool]:
-    return strategy.shards_model, strategy.shards_state
+    sharded = {name: (kind.shards_model, kind.shards_state) for name, kind in DATA_STRATEGIES.each()}
+    now = sharded[config.parallel.data.strategy]
+    return [
+        f"parallel.data.strategy={name}" for name in sorted(sharded, key=sharded.__getitem__) if sharded[name] > now
+    ]
 
 
 def _split_key(config: Config) -> str:
@@ -220,27 +210,12 @@ def _get(config: Config, key: str) -> int:
     return getattr(getattr(config.parallel, axis), name) or 1
 
 
-def short(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` in its shorthand forms: a size or a strategy instead of a dict with one key."""
-    parallel = {}
-    for name, keys in config.get("parallel", {}).items():
-        key = "size" if name in AXES else "strategy"
-        parallel[name] = keys[key] if isinstance(keys, dict) and list(keys) == [key] else keys
-    found = dict(config) | ({"parallel": parallel} if parallel else {})
-    checkpoint = found.get("activation_checkpoint")
-    if checkpoint in ({"every": 1}, {"every": 1, "selective": True}):
-        found["activation_checkpoint"] = "selective" if checkpoint.get("selective") else "full"
-    return found
-
-
-def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> None:
+def refuse_target(option: str, path: Path, may_replace: bool) -> None:
     """Check that a file can be written to `path`, before anything is computed for it.
 
     Raises:
-        InputError: another suffix, a directory that does not exist, or a file that does and may not be replaced.
+        InputError: its directory does not exist, or the file does and may not be replaced.
     """
-    if path.suffix.lower() != suffix:
-        raise InputError(f"{option} {path}: give a name that ends in {suffix}")
     if not path.resolve().parent.is_dir():
         raise InputError(f"{option} {path}: there is no directory {path.resolve().parent}")
     if path.exists() and not may_replace:
@@ -249,13 +224,13 @@ def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> No
 
 def config_text(rung: Candidate, asked: PlanRequest, update: Update) -> str:
     """The config of `rung` as a .py file, with comments on its purpose and its memory."""
+    ranks = counted(asked.world_size, "rank")
     lines = [
-        f"# Made by halfmesh plan for {asked.model} on {counted(asked.world_size, 'rank')} "
-        f"of {readable(asked.limit)}, AdamW.",
+        f"# Made by halfmesh plan for {asked.model} on {ranks} of {readable(asked.limit)}, AdamW.",
         f"# Give each data rank's loader a batch size of {rung.rows}; an update takes {update.rows} rows in all.",
         f"# In a dry run a rank needed {readable(rung.needs)}.",
         "",
-        *(f"{key} = {as_python(value)}" for key, value in short(rung.config.to_dict()).items()),
+        *(f"{key} = {as_python(value)}" for key, value in rung.config.to_dict().items()),
     ]
     return "\n".join(lines) + "\n"
 

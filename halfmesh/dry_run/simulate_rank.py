@@ -22,13 +22,12 @@ from ..parallel.reducer import give_grads
 from ..parallel.registries import AXES
 from ..utils.tensors import map_tensors, tensors_of
 from ..utils.torch_private import has_no_memory
-from .model_spec import build_model
+from .model_spec import Built, build_model, call_of
 from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..engine.engine import Engine
-    from .model_spec import ModelSpec
 
 PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
 """Parts of a rank's memory. activations: with the batch. communication: messages over dp and pp. temporary: memory that
@@ -40,25 +39,30 @@ class Figures:
     """The memory and communication of one rank.
 
     Attributes:
-        parts: bytes by part, each at its largest within an update; the maxima may be at different times.
+        parameters: the number of their elements.
+        bytes: by part, each at its largest within an update; the maxima may be at different times.
         kept: bytes between two updates.
         peak: the most bytes at once; None if no update was simulated.
-        numel: of the parameters.
-        traffic: in one update, by axis ("all": over all ranks).
+        sent: in one update, by axis ("all": over all ranks).
         rows: of the batch.
     """
 
-    parts: dict[str, int]
+    parameters: int
+    bytes: dict[str, int]
     kept: int
-    peak: int | None
-    numel: int
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    peak: int | None = None
+    sent: dict[str, Traffic] = field(default_factory=dict)
     rows: int = 0
 
     @property
     def state(self) -> int:
         """Bytes that smaller batches and recomputation do not change: `kept`, and the gradients if known."""
-        return self.kept + self.parts.get("gradients", 0)
+        return self.kept + self.bytes.get("gradients", 0)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the rank needs, as far as known."""
+        return self.state if self.peak is None else self.peak
 
 
 def simulate_rank(
@@ -82,19 +86,19 @@ def simulate_rank(
     Raises:
         InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called with these inputs.
     """
-    tracker = Tracker()
-    with _quiet(rank > 0), _world(rank, world_size), dry_run_mode(), tracker:
+    with _quiet(rank > 0), _world(rank, world_size), dry_run_mode(), Tracker() as tracker:
         given, pipeline = build_model(model, batch), config.parallel.pipeline
-        if given.inputs is not None:
-            given = given if rows is None else given.with_rows(rows)
+        if given.batches:
+            given = given.with_rows(given.rows if rows is None else rows)
             for problem in find_batch_problem(given.rows, pipeline.microbatches or 1) if pipeline.size > 1 else ():
                 raise InputError(f"--batch: {problem}")
             config = Setup.of(config, world_size).accumulate(given.rows).config
-        if microbatches is not None and pipeline.microbatches is not None:
-            given = given.with_rows(given.rows // pipeline.microbatches * microbatches)
-            pipeline = pipeline.model_copy(update={"microbatches": microbatches})
+            if microbatches is not None and pipeline.microbatches is not None:
+                given = given.with_rows(given.rows // pipeline.microbatches * microbatches)
+        pipeline = pipeline.model_copy(update={"microbatches": microbatches or pipeline.microbatches})
         length, parallel = config.gradient_accumulation, config.parallel.model_copy(update={"pipeline": pipeline})
-        changed = {"gradient_accumulation": min(length, 2), "parallel": parallel}
+        eager = config.compile.model_copy(update={"enabled": False})
+        changed = {"gradient_accumulation": min(length, 2), "parallel": parallel, "compile": eager}
         left_out = {"global_batch_size": None, "checkpoint": None, "resume": None}
         config = config.model_copy(update=changed | left_out)
         with FewChunks():
@@ -106,43 +110,37 @@ def simulate_rank(
 
 
 class _Simulation:
-    """Some steps of `engine`, seen by `tracker`; of an update's batches the first and the last."""
+    """An update of `engine`, of `length` batches, seen by `tracker`; of the batches the first and the last are run."""
 
-    def __init__(self, engine: Engine, given: ModelSpec, tracker: Tracker, length: int) -> None:
-        self._engine = engine
-        self._update = engine._update  # whose masters and state are counted
-        self._length = length
-        self._given = given
-        self._tracker = tracker
-        self._axes = engine.context.groups
+    def __init__(self, engine: Engine, given: Built, tracker: Tracker, length: int) -> None:
+        self._engine, self._given, self._tracker, self._length = engine, given, tracker, length
+        self._master_weights = engine._update.master_weights
+        self._params = [_local(param) for param in engine.model.parameters()]
+        tracker.axes = engine.context.groups
         # Other axes send activations: these messages count as activations.
-        between = {"dp", *(axis.dim for _, axis in AXES.each() if axis.splits_modules)}
-        tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in between})
-        self._numel = sum(param.numel() for param in engine.model.parameters())
-        self._params = [_here(param) for param in engine.model.parameters()]
+        tracker.transfers = {"dp", *(axis.dim for _, axis in AXES.each() if axis.splits_modules)}
 
     def run(self, limit: int | None) -> Figures:
         """The figures of an update that is not the first."""
-        tracker = self._tracker
+        tracker, engine, given = self._tracker, self._engine, self._given
         self._make_state()
         held = self._label_held()
-        batch = _bytes(self._given.inputs) + _bytes(self._given.targets)
-        numel = self._numel
+        batch, numel = _bytes(given.batches), sum(param.numel() for param in engine.model.parameters())
         tracker.begin()
-        tracker.traffic.clear()
+        tracker.sent.clear()
         left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
         if limit is not None and tracker.total - batch > limit:
-            return Figures(held, tracker.total - batch, None, numel, rows=self._given.rows)
-        if self._given.inputs is None:
-            gradients = sum(p.numel() * p.element_size() for p in self._params if p.requires_grad)
-            return Figures({**held, "gradients": gradients}, tracker.total, None, numel)
+            return Figures(numel, held, tracker.total - batch, rows=given.rows)
+        if not given.batches:
+            held["gradients"] = _bytes([param for param in self._params if param.requires_grad])
+            return Figures(numel, held, tracker.total)
         self._compute()
         computing, peak = tracker.largest, tracker.peak
         tracker.begin()
         began = tracker.alive[OTHER]
-        self._engine.step(last=True)
+        engine.step(last=True)
         peak = max(peak, tracker.peak)
-        self._engine.zero_grad()
+        engine.zero_grad()
         gc.collect()
         tracker.look_again()
         parts = {
@@ -151,15 +149,24 @@ class _Simulation:
             "activations": computing[OTHER] - left,
             "temporary": left + tracker.largest[OTHER] - began,
         }
-        return Figures(parts, tracker.total - batch, peak, numel, self._traffic(), self._given.rows)
+        return Figures(numel, parts, tracker.total - batch, peak, tracker.sent, given.rows)
+
+    def _make_state(self) -> None:
+        """Create the optimizer's state, by a step whose gradients are zeros."""
+        engine = self._engine
+        reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if engine.context.dp_size > 1 else None
+        for shard in self._master_weights.trained:
+            if shard.param.requires_grad:
+                give_grads([(shard.param, torch.zeros_like(shard.param, dtype=reduced))])
+        engine._update.step()
+        engine.zero_grad()
 
     def _label_held(self) -> dict[str, int]:
         """Label the memory that is kept from one update to the next in the tracker. Returns its bytes."""
         tracker, engine = self._tracker, self._engine
-        tracker.label(self._update.master_weights.masters.values(), "masters")
+        tracker.label(self._master_weights.masters.values(), "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
-        state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
-        tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
+        tracker.label(tensors_of(list(engine.optimizer.state.values())), "optimizer")
         return {part: tracker.alive[part] for part in ("parameters", "masters", "optimizer")}
 
     def _compute(self) -> None:
@@ -167,48 +174,30 @@ class _Simulation:
         tracker, engine = self._tracker, self._engine
         hooks = [
             param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
-            for param in self._engine.model.parameters()
-            if param.requires_grad and _here(param) is param
+            for param in engine.model.parameters()
+            if param.requires_grad and _local(param) is param
         ]
         if self._length > 1:
             self._forward_and_backward()
             engine.step()
-            for sent in tracker.traffic.values():
+            for sent in tracker.sent.values():
                 sent.add(sent, self._length - 2)
         self._forward_and_backward()
         for hook in hooks:
             hook.remove()
-        trained = self._update.master_weights.trained
-        tracker.label([shard.param.grad for shard in trained], "gradients")
-
-    def _traffic(self) -> dict[str, Traffic]:
-        """The communication, by axis."""
-        found: dict[str, Traffic] = {}
-        for group, sent in self._tracker.traffic.items():
-            found.setdefault(self._axes.get(group, "all"), Traffic()).add(sent)
-        return found
-
-    def _make_state(self) -> None:
-        """Create the optimizer's state, by a step whose gradients are zeros."""
-        engine = self._engine
-        reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if engine.context.dp_size > 1 else None
-        for shard in self._update.master_weights.trained:
-            if shard.param.requires_grad:
-                give_grads([(shard.param, torch.zeros_like(shard.param, dtype=reduced))])
-        self._update.step()
-        engine.zero_grad()
+        tracker.label([shard.param.grad for shard in self._master_weights.trained], "gradients")
 
     def _forward_and_backward(self) -> None:
         engine, given = self._engine, self._given
-        args, kwargs = given.call
-        targets = () if given.criterion is None else (given.targets,)
+        inputs, targets = given.batches[0]
+        args, kwargs = call_of(inputs)
         try:
             output = engine(*args, **kwargs)
-            engine.backward(engine.criterion(output, *targets))
+            engine.backward(engine.criterion(output, *(() if given.criterion is None else (targets,))))
         except InputError:
             raise
         except Exception as error:
-            shown = map_tensors(lambda t: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", given.call)
+            shown = map_tensors(lambda t: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", (args, kwargs))
             words = ", ".join([*map(str, shown[0]), *(f"{name}={value}" for name, value in shown[1].items())])
             where = find_module(engine.model, error)
             raised = f"{type(error).__name__}: {error}" + (f" (in {where})" if where else "")
@@ -229,14 +218,13 @@ class FewChunks(TorchFunctionMode):
 
 
 def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
-    whole = tensor.shape[dim]
-    size = -(-whole // chunks)
-    count, rest = divmod(whole, size)
-    alike = [tensor.narrow(dim, 0, size)] * count
-    return [*alike, tensor.narrow(dim, whole - rest, rest)] if rest else alike
+    size = -(-tensor.shape[dim] // chunks)
+    count, rest = divmod(tensor.shape[dim], size)
+    same = [tensor.narrow(dim, 0, size)] * count
+    return [*same, tensor.narrow(dim, count * size, rest)] if rest else same
 
 
-def _here(param: nn.Parameter) -> torch.Tensor:
+def _local(param: nn.Parameter) -> torch.Tensor:
     """This rank's shard of `param` under fsdp, else `param`."""
     to_local = getattr(param.detach(), "to_local", None)
     return param if to_local is None else to_local().requires_grad_(param.requires_grad)
@@ -251,7 +239,9 @@ def _stand_in(output: Any) -> torch.Tensor:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_of(tree))
+    """Bytes of the storages in `tree`; inputs and targets may share one."""
+    storages = {id(held := tensor.untyped_storage()): held for tensor in tensors_of(tree)}
+    return sum(held.nbytes() for held in storages.values())
 
 
 @contextmanager

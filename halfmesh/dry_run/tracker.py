@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +51,17 @@ def dry_run_mode() -> Iterator[None]:
             yield
 
 
+@dataclass(slots=True)
+class _Storage:
+    """A storage that an operator made: a weak reference, its label, and the bytes that are counted."""
+
+    ref: Any
+    label: str = OTHER
+    size: int = 0
+
+
 class Tracker(TorchDispatchMode):
-    """Bytes of all storages that operators made and that are alive, each with a label; and messages by process group.
+    """Bytes of all storages that operators made and that are alive, each with a label; and messages by mesh axis.
 
     A storage counts from the operator that returns it until nothing refers to it. Memory that a kernel allocates and
     frees inside is not seen. It also gives the host values of tensors without memory. Enter it after `dry_run_mode`; it
@@ -62,6 +71,9 @@ class Tracker(TorchDispatchMode):
         alive: bytes by label, now.
         largest: the most bytes of each label since `begin`.
         peak: the most bytes at once since `begin`.
+        sent: the messages by axis; "all" for groups that are not in `axes`.
+        axes: the axis of each process group, by the group's name.
+        transfers: axes whose messages are labelled "communication".
     """
 
     def __init__(self) -> None:
@@ -69,32 +81,33 @@ class Tracker(TorchDispatchMode):
         self.alive: Counter[str] = Counter()
         self.largest: Counter[str] = Counter()
         self.total = self.peak = 0
-        self.traffic: dict[str, Traffic] = {}
-        self._buffers: Mapping[str, str] = {}
-        self._known: dict[int, tuple[Any, int]] = {}
-        self._labels: dict[int, str] = {}
+        self.sent: dict[str, Traffic] = {}
+        self.axes: Mapping[str, str] = {}
+        self.transfers: Collection[str] = ()
+        self._known: dict[int, _Storage] = {}
 
     def begin(self) -> None:
         """Start new peaks."""
         self.look_again()
         self.largest, self.peak = Counter(self.alive), self.total
 
-    def label_sent(self, labels: Mapping[str, str]) -> None:
-        """Label the messages of each group from now on; `labels` are by the group's name."""
-        self._buffers = labels
-
     def label(self, tensors: Iterable[torch.Tensor | None], label: str, only: str | None = None) -> None:
         """Label the storages of `tensors` from now on; with `only`, those that have that label."""
         for tensor in tensors:
             if tensor is None:
                 continue
-            storage = tensor.untyped_storage()
-            key, size = id(storage), self._note(storage)
-            old = self._labels[key]
-            if old != label and (only is None or old == only):
-                self._labels[key] = label
-                self.alive[old] -= size
-                self._add(label, size)
+            storage = self._note(tensor.untyped_storage())
+            if only is None or storage.label == only:
+                size = storage.size
+                self._count_bytes(storage, 0)
+                storage.label = label
+                self._count_bytes(storage, size)
+
+    def look_again(self) -> None:
+        """Update the sizes of storages: FSDP2 frees and allocates memory by resizing them."""
+        for storage in list(self._known.values()):
+            if (held := storage.ref()) is not None:
+                self._count_bytes(storage, held.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_fake = any(isinstance(arg, torch.Tensor) and has_no_memory(arg) for arg in args[:2])
@@ -113,61 +126,37 @@ class Tracker(TorchDispatchMode):
                 self._note(leaf.untyped_storage())
         if func.namespace == "c10d":
             self.look_again()
-            self._count(func, args)
+            self._count_message(func, args)
         return made
 
-    def _note(self, storage: torch.UntypedStorage) -> int:
-        key = id(storage)  # it is kept as long as its memory
-        known = self._known.get(key)
-        size = storage.nbytes()
-        if known is not None:
-            if size != known[1]:
-                self._resize(key, size)
-            return size
+    def _note(self, held: torch.UntypedStorage) -> _Storage:
+        key = id(held)  # it is kept as long as its memory
+        if key not in self._known:
+            self._known[key] = _Storage(weakref.ref(held, lambda _: self._count_bytes(self._known.pop(key), 0)))
+        self._count_bytes(self._known[key], held.nbytes())
+        return self._known[key]
 
-        def forget(_: Any) -> None:
-            _, size = self._known.pop(key)
-            self.alive[self._labels.pop(key)] -= size
-            self.total -= size
+    def _count_bytes(self, storage: _Storage, size: int) -> None:
+        label, more = storage.label, size - storage.size
+        if more:
+            storage.size = size
+            self.total += more
+            self.alive[label] += more
+            self.peak = max(self.peak, self.total)
+            self.largest[label] = max(self.largest[label], self.alive[label])
 
-        self._known[key] = weakref.ref(storage, forget), size
-        self._labels[key] = OTHER
-        self.total += size
-        self.peak = max(self.peak, self.total)
-        self._add(OTHER, size)
-        return size
-
-    def look_again(self) -> None:
-        """Update the sizes of storages: FSDP2 frees and allocates memory by resizing them."""
-        for key, (ref, size) in list(self._known.items()):
-            storage = ref()
-            if storage is not None and storage.nbytes() != size:
-                self._resize(key, storage.nbytes())
-
-    def _resize(self, key: int, size: int) -> None:
-        ref, before = self._known[key]
-        self._known[key] = ref, size
-        self.total += size - before
-        self.peak = max(self.peak, self.total)
-        self._add(self._labels[key], size - before)
-
-    def _add(self, label: str, size: int) -> None:
-        self.alive[label] += size
-        if self.alive[label] > self.largest[label]:
-            self.largest[label] = self.alive[label]
-
-    def _count(self, func: Any, args: Any) -> None:
+    def _count_message(self, func: Any, args: Any) -> None:
         group = _group(args)
         if group is None:
             return
+        axis = self.axes.get(group, "all")
         given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
-        if group in self._buffers:
+        if axis in self.transfers:
             for tensors in given:
-                self.label(tensors, self._buffers[group], only=OTHER)
-        name = func.name().partition("::")[2]
-        if not name.startswith(_UNSENT):
+                self.label(tensors, "communication", only=OTHER)
+        if not func.name().partition("::")[2].startswith(_UNSENT):
             size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
-            self.traffic.setdefault(group, Traffic()).add(Traffic(1, size))
+            self.sent.setdefault(axis, Traffic()).add(Traffic(1, size))
 
 
 def _grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> torch.Tensor:

@@ -54,6 +54,6 @@ def test_bytes_are_those_of_a_run(name):
     size, config = LAYOUTS[name]
     for rank, (kept, peak, numel) in enumerate(run_ranks(measure, size, config, init=size > 1)):
         plan = simulate_rank(load_config(config), SMALL, (), rank, size)
-        assert plan.numel == numel
+        assert plan.parameters == numel
         assert plan.kept == pytest.approx(kept, rel=0.02)
         assert plan.peak == pytest.approx(peak, rel=0.10)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError, load_config
 from halfmesh.compat import check
-from halfmesh.dry_run.dry_run import Workers, dry_runs, needed
+from halfmesh.dry_run.dry_run import dry_runs
 from halfmesh.dry_run.ladder import search_layouts
 from halfmesh.dry_run.rungs import PlanRequest, config_text, write
 from halfmesh.dry_run.show import ladder_lines as lines
@@ -19,14 +19,13 @@ from tests.support.llama import SMALL
 from tests.support.ranks import rank_device, run_ranks
 
 KIB = 2**10
-HERE = Workers(1, False)
 slow = pytest.mark.slow
 
 
 def plan(room, world_size, model=SMALL, config=None, **keys):
     """For devices of which a rank may use `room` KiB."""
     asked = PlanRequest(load_config(config or {}), world_size, round(room * KIB / 0.9) + 2, model, **keys)
-    return asked, search_layouts(asked, HERE)
+    return asked, search_layouts(asked, map, lambda text: None)
 
 
 def train(rank, world_size, path, rows):
@@ -72,8 +71,8 @@ def test_the_first_that_fits_is_chosen_and_trains(room, changes, tmp_path):
     assert path.read_text() == "\n".join(said[said.index("") + 1 :]) + "\n"
     config = load_config(path)
     assert check(config, 2) == []
-    (again,) = dry_runs(HERE, [(config, chosen.rows)], 2, SMALL)
-    assert needed(again.largest[1]) == chosen.needs
+    (again,) = dry_runs(map, [(config, chosen.rows)], 2, SMALL)
+    assert again.largest[1].needed == chosen.needs
     done = run_ranks(train, 2, str(path), chosen.rows)
     assert all(changed for *_, changed in done)
     assert sum({data_rank: rows for rows, data_rank, _ in done}.values()) == ladder.update.rows == 16

@@ -9,7 +9,6 @@ from halfmesh.dry_run.rungs import (
     PlanRequest,
     Update,
     describe_update,
-    half_precision,
     make_layouts,
     make_rung,
     recomputations,
@@ -60,8 +59,6 @@ def test_what_a_config_has_stays():
         "parallel.pipeline.size=4",
     ]
     assert layouts(ask(4, parallel={"data": {"size": 4}}))[3] == "parallel.tensor.size=2 parallel.data.size=null"
-    assert half_precision(ask(fp16={"mode": "naive"})) == ()
-    assert half_precision(ask()) == ("bf16.mode=torch",)
     kinds = ({}, {"activation_checkpoint": "selective"}, {"activation_checkpoint": {"every": 2}})
     assert [list(recomputations(load_config(config))) for config in kinds] == [["selective", "full"], ["full"], []]
 

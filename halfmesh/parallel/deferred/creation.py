@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from ...errors import InputError, bullet_list, shorten
 from ...utils.tensors import map_tensors, replace_data
-from ...utils.torch_private import has_grad_hooks
+from ...utils.torch_private import has_grad_hooks, in_shapes_only
 from ..mesh import ParallelContext
 from ..rank_checks import same_on_ranks
 from .recording import Recording, View, default_dtype, recording_of
@@ -38,7 +38,7 @@ def deferred_init() -> Iterator[None]:
     with warnings.catch_warnings():
         # Copies of tensors ask for their address first.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        with Recording():
+        with nullcontext() if in_shapes_only() else Recording():  # in a dry run no tensor has memory, or gets values
             yield
 
 
