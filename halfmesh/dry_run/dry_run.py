@@ -52,7 +52,7 @@ class DryRun:
     problems: list[str] = field(default_factory=list)
     ranks: dict[int, Figures] = field(default_factory=dict)
     bubble: float = 0.0
-    extrapolated: tuple[int, int] | None = None
+    extrapolated: tuple[int, ...] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -106,16 +106,15 @@ def _kinds(config: Config, world_size: int) -> list[int]:
 def _collect(config: Config, world_size: int, results: Iterator[Figures | list[str]]) -> DryRun:
     """The dry run of `config`, from the next of `results`."""
     pipeline, run = config.parallel.pipeline, DryRun(config.parallel.dims(world_size).sizes, world_size)
-    wanted = pipeline.microbatches or 1
+    wanted, counts = pipeline.microbatches or 1, choose_counts(pipeline)
     if pipeline.size > 1:
         run.bubble = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, wanted)
-    few, *more = choose_counts(pipeline)
-    run.extrapolated = (few, *more) if few and more else None
+    run.extrapolated = counts if len(counts) > 1 else None
     for rank in _kinds(config, world_size):
-        figures = list(islice(results, 1 + len(more)))
-        run.problems += [problem for one in figures if isinstance(one, list) for problem in one]
+        found = list(islice(results, len(counts)))
+        run.problems += [problem for one in found if isinstance(one, list) for problem in one]
         if not run.problems:
-            run.ranks[rank] = extrapolate(*figures, *run.extrapolated, wanted) if run.extrapolated else figures[0]
+            run.ranks[rank] = extrapolate([one for one in found if isinstance(one, Figures)], counts, wanted)
     run.problems = list(dict.fromkeys(run.problems))
     if config.compile.enabled:
         run.notes.append("compile is left out: compiled code needs less memory than counted here")
@@ -138,13 +137,13 @@ def find_plan_problems(config: Config, world_size: int, model: nn.Module) -> lis
     return []
 
 
-def choose_counts(pipeline: PipelineConfig) -> tuple[int | None, ...]:
-    """Two numbers of microbatches to extrapolate from; the config's alone if running all of them is as cheap.
+def choose_counts(pipeline: PipelineConfig) -> tuple[int, ...]:
+    """Two numbers of microbatches to extrapolate from; one, the config's, if running all of them is as cheap.
 
     Beyond the most that the schedule has in flight on a rank, each further microbatch adds the same.
     """
-    size, wanted = pipeline.size, pipeline.microbatches
-    if size == 1 or wanted is None:
+    size, wanted = pipeline.size, pipeline.microbatches or 0
+    if size == 1:
         return (wanted,)
     schedule = SCHEDULES.get(pipeline.schedule)
     # One more than are in flight on the first rank: then forwards run with gradients in memory. An interleaved schedule
@@ -157,18 +156,20 @@ def choose_counts(pipeline: PipelineConfig) -> tuple[int | None, ...]:
     return enough if len(enough) == 2 and sum(enough) <= 0.75 * wanted else (wanted,)
 
 
-def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: int) -> Figures:
-    """The figures with `wanted` microbatches, from those with `count` and with `larger`."""
+def extrapolate(done: Sequence[Figures], counts: Sequence[int], wanted: int) -> Figures:
+    """The figures with `wanted` microbatches, from those with each of one or two `counts`."""
+    few, more = done[0], done[-1]
+    if few is more or few.peak is None or more.peak is None:
+        return few
+    count, larger = counts
 
     def at(a: int, b: int) -> int:
         return a + (b - a) * (wanted - count) // (larger - count)
 
-    if few.peak is None or more.peak is None:
-        return few
-    parts = {part: at(size, more.bytes[part]) for part, size in few.bytes.items()}
+    sizes = {name: at(size, more.bytes[name]) for name, size in few.bytes.items()}
     sent = {axis: Traffic(*map(at, astuple(few.sent[axis]), astuple(found))) for axis, found in more.sent.items()}
     kept, peak = at(few.kept, more.kept), at(few.peak, more.peak)
-    return Figures(few.parameters, parts, kept, peak, sent, few.rows // count * wanted)
+    return Figures(few.parameters, sizes, kept, peak, sent, few.rows // count * wanted)
 
 
 def _try_to_simulate(job: tuple[Any, ...]) -> Figures | list[str]:

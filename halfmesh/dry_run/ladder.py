@@ -112,7 +112,8 @@ class _Search:
         """Try all layouts."""
         refused = self._find_refused()
         before = () if self._asked.config.precision else ("bf16.mode=torch",)
-        layouts, chosen = [()], None
+        layouts: list[Changes] = [()]
+        chosen = None
         for changes in make_layouts(self._asked, before, lambda change: change not in refused):
             layouts.append(changes)
             chosen = None if self._is_hopeless(changes) else self._try_layout(changes)

@@ -17,7 +17,7 @@ from ..report import mesh_picture
 from .dry_run import DryRun
 from .model_spec import build_model
 from .rungs import ROOM, Candidate, config_text
-from .simulate_rank import PARTS
+from .simulate_rank import CATEGORIES
 from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
     how = "" if run.extrapolated is None else "; extrapolated from {} and {} microbatches".format(*run.extrapolated)
     yield f"  one update with AdamW, on tensors without memory{how}"
     table = [["bytes, each part at its largest", *names]]
-    table += [[part, *(_size(figures.bytes.get(part)) for figures in ranks)] for part in PARTS]
+    table += [[category, *(_size(figures.bytes.get(category)) for figures in ranks)] for category in CATEGORIES]
     table.append(["between two updates", *(_size(figures.kept) for figures in ranks)])
     table.append(["peak", *(_size(figures.peak) for figures in ranks)])
     for axis in sorted({axis for figures in ranks for axis in figures.sent}, key=lambda axis: (axis == "all", axis)):
@@ -154,8 +154,8 @@ def _verdict(rung: Candidate, asked: PlanRequest) -> str:
     if rung.refused or rung.run is None:
         return f"cannot run: {'; '.join(rung.refused.splitlines())}"
     rank, figures = rung.run.largest
-    parts = sorted(figures.bytes.items(), key=lambda part: -part[1])[:2]
-    most = "; most of it " + ", ".join(f"{name} {readable(size)}" for name, size in parts)
+    largest = sorted(figures.bytes.items(), key=lambda item: -item[1])[:2]
+    most = "; most of it " + ", ".join(f"{name} {readable(size)}" for name, size in largest)
     if rung.needs <= asked.room:
         return f"fits: rank {rank} needs {readable(rung.needs)}{most}"
     if figures.peak is None:
@@ -196,7 +196,7 @@ def costs(rung: Candidate, update: Update) -> Iterator[str]:
 def ladder_as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
     """The search as a dict, with exact numbers."""
     chosen, update = ladder.chosen, ladder.update
-    answer = {
+    answer: dict[str, Any] = {
         "ok": chosen is not None,
         "world_size": asked.world_size,
         "limit": asked.limit,

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..engine.engine import Engine
 
-PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
-"""Parts of a rank's memory. activations: with the batch. communication: messages over dp and pp. temporary: memory that
+CATEGORIES = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
+"""Categories of a rank's memory. activations: with the batch. communication: messages over dp and pp. temporary: what
 an update needs while it runs, some of it kept for the next."""
 
 
@@ -40,7 +40,7 @@ class Figures:
 
     Attributes:
         parameters: the number of their elements.
-        bytes: by part, each at its largest within an update; the maxima may be at different times.
+        bytes: by category, each at its largest within an update; the maxima may be at different times.
         kept: bytes between two updates.
         peak: the most bytes at once; None if no update was simulated.
         sent: in one update, by axis ("all": over all ranks).
@@ -71,7 +71,7 @@ def simulate_rank(
     batch: tuple[str, ...],
     rank: int,
     world_size: int,
-    microbatches: int | None = None,
+    microbatches: int = 0,
     rows: int | None = None,
     limit: int | None = None,
 ) -> Figures:
@@ -79,7 +79,7 @@ def simulate_rank(
 
     Args:
         model: "package.module:build", see `build_model`.
-        microbatches: their number in the pipeline, of the same size, instead of the config's.
+        microbatches: their number in the pipeline, of the same size; 0: the config's.
         rows: of the batch, instead of those of the model's inputs.
         limit: if the memory kept between two updates is larger (bytes), the update itself is not simulated.
 
@@ -93,7 +93,7 @@ def simulate_rank(
             for problem in find_batch_problem(given.rows, pipeline.microbatches or 1) if pipeline.size > 1 else ():
                 raise InputError(f"--batch: {problem}")
             config = Setup.of(config, world_size).accumulate(given.rows).config
-            if microbatches is not None and pipeline.microbatches is not None:
+            if microbatches and pipeline.microbatches:
                 given = given.with_rows(given.rows // pipeline.microbatches * microbatches)
         pipeline = pipeline.model_copy(update={"microbatches": microbatches or pipeline.microbatches})
         length, parallel = config.gradient_accumulation, config.parallel.model_copy(update={"pipeline": pipeline})
@@ -143,13 +143,13 @@ class _Simulation:
         engine.zero_grad()
         gc.collect()
         tracker.look_again()
-        parts = {
+        sizes = {
             **held,
-            **{part: max(computing[part], tracker.largest[part]) for part in ("gradients", "communication")},
+            **{name: max(computing[name], tracker.largest[name]) for name in ("gradients", "communication")},
             "activations": computing[OTHER] - left,
             "temporary": left + tracker.largest[OTHER] - began,
         }
-        return Figures(numel, parts, tracker.total - batch, peak, tracker.sent, given.rows)
+        return Figures(numel, sizes, tracker.total - batch, peak, tracker.sent, given.rows)
 
     def _make_state(self) -> None:
         """Create the optimizer's state, by a step whose gradients are zeros."""
@@ -167,7 +167,7 @@ class _Simulation:
         tracker.label(self._master_weights.masters.values(), "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
         tracker.label(tensors_of(list(engine.optimizer.state.values())), "optimizer")
-        return {part: tracker.alive[part] for part in ("parameters", "masters", "optimizer")}
+        return {name: tracker.alive[name] for name in ("parameters", "masters", "optimizer")}
 
     def _compute(self) -> None:
         """Forward and backward of all batches of an update; of more than two, those between are like the first."""

@@ -8,16 +8,17 @@ import logging
 import platform
 import sys
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..amp.plugin import PRECISIONS
 from ..config.text import as_json
 from ..errors import InputError, Preempted, cut, show_name
+from ..parallel.rank_checks import run_on_all_ranks
 from ..utils.log import Listener
 from .mesh_picture import block_of, compress, describe_shards
 from .run import (
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..debug.precision import PrecisionReport
     from ..engine.engine import Engine
+    from ..parallel.mesh import ParallelContext
+
+T = TypeVar("T")
 
 _MOST_UNREAD = 1000
 """The number of results that are kept unread. Older ones were computed long ago, so reading them does not wait."""
@@ -73,18 +77,9 @@ class RunFolder:
         self._last: StepResult | None = None
         self._sessions: list[dict[str, Any]] = []
         self._file: Any = None  # of the records; None if this rank does not write, or no longer
-        ranks, problem = engine.context.everyone(_describe_rank(engine)), None
-        if engine.context.rank == 0:
-            try:
-                self._begin(ranks)
-            except (OSError, ValueError, TypeError) as error:  # the other ranks wait for the result
-                problem = cut(f"{type(error).__name__}: {error}")
-        problem = engine.context.from_first(problem)
-        if problem is not None:
-            raise InputError(
-                f"{show_name(str(directory))} cannot be the folder of a run ({problem}); give a folder that rank 0 can "
-                "write to, or one that does not exist yet"
-            )
+        ranks, shown = engine.context.everyone(_describe_rank(engine)), show_name(str(directory))
+        what = f"{shown} cannot be the folder of a run; give a folder that rank 0 can write to, or a new one"
+        on_rank_zero(engine.context, what, lambda: self._begin(ranks))
         self._listener = Listener(logging.WARNING)
         self._listener.emit = self._record_log  # type: ignore[method-assign]
         if self._file is not None:
@@ -155,9 +150,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -174,8 +167,7 @@ class RunFolder:
             plans.append({"from_step": step, **new})
         self._put(CONFIG, sessions=self._sessions)
         self._put(PLAN, plans=plans)
-        skipped, self._warnings = drop_records(self.directory / METRICS, step)
-        self._skipped = sorted(skipped)
+        self._skipped, self._warnings = drop_records(self.directory / METRICS, step)
         self._file = (self.directory / METRICS).open("a")
         self.flush()
 
@@ -216,6 +208,25 @@ class RunFolder:
 
     def _put(self, name: str, **content: Any) -> None:
         replace_file(self.directory / name, json.dumps({"format": 1, **as_json(content)}, indent=1) + "\n")
+
+
+def on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> T | None:
+    """Do `work` on rank 0. Returns its result there, and None on other ranks.
+
+    Args:
+        what: the beginning of the error message.
+
+    Raises:
+        InputError: it failed; on all ranks.
+    """
+
+    def do() -> T | None:
+        try:
+            return work() if context.rank == 0 else None
+        except Exception as error:  # as an error of the user's input
+            raise InputError(cut(f"{type(error).__name__}: {error}")) from error
+
+    return run_on_all_ranks(context, what, do)
 
 
 def update_record(engine: Engine, result: StepResult | None) -> dict[str, Any]:

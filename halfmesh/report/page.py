@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -41,29 +42,21 @@ def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bo
 
 def make_page(runs: Sequence[Run]) -> str:
     """The page, as text."""
-    from jinja2 import ChainableUndefined, Environment, PackageLoader
-
-    loader = PackageLoader("halfmesh", "report")
-    page = Environment(
-        loader=loader, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template("page.html")
     charts, absent = make_charts(runs)
-    plan, config = tables.plan_rows(runs), tables.config_rows(runs)
     files = resources.files(__package__)
-    return page.render(
-        runs=runs,
-        several=len(runs) > 1,
-        version=__version__,
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        files={name: files.joinpath(name).read_text("utf-8") for name in _EMBEDDED},
-        differences=tables.differ(config) + [(f"plan: {name}", texts) for name, texts in tables.differ(plan)],
-        plan=plan,
-        config=config,
-        charts=charts,
-        absent=absent,
-        data={chart.key: chart.data() for chart in charts},
-        meshes=[draw_mesh(run) for run in runs],
-        tables=tables,
+    return str(
+        mesh_picture.load_template("page.html").render(
+            runs=runs,
+            several=len(runs) > 1,
+            version=__version__,
+            written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            files={name: files.joinpath(name).read_text("utf-8") for name in _EMBEDDED},
+            charts=charts,
+            data={chart.key: chart.data() for chart in charts},
+            absent=absent,
+            meshes=[draw_mesh(run) for run in runs],
+            tables=tables,
+        )
     )
 
 
@@ -82,22 +75,5 @@ def draw_mesh(run: Run) -> str | None:
 
 def as_data(runs: Sequence[Run]) -> dict[str, Any]:
     """The contents of the page as plain values, for JSON, with all points of the charts."""
-    return {
-        "runs": [
-            {
-                "name": run.name,
-                "path": str(run.path),
-                "sessions": run.sessions,
-                "plans": run.plans,
-                "last_step": run.last_step,
-                "skipped": run.skipped,
-                "skipped_steps": run.skipped_count,
-                "series": {name: {"step": s.steps, "value": s.values} for name, s in run.series.items()},
-                "warnings": run.warnings,
-                "precision": run.precision or None,
-                "notes": run.notes,
-            }
-            for run in runs
-        ],
-        "differences": dict(tables.differ(tables.config_rows(runs))),
-    }
+    everything = [asdict(run) | {"path": str(run.path), "written": run.written and str(run.written)} for run in runs]
+    return {"runs": everything, "differences": dict(tables.differences(runs))}

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, counted, did_you_mean, shorten, show_name
+from ..errors import InputError, counted, show_name
 from ..utils.log import get_logger
 
 CONFIG = "config.json"
@@ -31,15 +31,15 @@ _NO_VALUES = ("step", "epoch", "skipped_steps")
 
 @dataclass
 class Series:
-    """Values by number of updates, ascending; None (a gap) stands for inf and nan."""
+    """Values by number of updates (`step`), ascending; None (a gap) stands for inf and nan."""
 
-    steps: list[int] = field(default_factory=list)
-    values: list[float | None] = field(default_factory=list)
+    step: list[int] = field(default_factory=list)
+    value: list[float | None] = field(default_factory=list)
 
     @property
     def numbers(self) -> list[float]:
         """The values without gaps."""
-        return [value for value in self.values if value is not None]
+        return [value for value in self.value if value is not None]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Run:
         plans: resolved configurations, as RunFolder wrote them; the latest last.
         series: the recorded values, by name.
         skipped: numbers of the skipped updates, ascending.
-        skipped_count: the number of skipped updates; None if it is not recorded.
+        skipped_steps: the number of skipped updates; None if it is not recorded.
         warnings: each text once, with the number of updates made by then.
         last_step: the last update that has a record.
         precision: the result of `engine.precision_report()`; empty without one.
@@ -66,7 +66,7 @@ class Run:
     plans: list[dict[str, Any]] = field(default_factory=list)
     series: dict[str, Series] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
-    skipped_count: int | None = None
+    skipped_steps: int | None = None
     warnings: dict[str, int] = field(default_factory=dict)
     last_step: int = 0
     precision: dict[str, Any] = field(default_factory=dict)
@@ -88,26 +88,23 @@ def read_run(path: Path) -> Run:
     """Read a folder. Unreadable parts are skipped, and listed in `notes`.
 
     Raises:
-        InputError: the folder does not exist, or is not a run's; the message names similar ones.
+        InputError: the folder does not exist, or is not a run's.
     """
-    if not _is_run(path):
-        beside = _runs_in(path.parent)
-        near = did_you_mean(path.name, beside) or (f"; runs beside it: {shorten(beside)}" if beside else "")
+    if not any((path / name).is_file() for name in FILES):
         what = "holds none of " + ", ".join(FILES) if path.is_dir() else "is no folder"
-        inside = _runs_in(path)
-        near = f"; runs in it: {shorten(inside)}" if inside else near
-        raise InputError(f"{show_name(str(path))} {what}; give the folder of a RunFolder or of the hook 'run'{near}")
+        raise InputError(f"{show_name(str(path))} {what}; give the folder of a RunFolder or of the hook 'run'")
     run = Run(path.resolve().name, path)
     run.sessions = _read_json(run, CONFIG).get("sessions", [])
     run.plans = _read_json(run, PLAN).get("plans", [])
     run.precision = _read_json(run, PRECISION) if (path / PRECISION).exists() else {}
-    _read_records(run)
-    missing = (run.skipped_count or 0) - len(run.skipped)
-    if missing > 0:
-        run.notes.append(
-            f"{missing} of {run.skipped_count} skipped updates have no number: they were skipped after the last record "
-            "of a session that was killed, or were not noted"
-        )
+    if (path / METRICS).exists():
+        run.written = datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC)
+    records, unreadable = read_records(path / METRICS)
+    if unreadable:
+        run.notes.append(f"{METRICS}: {counted(unreadable, 'unreadable line')} left out")
+    if not records:
+        run.notes.append(f"{METRICS} has no records: the run ended before the first, or nothing was recorded")
+    _add_records(run, records)
     return run
 
 
@@ -123,14 +120,6 @@ def read_runs(paths: list[Path]) -> list[Run]:
     return runs
 
 
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in FILES)
-
-
-def _runs_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if _is_run(path)) if folder.is_dir() else []
-
-
 def _read_json(run: Run, name: str) -> dict[str, Any]:
     try:
         return dict(json.loads((run.path / name).read_text()))
@@ -139,26 +128,14 @@ def _read_json(run: Run, name: str) -> dict[str, Any]:
         return {}
 
 
-def _read_records(run: Run) -> None:
-    path = run.path / METRICS
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-        run.written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-    except OSError as error:
-        run.notes.append(f"{METRICS} is unreadable, and was skipped ({type(error).__name__})")
-        return
-    records = [record for line in lines if (record := parse_record(line)) is not None]
-    if len(records) < len(lines):
-        run.notes.append(f"{METRICS}: {counted(len(lines) - len(records), 'unreadable line')} left out")
-    if not records:
-        run.notes.append(f"{METRICS} has no records: the run ended before the first, or nothing was recorded")
+def _add_records(run: Run, records: list[dict[str, Any]]) -> None:
     skipped, by_name = set[int](), dict[str, dict[int, float | None]]()
     for record in sorted(records, key=lambda record: record["step"]):
         step = run.last_step = record["step"]
         skipped.update(record.pop(SKIPPED, ()))
         for made, text in record.pop(WARNINGS, ()):
             run.warnings.setdefault(text, made)
-        run.skipped_count = record.get("skipped_steps", run.skipped_count)
+        run.skipped_steps = record.get("skipped_steps", run.skipped_steps)
         for name, value in record.items():
             if name not in _NO_VALUES and isinstance(value, (int, float, type(None))):
                 is_finite = value is not None and math.isfinite(value)
@@ -184,44 +161,37 @@ def format_record(record: Mapping[str, Any]) -> str:
     return json.dumps({name: None if is_odd[name] else value for name, value in record.items()}) + "\n"
 
 
-def parse_record(line: str) -> dict[str, Any] | None:
-    """The record of a line; None if it is unreadable, as when a run is killed while it writes."""
-    try:
-        record = json.loads(line)
-        return record if record["step"] >= 0 else None
-    except (ValueError, TypeError, LookupError):
-        return None
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records in a file, and the number of its unreadable lines, as of a run that was killed while it wrote."""
+    records, unreadable = [], 0
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+            if record["step"] < 0:
+                raise ValueError(line)
+            records.append(record)
+        except (ValueError, TypeError, LookupError):
+            unreadable += 1
+    return records, unreadable
 
 
-def drop_records(path: Path, step: int) -> tuple[set[int], list[tuple[int, str]]]:
+def drop_records(path: Path, step: int) -> tuple[list[int], list[tuple[int, str]]]:
     """Remove the records after update `step` from the file, and unreadable lines.
 
     Returns:
         The skipped updates and the warnings up to `step` that the removed records had.
     """
-    kept, skipped, warnings = list[str](), set[int](), list[tuple[int, str]]()
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        record = parse_record(line)
-        if record is not None and record["step"] <= step:
-            kept.append(f"{line}\n")
-        elif record is not None:
-            skipped |= {number for number in record.get(SKIPPED, ()) if number <= step}
-            warnings += [(made, text) for made, text in record.get(WARNINGS, ()) if made <= step]
-    replace_file(path, "".join(kept))
-    return skipped, warnings
+    records, _ = read_records(path)
+    replace_file(path, "".join(format_record(record) for record in records if record["step"] <= step))
+    later = [record for record in records if record["step"] > step]
+    skipped = {number for record in later for number in record.get(SKIPPED, ()) if number <= step}
+    warnings = [(made, text) for record in later for made, text in record.get(WARNINGS, ()) if made <= step]
+    return sorted(skipped), warnings
 
 
 def read_earlier(path: Path, key: str) -> list[dict[str, Any]]:
-    """The list `key` that earlier sessions of the run wrote; an unreadable file is renamed."""
-    if not path.exists():
-        return []
-    try:
-        return list(json.loads(path.read_text())[key])
-    except (ValueError, LookupError, TypeError):
-        aside = path.with_name(f"{path.name}.unreadable")
-        path.replace(aside)
-        _log.warning("%s is unreadable, and was renamed to %s", path, aside.name)
-        return []
+    """The list `key` that earlier sessions of the run wrote."""
+    return list(json.loads(path.read_text())[key]) if path.exists() else []
 
 
 def move_earlier(directory: Path) -> None:

@@ -87,8 +87,9 @@ def config_rows(runs: Sequence[Run]) -> Rows:
     return [(key, [found.get(key, "(not set)") for found in everything]) for key in names]
 
 
-def differ(rows: Rows) -> Rows:
-    """The rows whose texts differ."""
+def differences(runs: Sequence[Run]) -> Rows:
+    """The rows of configs and plans whose texts differ."""
+    rows = config_rows(runs) + [(f"plan: {name}", texts) for name, texts in plan_rows(runs)]
     return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
 
 
@@ -128,7 +129,7 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _skipped(run: Run) -> str:
-    return "" if run.skipped_count is None and not run.skipped else f"{max(run.skipped_count or 0, len(run.skipped)):,}"
+    return "" if run.skipped_steps is None and not run.skipped else f"{max(run.skipped_steps or 0, len(run.skipped)):,}"
 
 
 def _duration(run: Run) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,57 +57,46 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     Raises:
         InputError: the batch is none of these; give the trainer another `compute`.
     """
-    if not isinstance(batch, (tuple, list)):
-        if isinstance(batch, Mapping):
-            return _from_dict(engine, batch)
-        output = engine(batch)
-        return Outcome(_own_loss(engine, output), output, None, count_rows(batch))
-    if len(batch) < 2:
-        raise InputError(
-            f"a batch of {counted(len(batch), 'item')} has no target; let the dataset give (input, target), or give "
-            "the trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, rows)"
-        )
-    *inputs, target = batch
-    output = engine(*inputs)
-    return Outcome(_loss(engine, output, target), output, target, count_rows(batch))
+    args, kwargs, target = _split(engine, batch)
+    output = engine(*args, **kwargs)
+    return Outcome(_find_loss(engine, output, target), output, target, count_rows(batch))
 
 
-def _from_dict(engine: Engine, batch: Mapping[str, Any]) -> Outcome:
-    key = next((key for key in TARGETS if key in batch), None)
-    target = None if key is None else batch[key]
-    if not engine.has_criterion:
-        output = engine(**batch)
-        return Outcome(_own_loss(engine, output), output, target, count_rows(batch))
-    if key is None:
-        raise InputError(
-            f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion: none of "
-            f"{', '.join(TARGETS)} is there; name it so, or give the trainer a compute of your own"
-        )
-    output = engine(**{name: value for name, value in batch.items() if name != key})
-    return Outcome(_loss(engine, output, target), output, target, count_rows(batch))
-
-
-def _loss(engine: Engine, output: Any, target: Any) -> Any:
-    if not engine.training and (_is_elsewhere(output) or not engine.has_criterion):
+def _find_loss(engine: Engine, output: Any, target: Any) -> Any:
+    """The criterion's loss, or the one that the model computes; in evaluation there may be none."""
+    if not engine.training and isinstance(output, Handle) and not output.is_ready:
         return None
-    return engine.criterion(output, target)
-
-
-def _own_loss(engine: Engine, output: Any) -> Any:
-    """The loss that the model computes itself; in evaluation there may be none."""
-    if not engine.training and _is_elsewhere(output):
-        return None
+    if target is not None and engine.has_criterion:
+        return engine.criterion(output, target)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
         loss = output
     if loss is None and engine.training:
         raise InputError(
             f"the model returned {type(output).__name__} without a loss, and initialize was given no criterion; give "
-            "initialize a criterion, or a batch with the labels that the model needs for a loss of its own"
+            "initialize a criterion, or a batch with the labels that the model needs to compute its loss"
         )
     return loss
 
 
-def _is_elsewhere(output: Any) -> bool:
-    """Return True if the output is on another stage (in evaluation)."""
-    return isinstance(output, Handle) and not output.is_ready
+def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
+    """The positional and named arguments of the model, and the target."""
+    if isinstance(batch, (tuple, list)):
+        if len(batch) < 2:
+            raise InputError(
+                f"a batch of {counted(len(batch), 'item')} has no target; let the dataset give (input, target), or "
+                "give the trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, "
+                "rows)"
+            )
+        return batch[:-1], {}, batch[-1]
+    if not isinstance(batch, Mapping):
+        return (batch,), {}, None
+    key = next((key for key in TARGETS if key in batch), None)
+    if not engine.has_criterion:
+        return (), batch, None if key is None else batch[key]
+    if key is None:
+        raise InputError(
+            f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion: none of "
+            f"{', '.join(TARGETS)} is there; name it so, or give the trainer your own compute"
+        )
+    return (), {name: value for name, value in batch.items() if name != key}, batch[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,12 @@ from ..data.sharding import ShardedLoader
 from ..engine.engine import Engine
 from ..engine.inputs import refuse_uneven_evaluation
 from ..engine.pipeline_handles import Handle
-from ..errors import InputError, cut
-from ..utils.tensors import count_rows, leaves_of, map_tensors, tensors_of
+from ..errors import InputError
+from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
+
+_VALUES = (str, int, float, np.generic, np.ndarray)
+"""What an output holds besides tensors."""
 
 
 def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:
@@ -61,13 +64,8 @@ def choose_eval_loader(engine: Engine, dataloader: Any) -> Any:
     """The engine's eval_dataloader, or `dataloader`, sharded; None if there is neither."""
     if dataloader is None:
         return engine.eval_dataloader if engine.has_eval_dataloader else None
-    if isinstance(dataloader, DataLoader):
-        return shard_dataloader(engine, dataloader)
-    if isinstance(dataloader, Dataset):
-        raise InputError(
-            f"{type(dataloader).__name__} is no loader; wrap it: halfmesh.get_dataloader(dataset, batch_size=...)"
-        )
-    return dataloader
+    has_samples = isinstance(dataloader, (DataLoader, Dataset))
+    return shard_dataloader(engine, dataloader) if has_samples else dataloader
 
 
 class MeanLoss:
@@ -79,14 +77,11 @@ class MeanLoss:
     """
 
     def __init__(self, engine: Engine, by_rows: bool = False) -> None:
-        self._engine = engine
-        self._by_rows = by_rows
-        self._weighted = engine.config.loss_reduction == "weighted"
-        self._is_sum = engine.config.loss_reduction == "sum"
+        self._context, self._reduction, self._by_rows = engine.context, engine.config.loss_reduction, by_rows
         self._reset()
 
     def _reset(self) -> None:
-        self._total = torch.zeros((), dtype=torch.float64, device=self._engine.context.device)
+        self._total = torch.zeros((), dtype=torch.float64, device=self._context.device)
         self._weight: Any = 0.0
 
     def add(self, outcome: Outcome) -> None:
@@ -96,18 +91,16 @@ class MeanLoss:
             loss = loss.value()
         if loss is None:
             return
-        if self._weighted:
-            loss, weight = loss
-            self._weight = self._weight + _detached(weight)
-            self._total.add_(_detached(loss))
-            return
-        weight = outcome.rows if self._by_rows else 1
-        self._total.add_(_detached(loss), alpha=1 if self._is_sum else weight)
-        self._weight += weight
+        weight: Any = outcome.rows if self._by_rows else 1
+        alpha = 1 if self._reduction == "sum" else weight
+        if self._reduction == "weighted":
+            (loss, weight), alpha = map(_detached, loss), 1
+        self._total.add_(_detached(loss), alpha=alpha)
+        self._weight = self._weight + weight
 
     def take(self) -> float | None:
         """The mean since the last call; None without batches. A collective of all ranks."""
-        context = self._engine.context
+        context = self._context
         sums = torch.stack([self._total, torch.as_tensor(self._weight).to(self._total)])
         if not context.counts_outputs:  # other ranks count the same batches
             sums.zero_()
@@ -124,31 +117,18 @@ def _detached(value: Any) -> Any:
 def predict(engine: Engine, dataloader: Any) -> Any:
     """Outputs for all samples of a DataLoader, in its order, on the CPU and on every rank."""
     loader, context = shard_dataloader(engine, dataloader), engine.context
-    splits = context.dp_size > 1 and loader.loader.splits_samples
-    batches = iter(loader)
+    mine = []
     with evaluating(engine):
-        mine = _outputs(engine, itertools.islice(batches, 1))
-        if splits:  # at the first batch, also on a rank that has none
-            _refuse_unsplittable(itertools.chain(*context.everyone([_look(output) for output in mine])))
-        mine += _outputs(engine, batches)
+        for batch in loader:
+            output = _call(engine, batch)
+            if context.counts_outputs:
+                mine.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
     everyone = context.everyone((context.dp_rank, mine) if mine else None)
     by_rank = dict(given for given in everyone if given is not None)
-    ranks = [by_rank.get(rank, []) for rank in range(context.dp_size)]
-    if splits:
-        _refuse_unsplittable(_look(output) for theirs in ranks for output in theirs)
-        ranks = [[row for output in theirs for row in _rows(output)] for theirs in ranks]
-    turns = range(max(map(len, ranks)))
-    return _joined([theirs[turn] for turn in turns for theirs in ranks if turn < len(theirs)])
-
-
-def _outputs(engine: Engine, batches: Iterator[Any]) -> list[Any]:
-    """This rank's outputs on the CPU, if it counts outputs."""
-    outputs = []
-    for batch in batches:
-        output = _call(engine, batch)
-        if engine.context.counts_outputs:
-            outputs.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
-    return outputs
+    if context.dp_size > 1 and loader.loader.splits_samples:
+        by_rank = {rank: [row for output in theirs for row in _rows(output)] for rank, theirs in by_rank.items()}
+    turns = itertools.zip_longest(*(by_rank[rank] for rank in sorted(by_rank)))
+    return _joined([output for turn in turns for output in turn if output is not None])
 
 
 @contextmanager
@@ -173,40 +153,30 @@ def _call(engine: Engine, batch: Any) -> Any:
     return engine(batch)
 
 
-def _look(output: Any) -> tuple[list[int], str]:
-    """The first dim of each tensor (0: it has none), and the values that are no tensors."""
-    values = leaves_of(output, (str, int, float, np.generic, np.ndarray))
-    return [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)], repr(values)
-
-
-def _is_odd(sizes: list[int]) -> bool:
-    """Return True if the output does not have one row for each sample."""
-    return len(set(sizes)) != 1 or not sizes[0]
-
-
-def _refuse_unsplittable(looks: Iterable[tuple[list[int], str]]) -> None:
-    looks = list(looks)
-    odd = next((sizes for sizes, _ in looks if _is_odd(sizes)), None)
-    new = next((values for _, values in looks if values != looks[0][1]), None)
-    if odd is not None or new is not None:
+def _rows(output: Any) -> list[Any]:
+    """The output of each sample."""
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)}
+    if len(sizes) != 1 or 0 in sizes:
         raise InputError(
             "predict joins outputs along the first dim, which has to be the batch's where data ranks take turns in "
-            f"samples, but {f'they hold values that change: {cut(new)}' if new else f'their sizes are {odd}'}; let the "
-            "model return tensors of one row for each sample"
+            f"samples, but the sizes of one output are {sorted(sizes)}; let the model return tensors of one row for "
+            "each sample"
         )
-
-
-def _rows(output: Any) -> list[Any]:
-    count = count_rows(tensors_of(output))
-    return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(count)]  # type: ignore[misc]
+    return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(*sizes)]  # type: ignore[misc]
 
 
 def _joined(pieces: list[Any]) -> Any:
-    """The pieces joined along the first dim, or the list of them if their shapes do not fit."""
+    """The pieces joined along the first dim, or the list of them if they do not fit."""
     if not pieces:
         raise InputError("predict was given no sample; give it a DataLoader that is not empty")
-    kinds = {(_look(piece)[1], *(tensor.shape[1:] for tensor in tensors_of(piece))) for piece in pieces}
-    if len(kinds) > 1 or any(_is_odd(_look(piece)[0]) for piece in pieces):
+
+    def kind(piece: Any) -> tuple[str, list[torch.Size], bool]:
+        tensors = tensors_of(piece)
+        has_rows = len({tensor.shape[:1] for tensor in tensors}) == 1 and tensors[0].dim() > 0
+        return repr(leaves_of(piece, _VALUES)), [tensor.shape[1:] for tensor in tensors], has_rows
+
+    kinds = [kind(piece) for piece in pieces]
+    if not kinds[0][-1] or kinds != kinds[:1] * len(pieces):
         return pieces
     joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, pieces), strict=True)])
     return map_tensors(lambda tensor: next(joined), pieces[0])

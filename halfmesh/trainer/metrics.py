@@ -117,11 +117,11 @@ def _state_of(metric: Any) -> list[torch.Tensor] | None:
 def _computed(metric: Any, filled: list[list[torch.Tensor]]) -> Any:
     """The value of the combined states. (With torchmetrics' own gathering, a rank without a batch sends nothing if the
     state is a list, and the others hang.)"""
-    places = itertools.count()
+    counter = itertools.count()
 
     def theirs(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        place = next(places)
-        return [state[place].to(tensor.device) for state in filled] or [tensor]
+        number = next(counter)
+        return [state[number].to(tensor.device) for state in filled] or [tensor]
 
     metric.dist_sync_fn = theirs
     with warnings.catch_warnings():

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import InputError
-from ..report.folder import RunFolder
+from ..report.folder import RunFolder, on_rank_zero
 from ..utils.log import get_logger
 from .hook import Hook, Record
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
-    from ..debug.precision import PrecisionReport
     from .batch import Outcome
     from .trainer import Trainer
 
@@ -32,7 +30,6 @@ class ProgressHook(Hook):
     def __init__(self, plain: bool = False) -> None:
         self._plain = plain or not sys.stderr.isatty()
         self._bar: Any = None
-        self._task: Any = None
 
     def before_epoch(self, trainer: Trainer) -> None:
         engine = trainer.engine
@@ -87,25 +84,18 @@ class RunHook(Hook):
     def __init__(self, directory: str | Path, precision_report: bool = False) -> None:
         self._directory = Path(directory)
         self._wants_precision = precision_report
-        self._run: RunFolder | None = None
-        self._is_due = False
+        self._run: Any = None
         self._measuring = ExitStack()
-        self._report: PrecisionReport | None = None
+        self._report: Any = None
 
     def before_fit(self, trainer: Trainer) -> None:
         self._run = RunFolder(trainer.engine, self._directory)
 
     def before_epoch(self, trainer: Trainer) -> None:
-        self._is_due = self._wants_precision
-
-    def before_batch(self, trainer: Trainer, batch: Any) -> None:
-        if self._is_due:
-            self._is_due = False
+        if self._wants_precision and self._report is None:
             self._report = self._measuring.enter_context(trainer.engine.precision_report())
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._run is None:
-            return
         self._run.note(result)
         if self._report is not None:
             self._measuring.close()  # fills it
@@ -113,20 +103,24 @@ class RunHook(Hook):
             self._report = None
 
     def before_save(self, trainer: Trainer) -> None:
-        if self._run is not None:
-            self._run.flush()
+        self._run.flush()
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        if self._run is not None:
+        if self._run is not None:  # in `evaluate` there is none
             self._run.write(record)
 
     def close(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.close(sys.exception())
             self._run = None
-        error = sys.exception()
-        self._measuring.__exit__(type(error) if error else None, error, None)
+        self._measuring.__exit__(*sys.exc_info())
         self._report = None
+
+
+Log = Callable[[dict[str, float], int], None]
+"""Writes the numbers of a record, measured after an update of this number."""
+End = Callable[[], Any]
+"""Ends the tracker's run; `sys.exception()` is the error that ended it, if any."""
 
 
 class WriterHook(Hook):
@@ -135,42 +129,26 @@ class WriterHook(Hook):
     package: ClassVar[str]
     """The package to install."""
 
-    _is_open = False
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._opened: tuple[Log, End] | None = None
 
-    def open(self, step: int) -> None:
+    def open(self, step: int) -> tuple[Log, End]:
         """Import the package, and begin a run that has done `step` updates."""
         raise NotImplementedError
 
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Write the numbers of a record, measured after update `step`."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """End the run; `sys.exception()` is the error that ended it, if any."""
-        raise NotImplementedError
-
     def before_fit(self, trainer: Trainer) -> None:
-        context, problem = trainer.engine.context, None
-        if context.rank == 0:
-            try:
-                self.open(trainer.engine.global_step)
-                self._is_open = True
-            except ImportError as error:
-                problem = f"needs {self.package} ({error}): pip install {self.package}"
-            except Exception as error:  # the other ranks wait for the answer
-                problem = f"cannot start: {type(error).__name__}: {error}"
-        problem = context.from_first(problem)
-        if problem is not None:
-            raise InputError(f"{type(self).__name__} {problem}")
+        engine, what = trainer.engine, f"{type(self).__name__} cannot start (it needs: pip install {self.package})"
+        self._opened = on_rank_zero(engine.context, what, lambda: self.open(engine.global_step))
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        if self._is_open:
-            self.log({name: value for name, value in record.items() if name != "step"}, record["step"])
+        if self._opened is not None:
+            self._opened[0]({name: value for name, value in record.items() if name != "step"}, record["step"])
 
     def close(self, trainer: Trainer) -> None:
-        if self._is_open:
-            self._is_open = False
-            self.end()
+        if self._opened is not None:
+            (_, end), self._opened = self._opened, None
+            end()
 
 
 class TensorBoardHook(WriterHook):
@@ -185,19 +163,18 @@ class TensorBoardHook(WriterHook):
     package = "tensorboard"
 
     def __init__(self, log_dir: str | Path) -> None:
-        self._log_dir = log_dir
+        super().__init__(log_dir=log_dir)
 
-    def open(self, step: int) -> None:
+    def open(self, step: int) -> tuple[Log, End]:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events = SummaryWriter(self._log_dir, purge_step=step + 1)
+        events = SummaryWriter(purge_step=step + 1, **self._options)
 
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+        def log(scalars: dict[str, float], step: int) -> None:
+            for name, value in scalars.items():
+                events.add_scalar(name, value, step)
 
-    def end(self) -> None:
-        self._events.close()
+        return log, events.close
 
 
 class WandbHook(WriterHook):
@@ -213,22 +190,17 @@ class WandbHook(WriterHook):
 
     package = "wandb"
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-
-    def open(self, step: int) -> None:
+    def open(self, step: int) -> tuple[Log, End]:
         import wandb
 
         before = wandb.run
-        self._run = wandb.init(**self._options) if self._options or before is None else before
-        self._is_ours = self._run is not before  # with options, init may give the active one back
+        run = wandb.init(**self._options) if self._options or before is None else before
 
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(scalars), step=step)
+        def end() -> None:
+            if run is not before:  # with options, init may give the active one back
+                run.finish(exit_code=0 if sys.exception() is None else 1)
 
-    def end(self) -> None:
-        if self._is_ours:
-            self._run.finish(exit_code=0 if sys.exception() is None else 1)
+        return lambda scalars, step: run.log(scalars, step=step), end
 
 
 class MLflowHook(WriterHook):
@@ -244,20 +216,15 @@ class MLflowHook(WriterHook):
 
     package = "mlflow"
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-
-    def open(self, step: int) -> None:
+    def open(self, step: int) -> tuple[Log, End]:
         import mlflow
 
-        self._mlflow = mlflow
-        self._is_ours = bool(self._options) or mlflow.active_run() is None
-        if self._is_ours:
+        is_ours = bool(self._options) or mlflow.active_run() is None
+        if is_ours:
             mlflow.start_run(**self._options)
 
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(scalars), step=step)
+        def end() -> None:
+            if is_ours:
+                mlflow.end_run("FINISHED" if sys.exception() is None else "FAILED")
 
-    def end(self) -> None:
-        if self._is_ours:
-            self._mlflow.end_run("FINISHED" if sys.exception() is None else "FAILED")
+        return lambda scalars, step: mlflow.log_metrics(scalars, step=step), end

@@ -96,17 +96,13 @@ class ThroughputHook(Hook):
         """Batches until the operations are counted; the first one also runs the trials of some models."""
         self._counting = ExitStack()
         self._counter = FlopCounterMode(display=False)
-        self._window = [0.0, 0.0, 0.0]
-        """Seconds, seconds spent waiting for data, and batches."""
-        self._waited_before = 0.0
+        self._window_s, self._batches, self._waited_before = 0.0, 0, 0.0
         self._has_warned = False
         self._reset()
 
     def _reset(self) -> None:
         self._count = [0, 0]
-        self._elsewhere = 0.0
-        self._begin = time.perf_counter()
-        self._left = 0.0
+        self._begin = self._paused = time.perf_counter()
 
     def before_fit(self, trainer: Trainer) -> None:
         self._warm_up = 2 if self._given == "auto" else 0
@@ -117,7 +113,7 @@ class ThroughputHook(Hook):
 
     def before_batch(self, trainer: Trainer, batch: Any) -> None:
         if self._warm_up:
-            self._left = time.perf_counter()
+            self._pause(trainer)
         if self._warm_up == 1:
             self._counting.enter_context(torch.compiler.set_stance("force_eager"))  # else compiled code is not seen
             self._counting.enter_context(self._counter)
@@ -128,34 +124,30 @@ class ThroughputHook(Hook):
             if not self._warm_up:
                 self._counting.close()
                 self.flops = self._per_sample(trainer, outcome.rows)
-            self._come_back()
+            self._resume(trainer)
             return
         self._count[0] += outcome.rows
-        self._window[2] += 1
+        self._batches += 1
         if self._tokens is not None:
             self._count[1] += self._tokens(outcome)
 
     def close(self, trainer: Trainer) -> None:
-        error = sys.exception()
-        self._counting.__exit__(type(error) if error else None, error, None)
+        self._counting.__exit__(*sys.exc_info())
 
-    def before_eval(self, trainer: Trainer) -> None:
-        self._left = time.perf_counter()
+    def _pause(self, trainer: Trainer) -> None:
+        self._paused = time.perf_counter()
 
-    def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
-        self._come_back()
+    def _resume(self, trainer: Trainer, result: Any = None) -> None:
+        self._begin += time.perf_counter() - self._paused
 
-    def before_save(self, trainer: Trainer) -> None:
-        self._left = time.perf_counter()
-
-    def after_save(self, trainer: Trainer, path: Any) -> None:
-        self._come_back()
+    before_eval = before_save = _pause
+    after_eval = after_save = _resume  # type: ignore[assignment]  # the second argument has another name
 
     def measure(self, trainer: Trainer) -> Mapping[str, float]:
         context = trainer.engine.context
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
-        seconds = time.perf_counter() - self._begin - self._elsewhere
+        seconds = time.perf_counter() - self._begin
         self._watch_loader(trainer, seconds)
         counts = torch.tensor([*self._count, seconds], dtype=torch.float64, device=context.device)
         context.all_reduce(counts, "dp")
@@ -177,20 +169,16 @@ class ThroughputHook(Hook):
 
     def _watch_loader(self, trainer: Trainer, seconds: float) -> None:
         """Warn once if the loop waits for data. `seconds` have passed since the last record."""
-        waited = _waited_s(trainer)
-        self._window[0] += seconds
-        self._window[1] += waited - self._waited_before
-        self._waited_before = waited
-        total, waited, batches = self._window
-        if total < _WINDOW_S or batches < _WINDOW_BATCHES:
+        self._window_s += seconds
+        if self._window_s < _WINDOW_S or self._batches < _WINDOW_BATCHES:
             return
-        self._window = [0.0, 0.0, 0.0]
+        total, batches, waited = self._window_s, self._batches, _waited_s(trainer) - self._waited_before
+        self._window_s, self._batches, self._waited_before = 0.0, 0, _waited_s(trainer)
         if waited > _WAITING * total and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "the loop waited for engine.dataloader %.0f %% of its time (%.1f of %.1f s, %d batches): loading data "
-                "is the bottleneck, not training; give the DataLoader more workers (num_workers=%d; this machine has "
-                "%s cores), or prepare the samples beforehand",
+                "the loop waited for engine.dataloader %.0f %% of its time (%.1f of %.1f s, %d batches); give the "
+                "DataLoader more workers (num_workers=%d; this machine has %s cores), or prepare samples beforehand",
                 *(100 * waited / total, waited, total, batches),
                 *(trainer.engine.dataloader.num_workers, os.cpu_count()),
             )
@@ -203,9 +191,6 @@ class ThroughputHook(Hook):
         if not rows:
             _log.warning("model FLOP/s are not measured: the second batch has no rows (Outcome.rows)")
         return flops / rows if rows else None
-
-    def _come_back(self) -> None:
-        self._elsewhere += time.perf_counter() - self._left
 
 
 def _waited_s(trainer: Trainer) -> float:

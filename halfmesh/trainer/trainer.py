@@ -166,8 +166,7 @@ class Trainer:
             sample's, whose first dim is 1, if data ranks take turns in samples.
 
         Raises:
-            InputError: data ranks take turns in samples, and the outputs do not have one row for each sample, or values
-                that are no tensors change from batch to batch; after the first batch, if it shows there.
+            InputError: data ranks take turns in samples, and an output does not have one row for each sample.
         """
         return predict(self.engine, dataloader)
 

@@ -54,13 +54,16 @@ def test_arguments(build, message):
         ({"train": DataLoader(TensorDataset(torch.ones(2)))}, "a DataLoader that is not sharded"),
         ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item has no target"),
         ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1: there was no batch to train on"),
-        ({"eval_dataloader": TensorDataset(torch.ones(2))}, "TensorDataset is no loader; wrap it"),
+        (
+            {"eval_dataloader": TensorDataset(torch.ones(2))},
+            "expected a DataLoader, but a TensorDataset was given; wrap it",
+        ),
         ({"engine_options": {"evaluated": 0}, "eval_steps": 1}, "eval_steps needs something to evaluate on"),
         ({"hooks": [EarlyStopHook("eval_los")]}, "evaluation gave eval_loss; did you mean 'eval_loss'"),
-        ({"hooks": ["lr_scheduler"]}, "there is no scheduler; give initialize an lr_scheduler"),
+        ({"hooks": ["lr_scheduler"]}, "needs an lr_scheduler and .* none was given"),
         (
             {"hooks": ["lr_scheduler"], "engine_options": {"lr_scheduler": lambda o: optim.lr_scheduler.StepLR(o, 1)}},
-            r"the engine advances the scheduler already \(lr_interval='step'\)",
+            "the engine advances it with lr_interval='step'",
         ),
     ],
 )
