@@ -7,13 +7,13 @@ import textwrap
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..config.load import load_config
 from ..errors import InputError, readable
 from ..parallel.registries import DATA_STRATEGIES
 from ..utils.torch_private import BATCH_NORMS
-from .dry_run import dry_runs, find_plan_problems
+from .dry_run import Map, dry_runs, find_plan_problems
 from .model_spec import build_model
 from .rungs import (
     Candidate,
@@ -31,8 +31,6 @@ from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
-    from .dry_run import Map
-    from .simulate_rank import Figures
 
 _REASON = 200
 """Characters of a note: a reason may list all modules of a model."""
@@ -157,7 +155,7 @@ class _Search:
         if first.refused or self._fits(first):
             return None if first.refused else first
         if first.state > room:
-            self._note_least(first, lambda figures: figures.state)
+            self._note_least(first, "state")
             if len(kinds) > 1:
                 del self._tried[changes, kinds[-1], most]
             return None
@@ -167,7 +165,7 @@ class _Search:
             hopeless = last.needs * fewest / most > room
             (small,) = (last,) if hopeless else self._try((changes, kinds[-1], fewest))
             if not self._fits(small):
-                self._note_least(min(last, small, key=lambda rung: rung.needs), lambda figures: figures.needed)
+                self._note_least(min(last, small, key=lambda rung: rung.needs), "needed")
                 return None
         for kind in kinds:
             large, small = self._try((changes, kind, most), (changes, kind, fewest))
@@ -194,11 +192,11 @@ class _Search:
     def _fits(self, rung: Candidate) -> bool:
         return not rung.refused and rung.needs <= self._asked.room
 
-    def _note_least(self, rung: Candidate, of: Callable[[Figures], int]) -> None:
-        """Remember the least memory that this layout can need: this rung's, by the figure that `of` selects."""
+    def _note_least(self, rung: Candidate, figure: Literal["state", "needed"]) -> None:
+        """Remember the least memory that this layout can need: this `figure` of the smallest rank of `rung`."""
         if rung.run is not None and not rung.refused:
-            ranks, figures = math.prod(rung.config.parallel.sizes.values()), rung.run.ranks.values()
-            least = min(map(of, figures)), min(one.state for one in figures), ranks
+            found, ranks = rung.run.ranks.values(), math.prod(rung.config.parallel.sizes.values())
+            least = min(getattr(one, figure) for one in found), min(one.state for one in found), ranks
             self._least.setdefault(rung.config.parallel.data.strategy, least)
 
     def _is_hopeless(self, changes: Changes) -> bool:

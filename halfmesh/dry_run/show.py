@@ -16,14 +16,13 @@ from ..parallel.registries import AXES, DATA_STRATEGIES
 from ..report import mesh_picture
 from .dry_run import DryRun
 from .model_spec import build_model
-from .rungs import ROOM, Candidate, config_text
+from .rungs import ROOM, Candidate, PlanRequest, Update, config_text
 from .simulate_rank import CATEGORIES
 from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
     from .ladder import Ladder
-    from .rungs import PlanRequest, Update
 
 _MOST_NOTES = 8
 _RECOMPUTED = {

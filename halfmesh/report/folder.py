@@ -177,18 +177,14 @@ class RunFolder:
         engine, device = self._engine, self._engine.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
         cuda = {"cuda": torch.version.cuda} if device.type == "cuda" else {}
+        ours = {"halfmesh": __version__}
         session = {
             "started": _now(),
             "ended": None,
             "status": "running",
             "from_step": engine.global_step,
             "argv": sys.argv,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                **cuda,
-                "halfmesh": __version__,
-            },
+            "versions": {"python": platform.python_version(), "torch": torch.__version__} | cuda | ours,
             "device": name,
             "world_size": engine.context.size,
             "config": engine.config.to_dict(),

@@ -56,6 +56,7 @@ def make_page(runs: Sequence[Run]) -> str:
             absent=absent,
             meshes=[draw_mesh(run) for run in runs],
             tables=tables,
+            compress=mesh_picture.compress,
         )
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from .mesh_picture import compress
 from .run import Run
 
 Rows = list[tuple[str, list[str]]]
@@ -68,16 +67,6 @@ def plan_rows(runs: Sequence[Run]) -> Rows:
     return [(name, [plan.get(name, "") for plan in plans]) for name in dict.fromkeys(n for plan in plans for n in plan)]
 
 
-def earlier_plans(runs: Sequence[Run]) -> Rows:
-    """The resolved configurations from before a run was resumed."""
-    return [
-        (f"{run.name}, from update {plan['from_step']}: {name}", [text])
-        for run in runs
-        for plan in run.plans[:-1]
-        for name, text in plan["rows"].items()
-    ]
-
-
 def config_rows(runs: Sequence[Run]) -> Rows:
     """The keys that some run sets, or whose defaults differ."""
     everything = [all_keys(run.session) for run in runs]
@@ -110,11 +99,6 @@ def changes(runs: Sequence[Run]) -> list[str]:
                 if old.get(key) != new.get(key)
             ]
     return said
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7"."""
-    return ", ".join(compress(map(str, numbers)))
 
 
 def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,9 +123,7 @@ def _computed(metric: Any, filled: list[list[torch.Tensor]]) -> Any:
         return [state[number].to(tensor.device) for state in filled] or [tensor]
 
     metric.dist_sync_fn = theirs
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*before the ``update`` method.*")  # no rank had a batch
-        return metric.compute()
+    return metric.compute()
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
