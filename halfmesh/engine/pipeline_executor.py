@@ -99,7 +99,9 @@ class PipelineExecutor:
             return PipelineOutput(self._split(call))
         everywhere = self._options.eval_outputs == "all"
         with self._scope():
-            output = self._pipeline.evaluate(call, self._compare_output, everywhere)
+            output = self._pipeline.evaluate(call, everywhere)
+        if self._pipeline.has_last:
+            self._compare_output(output)
         if not everywhere and not self._pipeline.has_last:
             return LastStageOutput()
         return self._precision.cast_output(output)

@@ -53,7 +53,7 @@ def refuse_mixed_rows(
         """The output of each call, and True if it drew random numbers on this rank."""
         for call in calls:
             with no_side_effects(model.modules(), device) as has_drawn:
-                output, drew = pipeline.evaluate(call, None, everywhere=False), has_drawn()
+                output, drew = pipeline.evaluate(call, everywhere=False), has_drawn()
             yield output, drew
 
     for evaluated in ((*BATCH_NORMS, *_DROPOUT), (nn.Module,)):

@@ -107,10 +107,10 @@ def same_state(one: Any, other: Any) -> bool:
 def model_seed(seed: int, context: ParallelContext, own_rng_axes: Iterable[str] = ()) -> int:
     """The seed of the model's random numbers: another one for each data rank, stage and rank of `own_rng_axes`;
     the same on the ranks of a tensor group."""
-    place = 0
+    coordinate = 0
     for axis in own_rng_axes:
-        place = place * context.sizes[axis] + context.coordinate(axis)
-    return seed + context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * place)
+        coordinate = coordinate * context.sizes[axis] + context.coordinate(axis)
+    return seed + context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * coordinate)
 
 
 class ModelRNG:

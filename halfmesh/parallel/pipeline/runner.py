@@ -158,12 +158,8 @@ class Pipeline:
                     module.batch = None
 
     @torch.no_grad()
-    def evaluate(self, call: Call, look: Callable[[Any], None] | None, everywhere: bool) -> Any:
-        """The model's output for a full batch, without gradients; None on ranks without it, unless `everywhere`.
-
-        Args:
-            look: if given, called with the output on the last stage.
-        """
+    def evaluate(self, call: Call, everywhere: bool) -> Any:
+        """The model's output for a full batch, without gradients; None on ranks without it, unless `everywhere`."""
         stages, output = self.look_up(call).stages, None
         with self._one_batch():
             for index, module in self._modules.items():
@@ -176,9 +172,7 @@ class Pipeline:
                         dist.recv(tensor, group_src=self._partition.ranks[index - 1], group=self._group)
                     received = restore(tensors, stages[index - 1])
                 output = module.compute(call, received)
-                if module.is_last and look is not None:
-                    look(output)
-                elif not module.is_last and index + 1 not in self._modules:
+                if not module.is_last and index + 1 not in self._modules:
                     for tensor in pack(output, stages[index]):
                         dist.send(tensor, group_dst=self._partition.ranks[index + 1], group=self._group)
             if not everywhere:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ class ForwardContext:
 
     autocast: Scope
     settle: Callable[[], None]
-    saving: Scope = nullcontext
+    saving: Scope
 
 
 @dataclass

@@ -104,11 +104,16 @@ def assign(
         others = [old for old in assignments if old.name == name]
         if any(old.text == text for old in others):
             continue
-        problem = next((problem for old in others if (problem := _find_conflict(old, new)) is not None), None)
-        if problem is None:
-            assignments.append(new)
+        claims = {*new.splits(), *new.style.attributes}
+        for old in others:
+            if both := claims & {*old.splits(), *old.style.attributes}:
+                problems.append(
+                    f"{name!r} has its {' and '.join(sorted(both))} sharded twice: {old.text} by plan {old.plan!r}, "
+                    f"{text} by plan {source!r}; leave out one, or name one plan (parallel.tensor.plan = 'name')"
+                )
+                break
         else:
-            problems.append(problem)
+            assignments.append(new)
     return assignments, problems
 
 
@@ -141,17 +146,6 @@ def _find_registered(
             yield from [(name, *style) for style in registered.styles_in(model, sequence_parallel)]
         except InputError as error:
             problems.append(str(error))
-
-
-def _find_conflict(old: Assignment, new: Assignment) -> str | None:
-    """The conflict of two assignments that shard the same parameters or numbers of one module, if they do."""
-    both = {*old.splits(), *old.style.attributes} & {*new.splits(), *new.style.attributes}
-    if not both:
-        return None
-    return (
-        f"{new.name!r} has its {' and '.join(sorted(both))} sharded twice: {old.text} by plan {old.plan!r}, {new.text} "
-        f"by plan {new.plan!r}; leave out one of the two, or name one registered plan (parallel.tensor.plan = 'name')"
-    )
 
 
 def caller(modules: Mapping[str, nn.Module], name: str) -> str:

@@ -360,10 +360,9 @@ class Attention(Style):
         if type(module).forward is not nn.MultiheadAttention.forward:
             yield f"it is a {type(module).__name__}, and this style is for torch.nn.MultiheadAttention; choose another"
             return
-        if module.in_proj_weight is None:
-            yield "this style does not support kdim and vdim; leave it whole, or build it without them"
-        if module.bias_k is not None or module.add_zero_attn:
-            yield "this style does not support add_bias_kv and add_zero_attn; leave it whole, or build it without them"
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            yield "this style does not support kdim, vdim, add_bias_kv and add_zero_attn; leave it whole"
+            return
         yield from find_indivisible("heads", module.num_heads, size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:

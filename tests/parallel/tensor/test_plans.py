@@ -221,7 +221,7 @@ def test_registered_plans_that_cannot_be_followed():
         message = refused(FeedForward(), "misspelt")
         assert "plan 'misspelt', module 'up': no tensor style named 'colwize'; did you mean 'colwise'" in message
     with registered(my_mlp=MLP_PLAN, other_mlp=gathered):
-        assert "or name one registered plan (parallel.tensor.plan = 'name')" in refused(FeedForward())
+        assert "or name one plan (parallel.tensor.plan = 'name')" in refused(FeedForward())
     with registered(few=few):
         assert "blocks.0.attention (Attention): 4 are too few" in refused(Model())
 

@@ -32,7 +32,7 @@ def hooked() -> nn.Module:
 
 NOT = "are not divisible by tensor="
 PART = "is set, which is not defined for a shard of its weight"
-ADDED = "this style does not support add_bias_kv and add_zero_attn"
+ADDED = "this style does not support kdim, vdim, add_bias_kv and add_zero_attn"
 UNDIVIDED = [
     ("colwise", lambda: nn.Linear(4, 9), 2, "9 output features are not divisible by tensor=2; tensor can be 1, 3, 9"),
     ("colwise", lambda: nn.Linear(1, 840), 9, f"840 output features {NOT}9; tensor can be 1, 2, 3, 4, 5, 6, 7, 8"),
@@ -60,7 +60,7 @@ UNDIVIDED = [
         "attention",
         lambda: nn.MultiheadAttention(8, 4, kdim=6),
         2,
-        "this style does not support kdim and vdim",
+        "this style does not support kdim, vdim, add_bias_kv and add_zero_attn",
     ),
     ("attention", lambda: nn.MultiheadAttention(8, 4, add_zero_attn=True), 2, ADDED),
     ("attention", lambda: nn.MultiheadAttention(8, 4, add_bias_kv=True), 2, ADDED),
