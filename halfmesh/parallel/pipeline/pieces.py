@@ -98,7 +98,9 @@ class BlockPartition:
             return None
         if (problem := self.find_problem(model)) is not None:
             raise InputError(f"the model ({type(model).__name__}): {problem}")
-        names, blocks = _names(model), children_of(model.get_submodule(self.blocks))
+        kinds = (model.named_modules, model.named_parameters, model.named_buffers)
+        names = [name for named in kinds for name, _ in named(remove_duplicate=False)]
+        blocks = children_of(model.get_submodule(self.blocks))
         end_uses = tuple(name for name in self.end_uses if name in names)
         return [
             Piece("the beginning", self._rest(names), lambda m, call, x: self.begin(m, *call.args, **call.kwargs)),
@@ -130,9 +132,3 @@ class BlockPartition:
 def children_of(module: nn.Module) -> list[str]:
     """The names of its children. (`named_children` leaves out the second name of a module.)"""
     return [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
-
-
-def _names(model: nn.Module) -> list[str]:
-    """The names of its modules, parameters and buffers."""
-    kinds = (model.named_modules, model.named_parameters, model.named_buffers)
-    return [name for named in kinds for name, _ in named(remove_duplicate=False)]
