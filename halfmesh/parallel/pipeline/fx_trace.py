@@ -70,13 +70,11 @@ def _record(
     """The graph, with `answers` for the first conditions on shapes. Raises _ShapeCondition with the next one."""
     tracer = _Tracer(opened, inspect.signature(model.forward), answers)
     with unchanged(opened), _Makers(tracer):
-        plain, drawn = plain_values(opened), _random_states()
+        before = _state(opened)
         graph = tracer.trace(model, concrete_args=dict(fixed))
         _refuse_kept(opened)
-        if plain_values(opened) != plain:
-            raise InputError("it changes numbers or flags on the model")
-        if _random_states() != drawn:
-            raise InputError("it draws random numbers of python or numpy")
+        if _state(opened) != before:
+            raise InputError("it changes numbers or flags on the model, or draws random numbers of python or numpy")
     return graph
 
 
@@ -174,8 +172,8 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-def _random_states() -> str:
-    return repr((random.getstate(), np.random.get_state()))
+def _state(modules: Iterable[nn.Module]) -> tuple[str, str]:
+    return plain_values(modules), repr((random.getstate(), np.random.get_state()))
 
 
 def _refuse_kept(modules: Iterable[nn.Module]) -> None:

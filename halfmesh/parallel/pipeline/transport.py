@@ -37,18 +37,14 @@ _CACHED = type(functools.lru_cache(len))
 @contextmanager
 def _caches_as_before() -> Iterator[None]:
     """A scope after which functions under functools.cache hold no tensors without memory."""
-    before = _cache_misses()
+    found = (each for each in gc.get_objects() if type(each) is _CACHED and not each.__module__.startswith("torch."))
+    before = {each: each.cache_info().misses for each in found}
     try:
         yield
     finally:
-        for function, misses in _cache_misses().items():
-            if misses != before.get(function, 0):
+        for function, misses in before.items():
+            if function.cache_info().misses != misses:
                 function.cache_clear()
-
-
-def _cache_misses() -> dict[Any, int]:
-    found = (each for each in gc.get_objects() if type(each) is _CACHED)
-    return {each: each.cache_info().misses for each in found if not str(each.__module__).startswith("torch.")}
 
 
 @_caches_as_before()
