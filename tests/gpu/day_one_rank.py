@@ -155,9 +155,9 @@ def sliced(place: torch.device) -> None:
     expected = grads_of(model)
     bucket.scatter(dist.group.WORLD, 1).wait()
     bucket.assign_grads(())
-    found = [part.param.grad for part in bucket.parts]
+    found = [part.param.grad for part in bucket.slices]
     assert all(torch.equal(one.flatten(), other) for one, other in zip(expected, found, strict=True))
-    work, flat = bucket.gather([part.param for part in bucket.parts], dist.group.WORLD)
+    work, flat = bucket.gather([part.param for part in bucket.slices], dist.group.WORLD)
     work.wait()
     assert all(torch.equal(p, view) for p, view in zip(model.parameters(), bucket.views(flat), strict=True))
 

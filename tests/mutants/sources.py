@@ -61,7 +61,7 @@ FLOAT8 = (
     Fault(
         "the scale of a gathered weight is that of its first gather",
         "parallel/sharding/fsdp_wrap.py",
-        "if self._first in (None, place):",
+        "if self._first in (None, index):",
         "if self._first is None:",
         (GATHER,),
     ),

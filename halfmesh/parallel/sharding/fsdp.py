@@ -40,7 +40,7 @@ class FSDP(DataStrategy):
         shards: as given, with this rank's shard instead of each parameter that is sharded.
         sharded: each of these shards, and the DTensor that the model uses.
         originals: for each original parameter its shard.
-        places: the module and the name of each of them; several for a tied one.
+        slots: the module and the name of each of them; several for a tied one.
         units: the modules that gather their weights separately.
         replicated: names of parameters that every rank replicates: those that FSDP2 cannot shard (scalars, empty ones,
             non-contiguous ones), those that stay in fp32 by their names, those of several units and of the criterion,
@@ -62,25 +62,25 @@ class FSDP(DataStrategy):
         self._mesh = mesh = make_mesh(inputs.context, data.hybrid)
         self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         units = find_units(model, inputs.blocks, inputs.not_called)
-        whole = {*inputs.kept, *inputs.outside, *unowned_params(model, units)}
-        whole |= {shard.param for shard in inputs.shards if not can_be_sharded(shard.param)}
-        self.replicated = [shard.name for shard in inputs.shards if shard.param in whole]
-        taken = [shard.param for shard in inputs.shards if shard.param not in whole]
+        replicated: set[Any] = {*inputs.kept, *inputs.outside, *unowned_params(model, units)}
+        replicated |= {shard.param for shard in inputs.shards if not can_be_sharded(shard.param)}
+        self.replicated = [shard.name for shard in inputs.shards if shard.param in replicated]
+        taken = [shard.param for shard in inputs.shards if shard.param not in replicated]
         self._dtypes = {param: param.dtype for param in taken}
         param_dtype = inputs.param_dtype or _dtype(data.param_dtype)
         if param_dtype is not None:
             for param in taken:  # the shards are the masters, whatever dtype the model had
                 param.data = param.data.float()
-        self.places = {place: param for place, param in _places(model) if param not in whole}
+        self.slots = {slot: param for slot, param in _slots(model) if param not in replicated}
         names = {shard.param: shard.name for shard in inputs.shards}
-        self._writes = WriteWatch({place: names[param] for place, param in self.places.items()}, inputs.context.device)
+        self._writes = WriteWatch({slot: names[param] for slot, param in self.slots.items()}, inputs.context.device)
         if (buffer_dtype := _dtype(data.buffer_dtype)) is not None:
             for buffer in model.buffers():
                 buffer.data = buffer.data.to(buffer_dtype) if buffer.is_floating_point() else buffer.data
-        self.units = self._wrap(units, whole, param_dtype)
+        self.units = self._wrap(units, replicated, param_dtype)
         self.originals = self._shard_optimizer()
         self.shards = [self.originals.get(shard.param, shard) for shard in inputs.shards]
-        for module in {module for module, _ in self.places}:
+        for module in {module for module, _ in self.slots}:
             module.register_load_state_dict_pre_hook(self._load)
         inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state)
         if not data.reshard_after_forward:  # writes into weights after an evaluation have to reach the shards
@@ -157,7 +157,9 @@ class FSDP(DataStrategy):
 
     # -- sharding ----------------------------------------------------------------------------------------------
 
-    def _wrap(self, units: Sequence[nn.Module], whole: set[nn.Parameter], param_dtype: torch.dtype | None) -> list[Any]:
+    def _wrap(
+        self, units: Sequence[nn.Module], replicated: set[nn.Parameter], param_dtype: torch.dtype | None
+    ) -> list[Any]:
         """Returns FSDPModules (which, as torch annotates them, are no nn.Modules)."""
         inputs, data, wrapped = self.inputs, self.inputs.options, []
         policy = MixedPrecisionPolicy(
@@ -169,7 +171,7 @@ class FSDP(DataStrategy):
             self._writes.add(unit)
             inputs.make(unit)  # materializes a deferred unit
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is inputs.model else policy
-            wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, whole))
+            wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, replicated))
             self._free_originals(unit)
         prefetch(wrapped[: len(inputs.blocks)], data.prefetch)
         return wrapped
@@ -177,8 +179,8 @@ class FSDP(DataStrategy):
     def _cast_gathers(self) -> int:
         """Make FSDP2 gather cast weights, if it can: all ranks have as many rows, and the shards are on the device.
         Returns their number."""
-        casts, now = {} if self.inputs.options.cpu_offload else self.inputs.casts, dict(_places(self.inputs.model))
-        given = {now[place]: casts[param] for place, param in self.places.items() if param in casts}
+        casts, now = {} if self.inputs.options.cpu_offload else self.inputs.casts, dict(_slots(self.inputs.model))
+        given = {now[slot]: casts[param] for slot, param in self.slots.items() if param in casts}
         fits = {weight: cast for weight, cast in given.items() if len(weight) % self._ranks == 0}
         count = len(fits)
         for unit in self.units:
@@ -192,14 +194,14 @@ class FSDP(DataStrategy):
     def _free_originals(self, unit: nn.Module) -> None:
         """Free the parameters that FSDP2 has sharded, now: or all of the model would stay until the last unit."""
         inner = set(unit.modules())
-        for (module, name), param in self.places.items():
+        for (module, name), param in self.slots.items():
             if module in inner and getattr(module, name) is not param:
                 param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
 
     def _shard_optimizer(self) -> dict[nn.Parameter, ParamShard]:
         """Put this rank's shards into the optimizer. Returns them by the parameters that it held."""
-        now = dict(_places(self.inputs.model))
-        weights = {old: now[place] for place, old in self.places.items()}
+        now = dict(_slots(self.inputs.model))
+        weights = {old: now[slot] for slot, old in self.slots.items()}
         found = {}
         for shard in self.inputs.shards:
             if (weight := weights.get(shard.param)) is not None:
@@ -320,7 +322,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
+def _slots(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             yield (module, name), param

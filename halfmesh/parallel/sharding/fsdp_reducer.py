@@ -41,7 +41,7 @@ class FSDPReducer(Reducer):
         self._units = [(unit, set(map(id, unit.parameters()))) for unit in strategy.units]
         originals = strategy.originals
         self._used: set[int] = set()
-        watch_grads(strategy.units, {place: originals[p] for place, p in strategy.places.items()}, self._note_grad)
+        watch_grads(strategy.units, {slot: originals[p] for slot, p in strategy.slots.items()}, self._note_grad)
         self._is_broken = False
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 

@@ -64,9 +64,9 @@ def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     if hybrid is None or hybrid == context.dp_size:
         group = context.dp_group
         return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shard_{group.group_name}",))
-    places = torch.arange(context.dp_size).view(-1, hybrid)
-    copies = [context.subgroup("dp", column) for column in places.T.tolist()]
-    shards = [context.subgroup("dp", row) for row in places.tolist()]
+    grid = torch.arange(context.dp_size).view(-1, hybrid)
+    copies = [context.subgroup("dp", column) for column in grid.T.tolist()]
+    shards = [context.subgroup("dp", row) for row in grid.tolist()]
     mine = [next(group for group in groups if group is not None) for groups in (copies, shards)]
     ranks = torch.tensor(dist.get_process_group_ranks(context.dp_group)).view(-1, hybrid)
     names = tuple(f"{dim}_{group.group_name}" for dim, group in zip(("replicate", "shard"), mine, strict=True))
@@ -79,9 +79,9 @@ def wrap(
     policy: MixedPrecisionPolicy,
     options: Any,
     mean: bool,
-    whole: set[nn.Parameter],
+    replicated: set[nn.Parameter],
 ) -> FSDPModule:
-    """Shard the parameters of `unit`, in place, except those of units inside it and those in `whole`.
+    """Shard the parameters of `unit`, in place, except those of units inside it and those in `replicated`.
 
     Args:
         options: the config's `parallel.data`.
@@ -94,7 +94,7 @@ def wrap(
         reshard_after_forward=options.reshard_after_forward,
         mp_policy=policy,
         offload_policy=offload,
-        ignored_params=whole,
+        ignored_params=replicated,
     )
     if not mean:
         sharded.set_gradient_divide_factor(1.0)
@@ -124,9 +124,9 @@ def prefetch(units: Sequence[FSDPModule], count: int) -> None:
     """Make each unit prefetch the weights of the next `count` units. (FSDP2 prefetches 1 by default.)"""
     if count == 1:
         return
-    for place, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + count]))
-        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - count) : place])))
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + count]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - count) : index])))
 
 
 def watch_grads(
@@ -182,35 +182,35 @@ class CastGather:
 
     def attach(self, *_: Any) -> None:
         """Set the shards' attributes: again after `model.to(device)`, even to the same one, which replaces them."""
-        for place, weight in enumerate(self._weights):
+        for index, weight in enumerate(self._weights):
             shard = weight._local_tensor
             if not hasattr(shard, "fsdp_pre_all_gather"):
-                shard.fsdp_pre_all_gather = partial(self._pack, place)
-                shard.fsdp_post_all_gather = partial(self._unpack, place)
+                shard.fsdp_pre_all_gather = partial(self._pack, index)
+                shard.fsdp_post_all_gather = partial(self._unpack, index)
 
     def _pack(
-        self, place: int, mesh: DeviceMesh, size: Any, stride: Any, module: Any, policy: MixedPrecisionPolicy
+        self, index: int, mesh: DeviceMesh, size: Any, stride: Any, module: Any, policy: MixedPrecisionPolicy
     ) -> tuple[tuple[torch.Tensor], None]:
         shards = [weight._local_tensor for weight in self._weights]
-        dtype = policy.param_dtype or shards[place].dtype
-        if self._first in (None, place):
-            self._first = place
+        dtype = policy.param_dtype or shards[index].dtype
+        if self._first in (None, index):
+            self._first = index
             # One all-reduce for all, each time: a write of the user into a weight cannot be detected.
             self._largest = torch.stack([torch.linalg.vector_norm(shard, torch.inf) for shard in shards])
             dist.all_reduce(self._largest, dist.ReduceOp.MAX, mesh.get_group())
-        data, scale = self._casts[place].pack(shards[place].to(dtype), self._largest[place].to(dtype))
-        if self._scales[place] is None:
-            self._scales[place] = scale
+        data, scale = self._casts[index].pack(shards[index].to(dtype), self._largest[index].to(dtype))
+        if self._scales[index] is None:
+            self._scales[index] = scale
         else:
             # .data, which counts no write: backward would refuse the tensor. FSDP2 writes in this way, too.
-            self._scales[place].data.copy_(scale)
+            self._scales[index].data.copy_(scale)
         return (data,), None
 
     def _unpack(
-        self, place: int, gathered: tuple[torch.Tensor], _: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+        self, index: int, gathered: tuple[torch.Tensor], _: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
         if out is None:  # later FSDP2 writes into the same memory
-            return self._casts[place].unpack(*gathered, self._scales[place], dtype), gathered
+            return self._casts[index].unpack(*gathered, self._scales[index], dtype), gathered
         return None
 
 

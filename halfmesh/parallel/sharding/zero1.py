@@ -63,7 +63,7 @@ class Zero1(DataStrategy):
             return id(param) if param in inputs.tied else (param.dtype, param.requires_grad)
 
         self.buckets = make_buckets(mine, inputs.reduce, make, kind)
-        shard_of = {part.source: part for bucket in self.buckets for part in bucket.parts}
+        shard_of = {part.source: part for bucket in self.buckets for part in bucket.slices}
         self.shards = [shard_of.get(shard, shard) for shard in inputs.shards]
         self._pairs = [(shard, shard_of[shard], shard.param.stride()) for shard in mine]
         self._memory: list[torch.UntypedStorage] = []  # of the model's parameters, at the last `follow`
@@ -84,8 +84,8 @@ class Zero1(DataStrategy):
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
-        whole = shard.source.param
-        return source.run(whole.shape, whole.stride(), shard.start, shard.start + shard.param.numel())
+        full = shard.source.param
+        return source.run(full.shape, full.stride(), shard.start, shard.start + shard.param.numel())
 
     def compared(self, shard: ParamShard) -> ParamShard:
         return shard.source or shard
@@ -129,7 +129,7 @@ class Zero1(DataStrategy):
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """Gather each bucket that is complete with the new weights of `shards`."""
         self._stepped.update(shards)
-        while self._left and all(p in self._stepped or not p.model_param.requires_grad for p in self._left[0].parts):
+        while self._left and all(p in self._stepped or not p.model_param.requires_grad for p in self._left[0].slices):
             self._gather(self._left.popleft())
 
     def finish(self) -> None:
@@ -142,11 +142,11 @@ class Zero1(DataStrategy):
         self._stepped.clear()
 
     def _gather(self, bucket: SliceBucket) -> None:
-        if self._stepped.isdisjoint(bucket.parts):  # the same on all ranks
+        if self._stepped.isdisjoint(bucket.slices):  # the same on all ranks
             return
         if len(self._inflight) >= self.inputs.reduce.max_inflight:
             self._wait_oldest()
-        work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
+        work, flat = bucket.gather([part.param for part in bucket.slices], self._group)
         self._inflight.append((work, bucket, flat))
 
     def _wait_oldest(self) -> None:
@@ -168,7 +168,7 @@ class SliceBucket(Bucket):
     often an empty one, so that the optimizer's groups are equal on all ranks.
 
     Attributes:
-        parts: the slices of `shards`, in the same order, that this rank steps.
+        slices: those of `shards`, in the same order, that this rank steps.
         chunk: elements of a chunk.
     """
 
@@ -177,7 +177,7 @@ class SliceBucket(Bucket):
         self.chunk = -(-self.numel // size)
         self._size = size
         self._withheld: list[WithheldGradient] = []
-        self.parts: list[ParamShard] = []
+        self.slices: list[ParamShard] = []
         offset = -rank * self.chunk
         for shard in shards:
             numel = shard.param.numel()
@@ -185,7 +185,7 @@ class SliceBucket(Bucket):
             offset += numel
             memory = in_memory_order(shard.param.data)[start:stop]  # `.data`: writes are counted separately
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
-            self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
+            self.slices.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
     def scatter(self, group: dist.ProcessGroup, divisor: int) -> dist.Work:
         """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
@@ -200,8 +200,8 @@ class SliceBucket(Bucket):
         return work
 
     def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
-        """Add the reduced chunk to the gradients of `parts`; `unused`: shards without a gradient on any rank."""
-        views = enumerate(zip(self.parts, self.split(received), strict=True))
+        """Add the reduced chunk to the gradients of `slices`; `unused`: shards without a gradient on any rank."""
+        views = enumerate(zip(self.slices, self.split(received), strict=True))
         given = [(part.param, view) for index, (part, view) in views if index not in unused]
         held = [(param.grad, view) for param, view in given if param.grad is not None]
         give_grads([(param, view) for param, view in given if param.grad is None])
@@ -209,19 +209,19 @@ class SliceBucket(Bucket):
             torch._foreach_add_([grad for grad, _ in held], [view for _, view in held])
 
     def withhold(self) -> None:
-        """Put placeholders in `param.grad` of the model's parameters, whose gradients are now in `parts`."""
+        """Put placeholders in `param.grad` of the model's parameters, whose gradients are now in `slices`."""
         self._withheld = self._withheld or [WithheldGradient.of(s.param, s.name, SCATTERED) for s in self.shards]
-        for shard, part, grad in zip(self.shards, self.parts, self._withheld, strict=True):
+        for shard, part, grad in zip(self.shards, self.slices, self._withheld, strict=True):
             if part.param.grad is not None:
                 set_grad(shard.param, grad)
 
     def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's chunk, split into `parts`."""
-        sizes = [part.param.numel() for part in self.parts]
+        """This rank's chunk, split into `slices`."""
+        sizes = [part.param.numel() for part in self.slices]
         return list(chunk[: sum(sizes)].split(sizes))
 
     def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
-        """Start an all-gather of `values`, of one dtype, one for each of `parts`. `views` splits the result."""
+        """Start an all-gather of `values`, of one dtype, one for each of `slices`. `views` splits the result."""
         own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
         if len(rest := own[sum(value.numel() for value in values) :]):

@@ -187,7 +187,11 @@ def parts_sent_in_each_microbatch(patch: pytest.MonkeyPatch) -> None:
         arrived(self, *args)
         self._send_complete()  # also the last bucket, which would wait for the end of backward
 
-    patch.setattr(Zero1Reducer, "open", lambda self, last: inner(self, True))
+    def opened(self: Zero1Reducer, last: bool) -> None:
+        self._reset()  # the buckets of the microbatch before
+        inner(self, True)
+
+    patch.setattr(Zero1Reducer, "open", opened)
     patch.setattr(Zero1Reducer, "_arrived", sent_at_once)
 
 
