@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..engine.engine import Engine
+from ..parallel.batch_shard.shard import ROWS
 from ..parallel.shard_spec import Placement
 from .record import Key, Store
 
+FLOOR = 1e-6
+"""A tensor below this share of the largest of its kind is compared with that share: it may be all rounding."""
 MOST_BLOCKS = 4
 """A fused layer is split in so many blocks at most: query, key, value and a gate."""
 
@@ -27,35 +31,13 @@ class Measure(NamedTuple):
     factor: float = 1.0
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """Where a rank is in its layout.
-
-    Attributes:
-        rank: its number.
-        chunks: of an update's batch: data ranks x accumulation.
-        microbatches: in which a pipeline splits a chunk.
-        axes: place and size on the axes that share a chunk.
-        apart: prefixes of modules that compute with rows of other ranks, as experts do.
-        cut: parameters of which each tensor rank holds a part.
-    """
-
-    rank: int
-    chunks: int
-    microbatches: int
-    axes: Mapping[str, tuple[int, int]]
-    apart: tuple[str, ...] = ()
-    cut: tuple[str, ...] = ()
-    shares_rows: bool = False
-
-
 @dataclass
 class Measures:
     """The measurements of a rank; small enough to be sent.
 
     Attributes:
         shares: what ranks share: axes, and the "rows" of a batch.
-        cut: see `Coordinates`.
+        cut: parameters of which each tensor rank holds a part.
         tensors: by key in the reference, then by the way in which the reference was cut, the worst of each.
         firsts: the same of this rank's first part of the batch.
         parameters, accumulated: of parts of parameters; the second against the reference that accumulates.
@@ -77,6 +59,25 @@ class Measures:
     factors: dict[tuple[int, int, int], tuple[Key, float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Allowed differences: `least`, and 10 times what the perturbed reference shows.
+
+    Attributes:
+        least: relative, of tensors, gradients, norms and losses; updates: of weights, relative to the way they went.
+        estimates: by key.
+    """
+
+    least: float
+    updates: float
+    estimates: Mapping[Key, float]
+
+    def allowed(self, key: Key) -> float:
+        """The largest difference."""
+        least = self.updates if key.what in ("update", "begin") else self.least
+        return max(least, 10 * self.estimates.get(key, 0.0))
+
+
 class _Cut(NamedTuple):
     """A part of a tensor, how it was cut, and whether it is known to have this rank's rows of it."""
 
@@ -89,24 +90,44 @@ class Comparison:
     """The sink of one rank: compares with a reference as tensors come.
 
     Args:
-        calls: of the reference, in each update: 1, or one for each chunk or microbatch.
+        parts: in which an update's batch comes, on all ranks; the reference has it in `calls` calls.
+        microbatches: in which a pipeline splits what comes.
+        engine: of a layout; None: of one process.
         accumulated: a second reference, for gradients only.
     """
 
-    def __init__(self, reference: Store, place: Coordinates, calls: int = 1, accumulated: Store | None = None) -> None:
-        self.names = reference.names
-        shared = [axis for axis, (_, size) in place.axes.items() if size > 1]
-        self.measures = Measures(place.rank, (*shared, *["rows"] * (place.chunks * place.microbatches > 1)), place.cut)
-        self._reference, self._accumulated, self._place = reference, accumulated, place
-        self._per_call = place.chunks * place.microbatches // calls  # parts of the batch of a call
+    def __init__(
+        self,
+        reference: Store,
+        parts: int,
+        calls: int,
+        microbatches: int = 1,
+        engine: Engine | None = None,
+        accumulated: Store | None = None,
+    ) -> None:
+        self.names, self._reference, self._accumulated = reference.names, reference, accumulated
+        self._per_call, self._microbatches = parts // calls, microbatches
+        self._axes: dict[str, tuple[int, int]] = {}  # place and size on those that share a chunk
+        self._foreign: tuple[str, ...] = ()  # prefixes of modules that compute with rows of other ranks, as experts do
+        self._shares_rows = False
+        self.measures = Measures(0)
+        if engine is not None:
+            context, axes = engine.context, engine._parallel.axes
+            sizes = {axis: size for axis, size in context.sizes.items() if axis not in ("pp", "dp") and size > 1}
+            self._axes = {axis: (context.coordinate(axis), size) for axis, size in sizes.items()}
+            modules, tp = engine.model.named_modules(), axes.get("tensor")
+            self._foreign = tuple(f"{name}." for name, one in modules if vars(one).get("is_divided_by_engine"))
+            self._shares_rows = any(getattr(axis, "sharded_dim", None) == ROWS for axis in axes.values())
+            cut = [name for name, param in engine.model.named_parameters() if tp is not None and param in tp.splits]
+            self.measures = Measures(context.rank, (*sizes, *["rows"] * (parts > 1)), tuple(cut))
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """See `Sink`."""
-        call, part = divmod(key.call * self._place.microbatches + microbatch, self._per_call)
+        call, part = divmod(key.call * self._microbatches + microbatch, self._per_call)
         at = key._replace(call=call)
         expected = self._reference.get(at)
         self._rows = int(self._reference.figures.get((key.update, call, "rows"), 0))  # of the call's batch
-        if expected is None or key.name.startswith(self._place.apart):
+        if expected is None or key.name.startswith(self._foreign):
             return
         cuts, why = list(self._cuts(expected, tensor, part)), "no part of the reference has the shape"
         is_grad = key.what == "grad_output"
@@ -127,8 +148,7 @@ class Comparison:
     @property
     def _divides(self) -> bool:
         """True if ranks, chunks or microbatches share the rows of a call, or the tokens in them."""
-        shared = (size for axis, (_, size) in self._place.axes.items() if axis != "tp")
-        return self._per_call * math.prod(shared) > 1
+        return self._per_call > 1 or bool(self._axes.keys() - {"tp"})
 
     def _cuts(self, expected: torch.Tensor, tensor: torch.Tensor, row: int) -> Iterator[_Cut]:
         """Ways to cut the reference's tensor to the shape of this rank's."""
@@ -156,7 +176,7 @@ class Comparison:
                     pieces = part.unflatten(dim, (blocks, -1)).chunk(count, dim + 1)
                     part = pieces[index].flatten(dim, dim + 1)
             uncut = [size for (_, _, count, _), size in zip(choice, shape, strict=True) if count == 1]
-            is_whole = self._per_call == 1 and not self._place.shares_rows and self._rows in uncut
+            is_whole = self._per_call == 1 and not self._shares_rows and self._rows in uncut
             yield _Cut(" ".join(names), part.expand(shape), is_whole or any(name.startswith("rows") for name in names))
 
     def _ways(self, whole: int, own: int, row: int) -> Iterator[tuple[str, int, int, int]]:
@@ -167,18 +187,17 @@ class Comparison:
             yield "expanded", 0, 1, 1
         if not own or whole % own or whole == own:
             return
-        count, place, rows = whole // own, self._place, self._per_call
+        count, rows = whole // own, self._per_call
         has_rows = not self._rows or whole % self._rows == 0
         if count == rows and has_rows:
             yield "rows", row, rows, 1
-        shares = {axis: where for axis, where in place.axes.items() if where[1] > 1}
-        for axis, (index, size) in shares.items():
+        for axis, (index, size) in self._axes.items():
             if count == rows * size and axis != "tp" and has_rows:
                 yield f"rows/{axis}", row * size + index, count, 1
             for blocks in range(1, MOST_BLOCKS + 1) if count == size else ():
                 if whole % (blocks * size) == 0:
                     yield f"{axis}/{blocks}", index, size, blocks
-        for (first, (i, n)), (second, (j, m)) in itertools.permutations(shares.items(), 2):
+        for (first, (i, n)), (second, (j, m)) in itertools.permutations(self._axes.items(), 2):
             if count == n * m:
                 yield f"{first}.{second}", i * m + j, count, 1
 

@@ -29,7 +29,7 @@ from ..parallel.registries import AXES, DATA_STRATEGIES, SCHEDULES
 from . import models
 from .phases import Options, Work, prove
 from .report import Phase, VerifyReport
-from .subject import Given
+from .run import Given
 
 CPU_RANKS = 8
 EXTRAS = ("", "accumulation", "sequence", "recompute", "offload")
@@ -64,22 +64,13 @@ class Cell:
 
     @property
     def config(self) -> Config:
-        in_sequence = self.extra == "sequence"
-        points = ["norm"] if self.build is models.perceptron else ["blocks.2"]
-        if self.chunks > 1:
-            points = ["down", "norm", "again"] if self.build is models.perceptron else ["blocks.1", *points, "blocks.3"]
-        known = {
-            "tensor": {
-                "plan": models.PLANS[self.build] | (models.SEQUENCE if in_sequence else {}),
-                "sequence_parallel": in_sequence,
-            },
-            "pipeline": {
-                "microbatches": 4,
-                "schedule": self.schedule or "1f1b",
-                "chunks": self.chunks,
-                "partition": points,
-            },
-        }
+        points = ["down", "norm", "again"] if self.build is models.perceptron else ["blocks.1", "blocks.2", "blocks.3"]
+        points = points if self.chunks > 1 else points[1:2]
+        pipeline = {"microbatches": 4, "schedule": self.schedule or "1f1b", "chunks": self.chunks, "partition": points}
+        tensor: dict[str, Any] = {"plan": models.PLANS[self.build]}
+        if self.extra == "sequence":
+            tensor = {"plan": tensor["plan"] | models.SEQUENCE, "sequence_parallel": True}
+        known = {"tensor": tensor, "pipeline": pipeline}
         parallel: dict[str, Any] = {name: {"size": 2, **known.get(name, {})} for name in self.axes}
         parallel["data"] = {"size": self.data, "strategy": self.strategy, "cpu_offload": self.extra == "offload"}
         given: dict[str, Any] = {"clip_grad_norm": 0.5, "parallel": parallel}
@@ -104,8 +95,9 @@ class Cell:
 def find_cells(device: str, ranks: int, float8: bool, quick: bool = False) -> Iterator[Cell]:
     """Few cells in which each row of the composition table, each column, and each pair of them occurs that is allowed
     and can run on `ranks` ranks (on a CPU: on so many at most); quick: each row and each column."""
-    rows = [row for row in get_rows() if row.key != "fp8" or float8]
-    allowed = [cell for cell in _all_cells(rows, device, ranks) if cell.is_allowed(device)]
+    allowed = [
+        cell for cell in _all_cells(device, ranks) if (float8 or cell.row.key != "fp8") and cell.is_allowed(device)
+    ]
 
     def holds(cell: Cell) -> set[Any]:
         words = [str(cell.row), *cell.columns]
@@ -129,9 +121,9 @@ def find_cells(device: str, ranks: int, float8: bool, quick: bool = False) -> It
         yield dealt
 
 
-def _all_cells(rows: Sequence[Row], device: str, ranks: int) -> Iterator[Cell]:
+def _all_cells(device: str, ranks: int) -> Iterator[Cell]:
     axes = [some for n in range(4) for some in itertools.combinations(AXES.names(), n)]
-    for row, some in itertools.product(rows, axes):
+    for row, some in itertools.product(get_rows(), axes):
         for data in (1, 2) if device == "cpu" else [ranks // 2 ** len(some)]:
             for strategy in DATA_STRATEGIES.names() if data > 1 else ["replicate"]:
                 cell = Cell(row, some, data, strategy)

@@ -70,24 +70,24 @@ class Store:
 
     def __init__(self, path: Path, write: bool = False) -> None:
         self._path = path
-        self._file = path.open("wb") if write else None
         self.index: dict[Key, tuple[torch.dtype, torch.Size, int]] = {}
         self.figures: dict[tuple[int, int, str], Any] = {}
         self.names: dict[str, list[str]] = {}
         self.callers: dict[tuple[str, int], str | None] = {}
         self.consumers: dict[tuple[str, int, str], list[str]] = {}
         self.direct: dict[str, str] = {}
-        if not write:
+        if write:
+            self._file = path.open("wb")
+        else:
             vars(self).update(pickle.loads(path.with_suffix(".index").read_bytes()))
             size = path.stat().st_size
-            self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else None
+            self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
     def close(self) -> None:
         """The run has ended."""
-        if self._file is not None:
-            self._file.close()
-            kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-            self._path.with_suffix(".index").write_bytes(pickle.dumps(kept))
+        self._file.close()
+        kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        self._path.with_suffix(".index").write_bytes(pickle.dumps(kept))
 
     def get(self, key: Key) -> torch.Tensor | None:
         """A tensor in the file's memory, not to be written; None if there is none."""
@@ -97,12 +97,10 @@ class Store:
         count = shape.numel() * dtype.itemsize
         if not count:
             return torch.empty(shape, dtype=dtype)
-        assert self._bytes is not None
         return self._bytes[at : at + count].view(dtype).view(shape)
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int = 0) -> None:
         """See `Sink`."""
-        assert self._file is not None
         data = tensor.detach().cpu().contiguous()
         self._file.write(b"\0" * (-self._file.tell() % 64))
         self.index[key] = data.dtype, data.shape, self._file.tell()
@@ -123,6 +121,7 @@ class Recorder(Probes):
     def __init__(self, model: nn.Module, sink: Sink, *more: Any) -> None:
         super().__init__(model, *more)
         self.sink = sink
+        self._store = sink if isinstance(sink, Store) else None
         self.update = self.call = 0
         self._counts: Counter[tuple[str, int]] = Counter()
         self._made: dict[Any, tuple[str, int, str]] = {}
@@ -135,24 +134,23 @@ class Recorder(Probes):
 
     def entered(self, visit: Visit) -> None:
         """See `Probes`."""
-        nth = self._counts[visit.name, visit.microbatch]
+        visit.nth = nth = self._counts[visit.name, visit.microbatch]
         self._counts[visit.name, visit.microbatch] += 1
-        visit.nth = nth
-        sink, (args, kwargs) = self.sink, visit.given
-        if isinstance(sink, Store):
-            sink.names.setdefault(visit.name, parameter_names(visit.module))
-            sink.callers[visit.name, nth] = None if visit.caller is None else visit.caller.name
-        names = position_names(sink.names.get(visit.name, []), len(args))
+        args, kwargs = visit.given
+        if self._store is not None:
+            self._store.names.setdefault(visit.name, parameter_names(visit.module))
+            self._store.callers[visit.name, nth] = None if visit.caller is None else visit.caller.name
+        names = position_names(self.sink.names.get(visit.name, []), len(args))
         map_named(partial(self._given, visit), {**dict(zip(names, args, strict=True)), **kwargs}, "")
 
     def used(self, param: nn.Parameter) -> None:
         """A function of torch was given a parameter. (torch's attention uses those of its own parts.)"""
         user = self._open[-1] if self._open else None
-        if user is None or isinstance(user.module, nn.MultiheadAttention) or not isinstance(self.sink, Store):
+        if user is None or isinstance(user.module, nn.MultiheadAttention) or self._store is None:
             return
         if not any(param is own for own in user.module.parameters(recurse=False)):
             names = (name for name, own in self._model.named_parameters() if own is param)
-            self.sink.direct.update(dict.fromkeys(names, user.name))
+            self._store.direct.update(dict.fromkeys(names, user.name))
 
     def detach(self) -> None:
         """See `Probes`."""
@@ -161,15 +159,15 @@ class Recorder(Probes):
 
     def _given(self, visit: Visit, slot: str, tensor: torch.Tensor) -> torch.Tensor:
         self._hand("input", visit, slot.removeprefix("."), tensor)
-        if isinstance(self.sink, Store) and tensor.grad_fn in self._made:
-            self.sink.consumers.setdefault(self._made[tensor.grad_fn], []).append(visit.name)
+        if self._store is not None and tensor.grad_fn in self._made:
+            self._store.consumers.setdefault(self._made[tensor.grad_fn], []).append(visit.name)
         return tensor
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
         """See `Probes`."""
         for slot, tensor in enumerate(outputs):
             self._hand("output", visit, str(slot), tensor)
-            if isinstance(self.sink, Store) and tensor.grad_fn is not None:
+            if tensor.grad_fn is not None:
                 self._made.setdefault(tensor.grad_fn, (visit.name, visit.nth or 0, str(slot)))
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
@@ -190,8 +188,7 @@ class EngineRecorder(Recorder):
     def __init__(self, engine: Engine, sink: Sink) -> None:
         super().__init__(engine.model, sink, engine._parallel, engine._executor.stages)
         self._engine, self._state = engine, engine._state
-        self._position = -1
-        self._losses: list[Any] = []
+        self._position, self._losses = -1, list[Any]()
 
     def attach(self) -> None:
         """Put the hooks on, and record the weights with which training begins."""

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import Config
 from ..dry_run.model_spec import call_of
-from ..engine.engine import Engine
 from ..engine.initialize import initialize
-from ..parallel.batch_shard.shard import ROWS
+from ..errors import InputError
 from ..parallel.deferred.creation import named_tensors
 from ..parallel.shard_spec import whole
 from ..utils.tensors import count_rows, map_tensors
+from ..utils.torch_private import BATCH_NORMS
 from . import layout
-from .compare import Comparison, Coordinates, Measures
+from .compare import Comparison, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, record_weights
-from .subject import Subject, Undropped, cast, decay, join, make_subject, split_rows
+from .subject import Subject, Undropped, cast, join, make_subject, perturb
+
+MakeSink = Callable[[Any], Sink]
+"""Makes what takes the tensors of a run from its engine, or from the model of a plain loop."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,33 @@ class Case:
     """The runs of one phase, the same in every process.
 
     Attributes:
+        given: what is trained: `Given`, or a `Script`.
         config: of the layout, settled.
-        chunks: of an update's batch: data ranks x accumulation.
-        dtype: of model and inputs; None: as they are built.
+        data_ranks: of the layout.
+        start: what all runs begin with, once the first has written it: a file, or a folder for a script.
+        dtype: of model and inputs, in the proof of the structure; None: as they are built.
         overflows: the update in which the loss is inf on the last rank; None: none.
-        multiple: rows of a batch are a multiple of it.
         lifts: casts of the model to float32 go to float64.
-        mixes: names of modules whose buffers are those of a call.
-        start: a file of weights and batches, in place of those that the builder makes, which may be random.
+        eps: outputs of the first layer are moved by up to this share of themselves.
+        batch_norms: names of modules whose statistics are those of a call.
     """
 
     given: Any
     config: Config
-    chunks: int
+    data_ranks: int
     updates: int
     device: str
+    start: Path
     dtype: torch.dtype | None = torch.float64
     overflows: int | None = None
-    multiple: int = 1
     lifts: bool = False
-    mixes: tuple[str, ...] = ()
-    start: Path | None = None
+    eps: float = 0.0
+    batch_norms: tuple[str, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """Of an update's batch: data ranks x accumulation."""
+        return self.data_ranks * self.config.gradient_accumulation
 
     @property
     def microbatches(self) -> int:
@@ -60,198 +68,195 @@ class Case:
         pipeline = self.config.parallel.pipeline
         return pipeline.microbatches or 1 if pipeline.size > 1 else 1
 
-    @torch.no_grad()
-    def subject(self, rank: int = 0) -> Subject:
-        """Built here. Ranks but the first keep the weights that they build: rank 0's count."""
-        subject = make_subject(self.given, self.dtype, rank, self.multiple)
-        if self.start is not None:
-            weights, subject.batches = torch.load(self.start, self.device, weights_only=False)
-            if self.dtype is not None:
-                subject.batches = cast(subject.batches, self.dtype)
-            for name, tensor in named_tensors(subject.model) if rank == 0 else ():
-                tensor.copy_(weights[name])
-        return subject
+
+# -- what a process is asked for -----------------------------------------------------------------------------------
 
 
-def record_plain(case: Case, path: Path, calls: int) -> None:
-    """Write what a plain loop of torch computes; `calls` of the model for each update."""
+def record(case: Case, path: Path, calls: int) -> None:
+    """Write what one process computes; `calls` of the model for each update."""
     store = Store(path, write=True)
-    _train_plain(case, case.subject(), store, calls)
+    case.given.train(case, lambda _: store, calls)
     store.close()
 
 
-def _train_plain(case: Case, subject: Subject, store: Sink, calls: int) -> None:
+def estimate(case: Case, path: Path, calls: int, parts: int) -> Measures:
+    """How far the reference in `path` is from a perturbed one, which takes an update's batch in `parts` calls, each of
+    which rounds."""
+    sink = Comparison(Store(path), parts, calls)
+    case.given.train(case, lambda _: sink, parts)
+    return sink.measures
+
+
+def compare(case: Case, path: Path, calls: int, accumulated: Path | None = None) -> Measures:
+    """Train the layout on this rank, and compare it with the reference, and with one that accumulates."""
+    other, made = None if accumulated is None else Store(accumulated), list[Comparison]()
+
+    def sink(engine: Any) -> Comparison:
+        parts = case.chunks * case.microbatches
+        made.append(Comparison(Store(path), parts, calls, case.microbatches, engine, other))
+        return made[0]
+
+    try:
+        case.given.train(case, sink)
+    except Exception as error:
+        vars(error)["measures"] = made[0].measures if made else None  # what differed before may be the reason
+        raise
+    return made[0].measures
+
+
+# -- a model -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given:
+    """The user's builder and optimizer: see `verify`."""
+
+    build: str | Callable[[], Any]
+    optimizer: str | Callable[[Any], optim.Optimizer] | None = None
+
+    @property
+    def preload(self) -> str:
+        """For the server of processes."""
+        return self.build if isinstance(self.build, str) else f"{self.build.__module__}:{self.build.__qualname__}"
+
+    def survey(self, case: Case) -> tuple[Config, bool, tuple[str, ...]]:
+        """Look at the model, and write weights and batches for all runs. Returns the settled config, whether the
+        batches of several ranks can be joined, and the names of BatchNorms. Raises InputError if nothing can be
+        trained."""
+        subject = make_subject(self.build, self.optimizer, None, 0, 1)
+        if not any(param.requires_grad for param in subject.model.parameters()):
+            raise InputError("the model has no parameters that require gradients, so there is nothing to train")
+        torch.save((dict(named_tensors(subject.model)), subject.batches), case.start)
+        rows = count_rows(subject.batches[0])
+        if len(subject.batches) == 1 and rows < 2 and case.chunks > 1:
+            raise InputError(
+                f"the batch has one row, so {case.chunks} batches of an update would be the same, and prove nothing; "
+                "give it several rows, from which they are drawn, or return a list of batches"
+            )
+        try:
+            join([subject.batch(0, chunk, case.chunks) for chunk in range(case.chunks)])
+            joins = True
+        except (RuntimeError, ValueError):
+            joins = False
+        kinds = subject.model.named_modules()
+        batch_norms = tuple(name for name, module in kinds if isinstance(module, BATCH_NORMS))
+        return layout.settle(case.config, rows * case.data_ranks), joins, batch_norms
+
+    @torch.no_grad()
+    def subject(self, case: Case, rank: int) -> Subject:
+        """Built here. Ranks but the first keep the weights that they build: rank 0's count."""
+        multiple = math.lcm(case.microbatches, case.config.parallel.sizes.get("expert", 1))
+        subject = make_subject(self.build, self.optimizer, case.dtype, rank, multiple)
+        weights, subject.batches = torch.load(case.start, case.device, weights_only=False)
+        if case.dtype is not None:
+            subject.batches = cast(subject.batches, case.dtype)
+        for name, tensor in named_tensors(subject.model) if rank == 0 else ():
+            tensor.copy_(weights[name])
+        if case.eps:
+            perturb(subject.model, case.eps)
+        return subject
+
+    def train(self, case: Case, make_sink: MakeSink, calls: int | None = None) -> None:
+        """Train with an engine, or, for the reference in float64, in a plain loop.
+
+        Args:
+            calls: of the model, for each update, if this is a reference.
+        """
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if calls is None or case.dtype is None:
+            _train(case, self.subject(case, rank), make_sink, calls)
+        else:
+            _train_plain(case, self.subject(case, rank), make_sink, calls)
+
+
+def _decay(optimizer: Any) -> LambdaLR:
+    """The schedule of all runs: each update has its own learning rate."""
+    return LambdaLR(optimizer, lambda update: float(0.9**update))
+
+
+def _train_plain(case: Case, subject: Subject, make_sink: MakeSink, calls: int) -> None:
     model = subject.model.to(case.device).train()
     if isinstance(subject.criterion, nn.Module):
         subject.criterion.to(case.device)
     optimizer = subject.optimizer(list(model.parameters()))
-    scheduler = LambdaLR(optimizer, decay)
-    recorder = Recorder(model, store)
-    record_weights(model, store, -1, "update")
+    scheduler, sink, clip = _decay(optimizer), make_sink(model), case.config.clip_grad_norm
+    recorder = Recorder(model, sink)
+    record_weights(model, sink, -1, "update")
     recorder.attach()
     for update in range(case.updates):
         if update:
-            record_weights(model, store, update - 1, "begin")
+            record_weights(model, sink, update - 1, "begin")
         optimizer.zero_grad()
         weight = _accumulate(case, subject, recorder, update, calls)
         grads = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
         for name, grad in grads.items():
-            store.parameter(Key(update, 0, "gradient", name), grad / weight, whole(grad.shape))
-        clip = case.config.clip_grad_norm
+            sink.parameter(Key(update, 0, "gradient", name), grad / weight, whole(grad.shape))
         norm = float(nn.utils.get_total_norm(list(grads.values()), clip.norm_type)) / weight
         divisor = weight * max(1.0, (norm + 1e-6) / clip.max_norm) if clip.max_norm else weight
         for name, grad in grads.items():
             model.get_parameter(name).grad = grad / divisor
-        store.figure(update, 0, "grad_norm", norm)
-        store.figure(update, 0, "lr", optimizer.param_groups[0]["lr"])
+        sink.figure(update, 0, "grad_norm", norm)
+        sink.figure(update, 0, "lr", optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-        record_weights(model, store, update, "update")
+        record_weights(model, sink, update, "update")
     recorder.detach()
 
 
 def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, calls: int) -> float:
     """Add the gradients of an update's calls; returns what they are still to be divided by."""
-    total, reduction = 0.0, case.config.loss_reduction
+    total, reduction, sink = 0.0, case.config.loss_reduction, recorder.sink
     for call in range(calls):
         recorder.begin(update, call)
-        inputs, targets = _to(case.device, _batch(case, subject, update, call, calls))
-        recorder.sink.figure(update, call, "rows", count_rows((inputs, targets)))
+        inputs, targets = _to(case.device, subject.joined(update, call, calls, case.chunks))
+        sink.figure(update, call, "rows", count_rows((inputs, targets)))
         args, kwargs = call_of(inputs)
         with Undropped(case.lifts, recorder.used) as mode:
-            loss = subject.loss(subject.model(*args, **kwargs), targets)
+            loss = subject.criterion(subject.model(*args, **kwargs), *targets)
             value, weight = loss_value(loss)
-            recorder.sink.figure(update, call, "loss", (value, weight))
+            sink.figure(update, call, "loss", (value, weight))
             scalar = loss[0] if isinstance(loss, (tuple, list)) else loss
             (scalar / calls if reduction == "mean" else scalar).backward()
-        recorder.sink.figure(update, call, "drawn", list(mode.drawn))
+        sink.figure(update, call, "drawn", list(mode.drawn))
         total += weight
     return total if reduction == "weighted" else 1.0
 
 
-def record_engine(case: Case, path: Path, calls: int) -> None:
-    """Write what an engine in this process computes, in the same mode."""
-    store = Store(path, write=True)
-    alone = replace(case, config=layout.reference(case.config, calls))
-    _train(alone, case.subject(), store, calls)
-    store.close()
-
-
-def estimate(case: Case, path: Path, calls: int, eps: float, parts: int = 0) -> Measures:
-    """How far the reference in `path` is from one whose first layer's outputs move by up to `eps` of themselves, and
-    whose engine takes an update's batch in `parts` calls, each of which rounds; 0: a plain loop, in `calls` calls."""
-    subject = case.subject()
-    sink = Comparison(Store(path), Coordinates(0, parts or calls, 1, {}), calls)
-    perturb(subject.model, eps)
-    if parts:
-        _train(replace(case, config=layout.reference(case.config, parts)), subject, sink, parts)
-    else:
-        _train_plain(case, subject, sink, calls)
-    return sink.measures
-
-
-def perturb(model: nn.Module, eps: float) -> None:
-    """Move the outputs of the embedding or convolution that is called first, or else of the first layer."""
-    kinds: list[tuple[type, ...]] = [(nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d), (nn.Linear,), (nn.Module,)]
-    leaves = [module for module in model.modules() if not list(module.children())]
-    some = next(found for kind in kinds if (found := [module for module in leaves if isinstance(module, kind)]))
-    generator, first = torch.Generator().manual_seed(5), list[nn.Module]()
-
-    def move(layer: nn.Module, inputs: Any, output: Any) -> Any:
-        first[:] = first or [layer]
-        if layer is not first[0] or not isinstance(output, torch.Tensor):
-            return output
-        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return (output * (1 + eps * noise.to(output.device))).to(output.dtype)
-
-    for layer in some:
-        layer.register_forward_hook(move)
-
-
-def run_rank(case: Case, path: Path, calls: int, accumulated: Path | None = None) -> Measures:
-    """Train the layout on this rank, and compare."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    store, subject = Store(path), case.subject(rank)
-    other = None if accumulated is None else Store(accumulated)
-    return _train(case, subject, partial(comparison, case, store, calls, other))
-
-
-def comparison(case: Case, store: Store, calls: int, other: Store | None, engine: Engine) -> Comparison:
-    """The sink of this rank, as its engine says where it is."""
-    context = engine.context
-    axes = {axis: (context.coordinate(axis), size) for axis, size in context.sizes.items() if axis not in ("pp", "dp")}
-    tp = engine._parallel.axes.get("tensor")
-    # Where ranks exchange tokens: what such a layer has inside are others' rows.
-    apart = [f"{name}." for name, module in engine.model.named_modules() if vars(module).get("is_divided_by_engine")]
-    here = Coordinates(
-        context.rank,
-        case.chunks,
-        case.microbatches,
-        axes,
-        tuple(apart),
-        tuple(name for name, param in engine.model.named_parameters() if tp is not None and param in tp.splits),
-        any(getattr(axis, "sharded_dim", None) == ROWS for axis in engine._parallel.axes.values()),
-    )
-    return Comparison(store, here, calls, other)
-
-
-def _train(case: Case, subject: Subject, sink: Any, calls: int | None = None) -> Any:
-    """Train with an engine; `sink`: or a function that makes one for it; `calls`: of the model, if this is a reference.
-    Returns the measures, if it has any."""
-    criterion, mode = _Overflowing(subject), Undropped(case.lifts)
-    scheduler: Callable[[Any], Any] = lambda optimizer: LambdaLR(optimizer, decay)  # noqa: E731
+def _train(case: Case, subject: Subject, make_sink: MakeSink, calls: int | None) -> None:
+    config = case.config if calls is None else layout.reference(case.config, calls)
+    criterion, mode = _Overflowing(subject.criterion), Undropped(case.lifts)
     engine = initialize(
-        subject.model, subject.optimizer, criterion, None, case.config, lr_scheduler=scheduler, device=case.device
+        subject.model, subject.optimizer, criterion, None, config, lr_scheduler=_decay, device=case.device
     )
-    made: Sink = sink(engine) if isinstance(sink, partial) else sink
-    recorder = EngineRecorder(engine, made)
+    recorder, place = EngineRecorder(engine, make_sink(engine)), engine.context
+    is_last = (place.dp_rank, place.tp_rank) == (place.dp_size - 1, place.tp_size - 1) and place.is_last_stage
     engine.train()
     with engine._hooks.added(recorder):
         recorder.attach()
-        try:
-            for update in range(case.updates):
-                _update(case, subject, engine, criterion, mode, update, calls)
-        except Exception as error:
-            vars(error)["measures"] = getattr(made, "measures", None)  # what differed before may be the reason
-            raise
+        for update in range(case.updates):
+            torch.manual_seed(update)
+            criterion.overflows = update == case.overflows and is_last
+            for step in range(config.gradient_accumulation):
+                own = step * place.dp_size + place.dp_rank
+                inputs, targets = _to(case.device, subject.joined(update, own, calls or case.chunks, case.chunks))
+                args, kwargs = call_of(inputs)
+                engine.zero_grad()
+                with mode:
+                    engine.backward(engine.criterion(engine(*args, **kwargs), *targets))
+                engine.step()
         recorder.detach()
-    made.figure(0, 0, "bends", list(mode.bends))
+    recorder.sink.figure(0, 0, "bends", list(mode.bends))
     engine.close()
-    return getattr(made, "measures", None)
-
-
-def _update(
-    case: Case, subject: Subject, engine: Engine, criterion: Any, mode: Undropped, update: int, calls: int | None
-) -> None:
-    torch.manual_seed(update)
-    place = engine.context
-    is_last = (place.dp_rank, place.tp_rank) == (place.dp_size - 1, place.tp_size - 1) and place.is_last_stage
-    criterion.overflows = update == case.overflows and is_last
-    for step in range(case.config.gradient_accumulation):
-        if calls is None:
-            batch = subject.batch(update, step * place.dp_size + place.dp_rank, case.chunks)
-        else:
-            batch = _batch(case, subject, update, step, calls)
-        inputs, targets = _to(case.device, batch)
-        args, kwargs = call_of(inputs)
-        engine.zero_grad()
-        with mode:
-            output = engine(*args, **kwargs)
-            loss = engine.criterion(output, targets) if subject.has_targets else engine.criterion(output)
-            engine.backward(loss)
-        engine.step()
 
 
 class _Overflowing(nn.Module):
-    """The criterion, whose value is inf where `overflows`."""
+    """A criterion whose value is inf where `overflows`."""
 
     overflows = False
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, inner: Callable[..., Any]) -> None:
         super().__init__()
-        self.inner = subject.criterion
+        self.inner = inner
 
     def forward(self, *args: Any) -> Any:
         """The loss."""
@@ -259,14 +264,6 @@ class _Overflowing(nn.Module):
         if not self.overflows:
             return loss
         return (loss[0] * math.inf, *loss[1:]) if isinstance(loss, (tuple, list)) else loss * math.inf
-
-
-def _batch(case: Case, subject: Subject, update: int, call: int, calls: int) -> Any:
-    """The chunks of a call of the reference, in one batch; of a call for each microbatch, its rows."""
-    own, parts = case.chunks // calls, calls // case.chunks
-    if parts > 1:
-        return split_rows(subject.batch(update, call // parts, case.chunks), parts, call % parts)
-    return join([subject.batch(update, call * own + chunk, case.chunks) for chunk in range(own)])
 
 
 def _to(device: str, tree: Any) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -31,28 +31,20 @@ from ..parallel.rank_checks import plain_settings
 from ..report.folder import RunFolder
 from ..utils.log import rank_and_world_size
 from ..utils.tensors import map_tensors, tensors_of
+from ..utils.torch_private import BATCH_NORMS
 from . import layout
-from .record import EngineRecorder, Sink
-from .run import Case
-from .subject import Undropped, cast, join, prepare, split_rows
-
-Use = Literal["keep", "own", "whole", "each"]
-"""Keep what the script uses; or use what was kept: of this data rank, of all of them together, or one after another."""
-_OTHERS = (
-    "in one process the model gets the batches of all data ranks. Verify exchanges what engine.dataloader gives, and "
-    "what engine(...) and engine.criterion(...) are given, but no other tensors: let engine.criterion(output, target) "
-    "compute the loss, or give the loader to initialize"
-)
+from .record import EngineRecorder
+from .run import Case, MakeSink
+from .subject import Undropped, cast, join, perturb, prepare, split_rows
 
 
 @dataclass(frozen=True)
 class Script:
-    """The script that runs, in place of `Given`.
+    """The script that is trained, in place of `Given`.
 
     Attributes:
         config: path or keys of the config that is verified; `overrides` change them, and the script's own.
         parallel: its layout.
-        folder: where the first run keeps what the others use.
     """
 
     path: Path
@@ -60,7 +52,20 @@ class Script:
     config: Any
     overrides: Sequence[str]
     parallel: dict[str, Any]
-    folder: Path = Path()
+    preload = "halfmesh.verify.script_run"
+
+    def survey(self, case: Case) -> tuple[Config, list[str]]:
+        """The first run, which keeps what the others use. Returns the script's config, without constants, and the names
+        of modules that are BatchNorms."""
+        run = ScriptRun(case)
+        run.run()
+        (run.config.model_extra or {}).clear()  # which may be anything, and cannot be sent
+        kinds = run.engine.model.named_modules()
+        return run.config, [name for name, module in kinds if isinstance(module, BATCH_NORMS)]
+
+    def train(self, case: Case, make_sink: MakeSink, calls: int | None = None) -> None:
+        """See `Given`."""
+        ScriptRun(case, make_sink, calls).run()
 
 
 @dataclass
@@ -88,8 +93,9 @@ class ScriptRun:
     """Replaces halfmesh's own functions in this process, which ends after it.
 
     Args:
-        sink: makes what takes the engine's tensors.
-        pieces: in which the batch of each data rank is split, if they are used one after another.
+        make_sink: makes what takes the engine's tensors; None: this is the first run, which keeps what the script uses.
+        calls: of the model, for each update, if this is a reference: it uses what all data ranks used, together; or, if
+            there are as many calls as batches, or more, one after another. Else what this data rank used.
 
     Attributes:
         engine: the script's, once it has made one.
@@ -98,18 +104,19 @@ class ScriptRun:
 
     config: Config
 
-    def __init__(self, case: Case, use: Use, sink: Callable[[Engine], Sink] | None = None, pieces: int = 1) -> None:
-        self.case, self.use, self.sink, self.pieces = case, use, sink, pieces
+    def __init__(self, case: Case, make_sink: MakeSink | None = None, calls: int | None = None) -> None:
+        self.case, self.make_sink, self.calls = case, make_sink, calls
         self.script: Script = case.given
         self.engine: Any = None
+        self._keeps = make_sink is None
         self._initialize, self._build = assembly._initialize, building.build
         self._recorder: EngineRecorder | None = None
         self._updates = self._microbatches = 0
         self._outputs: list[torch.Tensor] = []  # of this microbatch, as are these
         self._has_loss = self._exchanged = False
 
-    def run(self) -> Any:
-        """Run it until the last update. Returns the sink. Raises InputError if the script ends before."""
+    def run(self) -> None:
+        """Run it until the last update. Raises InputError if the script ends before."""
         path, end = self.script.path, "it has no more to do"
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **os.environ}  # as torchrun does for one, too
         os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if self.case.device == "cpu" else {}
@@ -126,20 +133,13 @@ class ScriptRun:
             except SystemExit as error:
                 written.seek(0)
                 end = f"it calls sys.exit({error.code!r})\n{written.read()[-1000:]}".rstrip()
-            except Exception as error:
-                vars(error)["measures"] = getattr(self._recorder and self._recorder.sink, "measures", None)
-                if self._exchanged:
-                    error.add_note(_OTHERS)
-                raise
             gc.collect()  # ends the workers of its loaders
             atexit._run_exitfuncs()  # which processes of multiprocessing do not call
         if self._updates < self.case.updates:
             when = f"after {self._updates} of {self.case.updates} updates" if self.engine else "and has made no engine"
             raise InputError(f"{path} ends {when}: {end}\nAsk for fewer with --updates; what it is given follows --")
-        if self._recorder is None:
-            return None
-        self._recorder.detach()
-        return self._recorder.sink
+        if self._recorder is not None:
+            self._recorder.detach()
 
     # -- in place of halfmesh's own ----------------------------------------------------------------------------
 
@@ -151,40 +151,35 @@ class ScriptRun:
         merged = load.override({**others, **load.read_raw(self.script.config)[0]}, self.script.overrides)
         config = self._build({**merged, "parallel": self.script.parallel}, source, hint)
         config = config.model_copy(update=layout.QUIET)
-        return config if self.use in ("keep", "own") else layout.reference(config, config.gradient_accumulation)
+        return layout.reference(config, config.gradient_accumulation) if self.calls else config
 
     def initialize(self, given: Any, config: Any, device: Any) -> Engine:
         """An engine that begins with the kept weights, and is given the kept batches."""
         if self.engine is not None:
             raise InputError(f"{self.script.path} makes a second engine; verify can follow one only")
-        launch = config if isinstance(config, Launch) else None
+        launch, case, kept = config if isinstance(config, Launch) else None, self.case, list[Kept]()
         self.config = assembly._load(config) if launch is None else launch.config
         settings = layout.structure(self.config)
-        if self.use != "keep":
-            settings = self.case.config.model_copy(update=self.config.user)
-        if self.use in ("whole", "each"):
-            calls = self.case.chunks * self.pieces if self.use == "each" else settings.gradient_accumulation
-            settings = layout.reference(settings, calls)
-        files = sorted(self.script.folder.glob("*.kept"), key=lambda file: int(file.stem))
-        kept: list[Kept] = [torch.load(file, "cpu", weights_only=False) for file in files if self.use != "keep"]
+        if not self._keeps:
+            settings = case.config.model_copy(update=self.config.user)
+            files = [case.start / f"{rank}.kept" for rank in range(case.data_ranks)]
+            kept = [torch.load(file, "cpu", weights_only=False) for file in files]
+        settings = layout.reference(settings, self.calls) if self.calls else settings
         weights = self._prepare(given, kept)
-        config = settings if launch is None else replace(launch, config=settings)
-        engine: Any = self._initialize(given, config, device)
+        engine: Any = self._initialize(given, settings if launch is None else replace(launch, config=settings), device)
         self.engine, engine.__class__, engine.run = engine, _Engine, self
         cycle = {"gradient_accumulation": engine.config.gradient_accumulation, "global_batch_size": None}
         self.config = self.config.model_copy(update=cycle)
         place, loader = engine.context.dp_rank, engine._dataloader
-        kept = kept[place : place + 1] if self.use == "own" else kept
+        kept = kept if self.calls else kept[place : place + 1]
         self._kept = kept[0] if kept else Kept(weights)
-        self._tapes = {
-            kind: _merge([getattr(one, kind) for one in kept], self.pieces if self.use == "each" else 0)
-            for kind in ("batches", "calls")
-        }
+        pieces = (self.calls or case.chunks) // case.chunks
+        self._tapes = {kind: _merge([getattr(one, kind) for one in kept], pieces) for kind in ("batches", "calls")}
         engine._update.step = partial(self._update, engine._update.step)
         if loader is not None:
             loader._on_device = partial(self._feed, loader._on_device)
-        if self.sink is not None:
-            self._recorder = EngineRecorder(engine, self.sink(engine))
+        if self.make_sink is not None:
+            self._recorder = EngineRecorder(engine, self.make_sink(engine))
             engine._hooks.add(self._recorder)
             self._recorder.attach()
         return engine
@@ -198,6 +193,8 @@ class ScriptRun:
         if any(value.is_meta for value in named.values()):
             raise InputError(f"{self.script.path}: its model is on the meta device, without values; give it some")
         prepare(model)
+        if self.case.eps:
+            perturb(model, self.case.eps)
         for name, value in kept[0].weights.items() if kept and rank_and_world_size()[0] == 0 else ():
             named[name].copy_(value)
         weights = {name: value.clone() for name, value in named.items()}
@@ -222,7 +219,12 @@ class ScriptRun:
     def check(self) -> None:
         """Before backward. Raises InputError if the loss may be of tensors that could not be exchanged."""
         if self._exchanged and not self._has_loss:
-            raise InputError(f"{self.script.path} computes its loss itself, but {_OTHERS}")
+            raise InputError(
+                f"{self.script.path} computes its loss itself, but in one process the model gets the batches of all "
+                "data ranks, and verify exchanges only what engine.dataloader gives, and what engine(...) and "
+                "engine.criterion(...) are given: let engine.criterion(output, target) compute the loss, or give the "
+                "loader to initialize"
+            )
 
     def stepped(self, result: Any) -> Any:
         """`result` of a step, which ends a microbatch, and may end the run."""
@@ -232,8 +234,8 @@ class ScriptRun:
         if self._updates < self.case.updates:
             return result
         context = self.engine.context
-        if self.use == "keep" and not any(context.coordinate(axis) for axis in context.sizes if axis != "dp"):
-            torch.save(self._kept, self.script.folder / f"{context.dp_rank}.kept")
+        if self._keeps and not any(context.coordinate(axis) for axis in context.sizes if axis != "dp"):
+            torch.save(self._kept, self.case.start / f"{context.dp_rank}.kept")
         self.engine._executor.close()  # waits for what is being sent
         raise _Done
 
@@ -246,7 +248,7 @@ class ScriptRun:
             if any(a.dtype != b.dtype or not torch.equal(a, b.to(a.device)) for a, b in zip(mine, kept, strict=True)):
                 self._exchanged, values = True, iter(kept)
                 own = map_tensors(lambda t: next(values).to(t.device) if self._is_input(t) else t, own)
-                if self.use == "own":
+                if self.calls is None:
                     self._note("batches", "its batches differ from run to run: all runs used those of the first")
         return own if self.case.dtype is None else cast(own, self.case.dtype)
 
@@ -257,7 +259,7 @@ class ScriptRun:
         """`own`, which is kept; or what was kept in its place."""
         if self._updates == self.case.updates:
             raise _Done  # the script caught the first
-        if self.use == "keep":
+        if self._keeps:
             getattr(self._kept, kind).append((number, map_tensors(torch.clone, own)))
             return own
         for kept in self._tapes[kind]:
@@ -268,7 +270,7 @@ class ScriptRun:
 
     def _feed(self, original: Callable[..., Any], state: Any, batches: Any) -> Iterator[tuple[Any, bool]]:
         """The batches of `engine.dataloader`, each with True if it is the last of its epoch."""
-        if self.use == "keep":
+        if self._keeps:
             for number, pair in enumerate(original(state, batches), len(self._kept.batches)):
                 yield self._exchange("batches", pair, number)
             return
@@ -281,7 +283,7 @@ class ScriptRun:
         """An update, with the settings of the first run: a schedule may count the updates of an epoch."""
         groups = self.engine.optimizer.param_groups
         own = [dict(plain_settings(group)) for group in groups]
-        if self.use == "keep":
+        if self._keeps:
             self._kept.groups.append(own)
         elif own != self._kept.groups[self._updates]:
             self._note("settings", "its optimizer's settings depend on the number of ranks: all runs used the layout's")
@@ -292,7 +294,7 @@ class ScriptRun:
         return original(divisor)
 
     def _note(self, about: str, text: str) -> None:
-        (self.script.folder / f"{about}.note").write_text(f"{self.script.path.name}: {text}")
+        (self.case.start / f"{about}.note").write_text(f"{self.script.path.name}: {text}")
 
 
 class _Engine(Engine):

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
-from ..dry_run.model_spec import Built, call_builder, find_function
+from ..dry_run.model_spec import call_builder, find_function
 from ..errors import InputError
 from ..parallel.deferred.creation import materialize, named_tensors
 from ..parallel.deferred.recording import recording_of
 from ..utils.tensors import count_rows, map_tensors, tensors_of
 
-Batch = tuple[Any, Any]
-"""Inputs and targets."""
+Batch = tuple[Any, tuple[Any, ...]]
+"""Inputs, and the criterion's arguments after the output: the targets, or none."""
 NOISE = 0.02
 """Of parameters that are constant, relative to the constant or 1: behind zeros and ones mistakes hide."""
 _DROPS = re.compile(r"drop(?!less)")
@@ -27,20 +27,6 @@ _DRAWS = re.compile(
     r"^(rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|exponential|uniform|rrelu)(_|$)"
 )
 _BENDS = re.compile(r"relu|^hard|threshold|max_pool|^(topk|argmax|round)")
-
-
-@dataclass(frozen=True)
-class Given:
-    """The user's arguments.
-
-    Attributes:
-        build: as in `halfmesh check --model`: a function, or "package.module:function". It returns (model, inputs), or
-            (model, (inputs, targets), criterion); a list in place of the second is of batches.
-        optimizer: a function of the parameters; None: SGD with momentum.
-    """
-
-    build: str | Callable[[], Any]
-    optimizer: str | Callable[[Any], optim.Optimizer] | None = None
 
 
 @dataclass
@@ -55,7 +41,6 @@ class Subject:
     model: nn.Module
     batches: Sequence[Batch]
     criterion: Callable[..., Any]
-    has_targets: bool
     optimizer: Callable[[Any], optim.Optimizer]
     multiple: int = 1
 
@@ -71,36 +56,46 @@ class Subject:
         order[order == number % whole] = order[0] = (number + 1) % whole
         return map_tensors(lambda t: t[order.to(t.device)] if t.dim() and len(t) == whole else t, self.batches[0])
 
-    def loss(self, output: Any, targets: Any) -> Any:
-        """The criterion's value."""
-        return self.criterion(output, targets) if self.has_targets else self.criterion(output)
+    def joined(self, update: int, call: int, calls: int, chunks: int) -> Batch:
+        """Part `call` of `calls` of an update's batch: of several chunks, or of one the rows of a microbatch."""
+        own, parts = chunks // calls, calls // chunks
+        if parts > 1:
+            return split_rows(self.batch(update, call // parts, chunks), parts, call % parts)
+        return join([self.batch(update, call * own + chunk, chunks) for chunk in range(own)])
 
 
-def make_subject(given: Given, dtype: torch.dtype | None, seed: int = 0, multiple: int = 1) -> Subject:
-    """Build it. Raises InputError if `given` is not what it should be."""
+def make_subject(
+    build: str | Callable[[], Any],
+    optimizer: str | Callable[[Any], optim.Optimizer] | None,
+    dtype: torch.dtype | None,
+    seed: int,
+    multiple: int,
+) -> Subject:
+    """Call the user's functions. Raises InputError if they return what cannot be trained."""
     torch.manual_seed(seed)
-    built = _build(given.build)
-    model, batches, criterion = built.model, built.batches, built.criterion
+    name = f"--model {build}" if isinstance(build, str) else getattr(build, "__qualname__", "build")
+    built = call_builder(find_function(build) if isinstance(build, str) else build, name, "for real")
+    model, criterion = built.model, built.criterion
+    if not built.batches:
+        raise InputError(f"{name}: it returned no batch to train with; let it return (model, inputs), too, or more")
+    materialize(model)
+    tensors = [*(tensor for _, tensor in named_tensors(model)), *tensors_of(built.batches)]
+    if any(tensor.is_meta or recording_of(tensor) is not None for tensor in tensors):
+        raise InputError(
+            f"{name}: its model or batch has no values; build the model under halfmesh.deferred_init(), not on the "
+            "meta device, and the batch outside of it"
+        )
     prepare(model)
+    batches = [(inputs, () if criterion is None else (targets,)) for inputs, targets in built.batches]
     if dtype is not None:
         model.to(dtype)
         batches = cast(batches, dtype)
         if isinstance(criterion, nn.Module):
             criterion.to(dtype)
-    optimizer = given.optimizer
     if isinstance(optimizer, str):
         optimizer = find_function(optimizer, "--optimizer")
-    has_targets = criterion is not None
-    return Subject(model, batches, criterion or own_loss, has_targets, optimizer or _sgd, multiple)
-
-
-def _sgd(params: Any) -> optim.Optimizer:
-    return optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def decay(update: int) -> float:
-    """The schedule of all runs: each update has its own learning rate."""
-    return float(0.9**update)
+    sgd = optimizer or (lambda params: optim.SGD(params, lr=0.05, momentum=0.9))
+    return Subject(model, batches, criterion or own_loss, sgd, multiple)
 
 
 def own_loss(output: Any) -> torch.Tensor:
@@ -108,9 +103,7 @@ def own_loss(output: Any) -> torch.Tensor:
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not floats:
         raise InputError("the model returned no tensor of floating point, so there is no loss to go backward from")
-    if floats[0].dim() == 0:
-        return floats[0]
-    return F.mse_loss(floats[0], torch.zeros_like(floats[0]))
+    return floats[0] if floats[0].dim() == 0 else F.mse_loss(floats[0], torch.zeros_like(floats[0]))
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -118,7 +111,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
-def join(batches: Sequence[Batch]) -> Batch:
+def join(batches: Sequence[Any]) -> Any:
     """The rows of several batches in one. Raises RuntimeError if their shapes do not fit."""
     rows = [count_rows(batch) for batch in batches]
     columns = iter(list(zip(*map(tensors_of, batches), strict=True)))
@@ -137,41 +130,16 @@ def split_rows(tree: Any, pieces: int, piece: int) -> Any:
     return map_tensors(lambda t: t.chunk(pieces)[piece] if t.dim() and len(t) == rows else t, tree)
 
 
-def _build(build: str | Callable[[], Any]) -> Built:
-    name = f"--model {build}" if isinstance(build, str) else getattr(build, "__qualname__", "build")
-    built = call_builder(find_function(build) if isinstance(build, str) else build, name, "for real")
-    if not built.batches:
-        raise InputError(f"{name}: it returned no batch to train with; let it return (model, inputs), too, or more")
-    materialize(built.model)
-    tensors = [*(tensor for _, tensor in named_tensors(built.model)), *tensors_of(built.batches)]
-    if any(tensor.is_meta or recording_of(tensor) is not None for tensor in tensors):
-        raise InputError(
-            f"{name}: its model or batch has no values; build the model under halfmesh.deferred_init(), not on the "
-            "meta device, and the batch outside of it"
-        )
-    return built
-
-
+@torch.no_grad()
 def prepare(model: nn.Module) -> None:
     """Make it comparable: no dropout, no constant parameters, operators that have float64."""
     if callable(choose := getattr(model, "set_experts_implementation", None)):
         choose("eager")  # grouped products have no float64 on a CPU
     for module in model.modules():
-        _stop_dropping(module)
-    _add_noise(model)
-
-
-def _stop_dropping(module: nn.Module) -> None:
-    """Dropout would draw other numbers in each layout."""
-    for name, value in list(vars(module).items()):
-        if (isinstance(value, float) and _DROPS.search(name)) or (
-            name == "p" and _DROPS.search(type(module).__name__.lower())
-        ):
-            setattr(module, name, 0.0)
-
-
-@torch.no_grad()
-def _add_noise(model: nn.Module) -> None:
+        drops = _DROPS.search(type(module).__name__.lower())
+        for name, value in list(vars(module).items()):
+            if (isinstance(value, float) and _DROPS.search(name)) or (name == "p" and drops):
+                setattr(module, name, 0.0)
     generator = torch.Generator().manual_seed(7)
     for param in model.parameters():
         if param.requires_grad and param.is_floating_point() and param.numel() > 1 and param.min() == param.max():
@@ -179,17 +147,35 @@ def _add_noise(model: nn.Module) -> None:
             param.add_(noise * NOISE * param.flatten()[0].abs().clamp_min(1))
 
 
+def perturb(model: nn.Module, eps: float) -> None:
+    """Move the outputs of the embedding or convolution that is called first, or else of the first layer, by up to `eps`
+    of themselves."""
+    kinds: list[tuple[type, ...]] = [(nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d), (nn.Linear,), (nn.Module,)]
+    leaves = [module for module in model.modules() if not list(module.children())]
+    some = next(found for kind in kinds if (found := [module for module in leaves if isinstance(module, kind)]))
+    generator, first = torch.Generator().manual_seed(5), list[nn.Module]()
+
+    def move(layer: nn.Module, inputs: Any, output: Any) -> Any:
+        first[:] = first or [layer]
+        if layer is not first[0] or not isinstance(output, torch.Tensor):
+            return output
+        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return (output * (1 + eps * noise.to(output.device))).to(output.dtype)
+
+    for layer in some:
+        layer.register_forward_hook(move)
+
+
 class Undropped(TorchFunctionMode):
     """A scope in which functions that drop activations return them; others that draw random numbers are named in
     `drawn`, and those whose gradients jump in `bends`. With `lifts` casts to float32 go to float64. `used` is called
     with each parameter from which a function makes something that has a gradient."""
 
-    def __init__(self, lifts: bool = False, used: Callable[[nn.Parameter], None] | None = None) -> None:
+    def __init__(self, lifts: bool, used: Callable[[nn.Parameter], None] | None = None) -> None:
         super().__init__()
-        self._used = used
+        self._used, self._lifts = used, lifts
         self.drawn: dict[str, None] = {}
         self.bends: dict[str, None] = {}
-        self._lifts = lifts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for each function of torch."""

@@ -10,6 +10,7 @@ import pytest
 
 from halfmesh.verify import phases
 from halfmesh.verify.report import Phase, VerifyReport
+from halfmesh.verify.run import record
 
 from .ranks import ranks_on, run_ranks
 
@@ -20,9 +21,9 @@ LEFT_OUT = Phase("", "", True, None, 0, {}, {}, 0.0)
 class TeamWork(phases.Work):
     """The ranks of a layout are a team that waits for calls; what needs one process runs in this one."""
 
-    def _references(self, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-        for function, args in jobs:
-            function(*args)
+    def _references(self, jobs: Sequence[tuple[Any, ...]]) -> None:
+        for job in jobs:
+            record(*job)
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if world_size == 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfmesh.verify.compare import Measure, Measures
-from halfmesh.verify.judge import Limits, judge
+from halfmesh.verify.compare import Limits, Measure, Measures
+from halfmesh.verify.judge import judge
 from halfmesh.verify.record import Key, Store
 
 GRADIENT, BEFORE, AFTER = Key(0, 0, "gradient", "w"), Key(-1, 0, "update", "w"), Key(0, 0, "update", "w")

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from halfmesh.config.load import load_config
 from halfmesh.errors import InputError
@@ -181,11 +180,11 @@ def test_a_script_that_is_not_there(tmp_path):
 # -- what the script's config becomes --------------------------------------------------------------------------------
 
 
-def built(raw, use="keep", overrides=(), config=None):
+def built(raw, calls=None, overrides=(), config=None):
     config = {"parallel": {"data": "zero1"}, "LR": 1.0} if config is None else config
     loaded = load_config(config)
     given = Script(Path("train.py"), (), config, tuple(overrides), loaded.to_dict().get("parallel", {}))
-    return ScriptRun(Case(given, loaded, 2, 2, "cpu", torch.float64), use).build(raw)
+    return ScriptRun(Case(given, loaded, 2, 2, "cpu", Path("start")), None, calls).build(raw)
 
 
 def test_the_verified_config_decides_precision_and_layout_and_goes_before_the_scripts():
@@ -202,8 +201,8 @@ def test_nothing_is_written_or_loaded():
 
 
 def test_the_reference_has_no_layout():
-    assert built({"gradient_accumulation": 3}, use="whole").parallel.data.strategy == "replicate"
-    assert built({"gradient_accumulation": 3}, use="whole").gradient_accumulation == 3
+    assert built({"gradient_accumulation": 3}, calls=3).parallel.data.strategy == "replicate"
+    assert built({"gradient_accumulation": 3}, calls=3).gradient_accumulation == 3
 
 
 # -- the scripts of the examples -------------------------------------------------------------------------------------

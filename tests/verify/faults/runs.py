@@ -14,18 +14,18 @@ import pytest
 
 from halfmesh.verify import layout, phases
 from halfmesh.verify.report import VerifyReport
-from halfmesh.verify.run import record_engine, run_rank
+from halfmesh.verify.run import Case, compare, record
 from tests.support.ranks import run_ranks
 
 from .corpus import FAULTS, Fault
 
 
 def run_faulty(rank: int, world_size: int, number: int | None, args: Sequence[Any]) -> Any:
-    """`run_rank` with a fault, which is put in before the engine is made."""
+    """`compare` with a fault, which is put in before the engine is made."""
     with pytest.MonkeyPatch.context() as patch:
         if number is not None:
             FAULTS[number].apply(patch)
-        return run_rank(*args)
+        return compare(*args)
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,21 @@ class QuickWork(phases.Work):
     known: dict[bytes, Path] = field(default_factory=dict)
     folder: Path = Path()
 
-    def _references(self, jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-        for function, (case, path, calls) in jobs:
+    def _references(self, jobs: Sequence[tuple[Case, Path, int]]) -> None:
+        for case, path, calls in jobs:
             alone = layout.reference(case.config, calls)
-            config = alone.model_dump() if function is record_engine else (alone.clip_grad_norm, alone.loss_reduction)
-            key = pickle.dumps((function.__name__, config, replace(case, config=None), calls))
+            config = (alone.clip_grad_norm, alone.loss_reduction) if case.dtype else alone.model_dump()
+            counts = case.chunks, case.microbatches, case.config.parallel.sizes.get("expert", 1), calls
+            key = pickle.dumps((config, replace(case, config=None, start=None), counts))
             if key not in self.known:
                 self.known[key] = self.folder / str(len(self.known))
-                function(case, self.known[key], calls)
+                record(case, self.known[key], calls)
             for suffix in ("", ".index"):
                 path.with_suffix(suffix).unlink(missing_ok=True)
                 path.with_suffix(suffix).symlink_to(self.known[key].with_suffix(suffix))
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        if function is not run_rank:
+        if function is not compare:
             return [function(*args)]
         return run_ranks(run_faulty, world_size, self.fault, args, timeout=self.options.timeout)
 
