@@ -1,4 +1,4 @@
-"""The command line: a file for each command, and show.py for those that only show something.
+"""The command line: check.py has `check` and `plan`, show.py the commands that only show something.
 
 torch is imported only by the commands that need it.
 """
@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import typer
 
-from .check import check
+from .check import check, plan
 from .convert_config import convert_config
-from .plan import plan
 from .run import run
 from .show import configs, env, report
 from .verify import verify
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-
-
-@app.callback()
-def _commands() -> None:
-    """halfmesh: training with precision and parallel layout from one config."""
-
-
+app = typer.Typer(
+    help="halfmesh: training with precision and parallel layout from one config.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")(check)
 app.command(
     epilog="Example: halfmesh plan config.py --model my_package.my_model:build --world-size 64 --gpu-memory 80GB"
 )(plan)
-app.command(
-    epilog="Example: halfmesh verify config.py --model my_package.my_model:build --world-size 8",
-)(verify)
+app.command(epilog="Example: halfmesh verify config.py --model my_package.my_model:build --world-size 8")(verify)
 app.command(
     epilog="Example: halfmesh run --nproc 4 train.py --config config.py",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},

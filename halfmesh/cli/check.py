@@ -1,11 +1,11 @@
-"""`halfmesh check`: checks that a config can run, and describes the run."""
+"""`halfmesh check` and `halfmesh plan`: whether a config can run, and how it could; and what all commands share."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,29 +24,26 @@ if TYPE_CHECKING:
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE: change a key, such as parallel.tensor=2; repeatable.")
 ]
+Device = Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+WorldSize = Annotated[int, typer.Option(help="The number of ranks.")]
+Batch = Annotated[
+    list[str] | None, typer.Option(help="An input of one data rank, such as 8,2048:int64; repeatable; with --model.")
+]
+Picture = Annotated[Path | None, typer.Option(help="Draw what each rank holds, as an .svg file; with --model.")]
 
 
 def check(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The config: a .py, .yaml, .yml or .json file.")],
-    world_size: Annotated[int, typer.Option(help="The number of ranks.")],
+    world_size: WorldSize,
     overrides: Overrides = None,
-    device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
-    model: Annotated[
-        str | None, typer.Option(help="package.module:build, which builds the model: dry-run an update of it.")
-    ] = None,
-    batch: Annotated[
-        list[str] | None,
-        typer.Option(help="With --model: an input of one data rank, such as 8,2048:int64; repeatable."),
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="With --model: memory of one device, such as 80GB or 80GiB.")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="With --model: draw what each rank holds, as an .svg file.")
-    ] = None,
+    device: Device = "cuda",
+    model: Annotated[str | None, typer.Option(help="package.module:build: dry-run an update of this model.")] = None,
+    batch: Batch = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, such as 80GB; with --model.")] = None,
+    picture: Picture = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -60,39 +57,35 @@ def check(
     """
     from ..compat import check_setup
     from ..config.composition import Setup, find_advice
+    from ..dry_run import show
+    from ..dry_run.dry_run import dry_runs, workers
+    from ..dry_run.rungs import refuse_target
     from ..engine.summary import parse_bytes
 
     if model is None and (batch or gpu_memory or picture):
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
-    try:
+    with usage_errors():
         if picture is not None:
-            from ..dry_run.rungs import refuse_target
-
             refuse_target("--picture", picture, force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)
-    except InputError as error:
-        raise typer.BadParameter(str(error)) from None
     run: DryRun | None = None
-    with contextlib.redirect_stdout(sys.stderr):  # the output of a config or a model is not part of the answer
+    with redirect_stdout(sys.stderr):  # the output of a config or a model is not part of the answer
         loaded, problems = load(config, overrides or ())
         setup = Setup.of(loaded, world_size) if loaded else None
         findings = check_setup(setup, device) if setup else []
         right = setup is not None and not findings
         if loaded and right and model is not None:
-            from ..dry_run.dry_run import dry_runs, workers
-
             with workers(is_fresh=bool(context.obj)) as over:
                 (run,) = dry_runs(over, [(loaded, None)], world_size, model, tuple(batch or ()))
         if setup and setup.dims.dp > 1:
             findings += find_advice(setup)
-    plan = _plan(setup) if setup and right and not (run and run.problems) else None
-    answer = {"ok": plan is not None, "problems": problems, "findings": list(map(asdict, findings)), "plan": plan}
+    described = _describe(setup) if setup and right and not (run and run.problems) else None
+    answer = {"ok": described is not None, "problems": problems, "findings": list(map(asdict, findings))}
+    answer["plan"] = described
     lines: Sequence[str] = ()
     if model is not None:
-        from ..dry_run import show
-
         answer |= {"model_problems": run.problems if run else [], "dry_run": None}
-        if loaded and run and plan:
+        if loaded and run and described:
             answer |= {"ok": limit is None or show.fits(run, limit), "dry_run": show.as_json(run, limit)}
             lines = list(show.lines(run, limit))
             if picture is not None:
@@ -102,6 +95,70 @@ def check(
     else:
         _print(config, world_size, answer, findings, lines)
     raise typer.Exit(0 if answer["ok"] else 1)
+
+
+def plan(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="package.module:build, which builds the model and its inputs.")],
+    world_size: WorldSize,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of one device, such as 80GB or 80GiB.")],
+    config: Annotated[Path | None, typer.Argument(help="The config to begin with; left out, an empty one.")] = None,
+    overrides: Overrides = None,
+    batch: Batch = None,
+    gpus_per_node: Annotated[int, typer.Option(help="Devices of a node; tensor parallelism stays within one.")] = 8,
+    device: Device = "cuda",
+    out: Annotated[Path | None, typer.Option(help="Write the chosen config to this .py file.")] = None,
+    force: Force = False,
+    picture: Picture = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the simplest change by which a model fits.
+
+    Tries changes of the config from the simplest to the most invasive, each in a dry run: one rank of each kind does an
+    update on tensors without memory. Reports the costs of the chosen change. Needs no GPU. The exit status is 0 if
+    something fits, else 1.
+
+    build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
+    """
+    from ..config.load import load_config
+    from ..dry_run import rungs, show
+    from ..dry_run.dry_run import workers
+    from ..dry_run.ladder import search_layouts
+    from ..engine.summary import parse_bytes
+
+    with usage_errors():
+        for option, path in (("--out", out), ("--picture", picture)):
+            if path is not None:
+                rungs.refuse_target(option, path, force)
+        loaded = load_config({} if config is None else config, overrides or ())
+        limit, inputs = parse_bytes(gpu_memory), tuple(batch or ())
+        asked = rungs.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
+        with workers(is_fresh=bool(context.obj)) as over:
+            ladder = search_layouts(asked, over, lambda text: print(text, file=sys.stderr, flush=True))
+        chosen = ladder.chosen
+        if chosen is not None and ladder.update is not None and out is not None:
+            rungs.write(out, rungs.config_text(chosen, asked, ladder.update), chosen.config)
+    if chosen is not None and chosen.run is not None and picture is not None:
+        show.draw(picture, chosen.config, chosen.run, model, inputs, gpus_per_node)
+    if as_json:
+        print(json.dumps(show.ladder_as_json(ladder, asked), indent=2))
+    else:
+        for line in show.ladder_lines(ladder, asked):
+            say(line)
+        if chosen is not None and out is not None:
+            say(f"written: {out}")
+    raise typer.Exit(0 if chosen is not None else 1)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """A scope whose errors of input are those of the command line. The output of configs and models goes to stderr: it
+    is not part of the answer."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (ConfigError, InputError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def say(text: str, style: str | None = None) -> None:
@@ -119,7 +176,7 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
         return None, list(error.problems)
 
 
-def _plan(setup: Setup) -> dict[str, Any]:
+def _describe(setup: Setup) -> dict[str, Any]:
     """The layout and batch of the run, as plain values."""
     from ..parallel.data_strategy import DataStrategy
     from ..utils.tensors import dtype_name
@@ -145,16 +202,11 @@ def _print(
     plan = answer["plan"]
     if plan is None:
         say(f"{path}: cannot run on {counted(world_size, 'rank')}", "red")
-        for title, lines in (
-            ("config problems", answer["problems"]),
-            ("refused", [str(finding) for finding in findings if finding.kind == "refused"]),
-            ("advice", [str(finding) for finding in findings if finding.kind == "advice"]),
-            ("problems with the model", answer.get("model_problems")),
-        ):
-            if lines:
-                say(f"{title}:", "bold")
-            for line in lines or ():
-                say(f"  - {line}")
+        kinds = {kind: [one for one in findings if one.kind == kind] for kind in ("refused", "advice")}
+        rows = {"config problems": answer["problems"], **kinds, "problems with the model": answer.get("model_problems")}
+        for title, found in rows.items():
+            if found:
+                say("\n".join([f"{title}:", *(f"  - {one}" for one in found)]))
         return
     fits, color = ("", "green") if answer["ok"] else (", but does not fit", "red")
     say(f"{path}: can run on {counted(world_size, 'rank')}{fits}", color)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError, counted, did_you_mean, show
-from .check import load
+from .check import Device, load, usage_errors
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -30,12 +30,10 @@ _EACH_BATCH = (
 
 
 def convert_config(
-    source: Annotated[
-        str, typer.Argument(help="A .json or .yaml file, Colossal-AI's .py; or a dict, or key=value pairs, in quotes.")
-    ],
+    source: Annotated[str, typer.Argument(help="A .json, .yaml or .py file; a dict, or key=value pairs, in quotes.")],
     origin: Annotated[str, typer.Option("--from", help=f"The library: {', '.join(NAMES)}.")],
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks to check the new config for.")] = None,
-    device: Annotated[str, typer.Option(help="Kind of device to check it for: cuda or cpu.")] = "cuda",
+    device: Device = "cuda",
 ) -> None:
     """Convert another library's config.
 
@@ -53,15 +51,12 @@ def convert_config(
 
     if origin not in ORIGINS:
         raise typer.BadParameter(f"--from {origin}: allowed: {', '.join(ORIGINS)}{did_you_mean(origin, ORIGINS)}")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            values = dict(flatten(read(source, origin)))
-    except (InputError, ConfigError) as error:
-        raise typer.BadParameter(str(error)) from None
+    with usage_errors():
+        values = dict(flatten(read(source, origin)))
     table = ORIGINS[origin]
     outcomes, settings = convert(table, values)
     config, findings = load(settings)
-    for key in [key for key, value in settings.items() if not _is_literal(value)]:
+    for key in [key for key, value in settings.items() if _literal(repr(value)) != value]:
         del settings[key]
         findings.append(f"{key}: not a literal; copy it by hand")
     if config is not None:
@@ -135,13 +130,6 @@ def _literal(text: str) -> Any:
         with contextlib.suppress(ValueError, SyntaxError):
             return parse(text)
     return text
-
-
-def _is_literal(value: Any) -> bool:
-    try:
-        return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError):
-        return False
 
 
 def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import counted
+from ..errors import bullet_list, counted
 from .check import load
 
 
@@ -21,9 +21,7 @@ def run(
     script: Annotated[Path, typer.Argument(help="The training script; what follows is passed on to it.")],
     nproc: Annotated[int, typer.Option(min=1, help="Processes on this node.")] = 1,
     nnodes: Annotated[int, typer.Option(min=1, help="Number of nodes, each with as many processes.")] = 1,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="host:port of one of the nodes, the same on all; needed with --nnodes.")
-    ] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(help="With --nnodes: host:port of one, the same on all.")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart all ranks after a failure.")] = 0,
     device: Annotated[str | None, typer.Option(help="Kind of device to check for: cuda or cpu.")] = None,
 ) -> None:
@@ -40,9 +38,8 @@ def run(
     if config is None:
         print(f"halfmesh run: no --config after {script}, so no config is checked", file=sys.stderr)
     elif problems := find_problems(Path(config), nproc * nnodes, device, overrides):
-        print(f"{config}: cannot run on {counted(nproc * nnodes, 'rank')}", file=sys.stderr)
-        for problem in problems:
-            print(f"  - {problem}", file=sys.stderr)
+        title = f"{config}: cannot run on {counted(nproc * nnodes, 'rank')}"
+        print(bullet_list(title, problems), file=sys.stderr)
         raise typer.Exit(1)
     meeting = ["--standalone"] if nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv_endpoint}"]
     shape = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
@@ -70,4 +67,4 @@ def find_problems(config: Path, world_size: int, device: str | None, overrides: 
     with contextlib.redirect_stdout(sys.stderr):
         loaded, problems = load(config, overrides)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return problems if loaded is None else [str(finding) for finding in check(loaded, world_size, kind)]
+    return problems if loaded is None else list(map(str, check(loaded, world_size, kind)))

@@ -32,9 +32,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of the hook 'run', or RunFolder.")],
     out: Annotated[Path, typer.Option(help="The page; an older report is replaced.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is not a report.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the data as one JSON object, and write no page.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the data as JSON, and write no page.")] = False,
 ) -> None:
     """Write an HTML page about one or several runs.
 
@@ -101,9 +99,7 @@ def describe() -> dict[str, list[str]]:
             packages.append(f"{name} {importlib.metadata.version(name)}")
     return {
         "halfmesh": [__version__],
-        "backends": [
-            name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)
-        ],
+        "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)],
         "packages": packages,
         "plugins": [
             f"{registry.kind} {point.name} = {point.value}"

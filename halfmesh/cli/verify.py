@@ -8,43 +8,26 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..errors import ConfigError, HalfmeshError
+from ..errors import HalfmeshError
 from .check import AsJson, Overrides, say
-
-if TYPE_CHECKING:
-    from ..verify import VerifyReport
 
 
 def verify(
     config: Annotated[Path | None, typer.Argument(help="The config; without one, this machine is verified.")] = None,
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS...", help="With --script: what the script is given.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="package.module:build, which builds the model and its inputs.")
-    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="What a --script is given.")] = None,
+    model: Annotated[str | None, typer.Option(help="package.module:build, which builds what is trained.")] = None,
     script: Annotated[Path | None, typer.Option(help="A training script, which is run as it is.")] = None,
     world_size: Annotated[int | None, typer.Option(help="The number of ranks of the layout.")] = None,
     updates: Annotated[int, typer.Option(min=1, help="How many are compared.")] = 2,
     overrides: Overrides = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(help="With --model: package.module:function of the parameters; else SGD with momentum."),
-    ] = None,
-    accumulated: Annotated[
-        bool,
-        typer.Option("--accumulated", help="Beside one process that accumulates the ranks' batches and microbatches."),
-    ] = False,
-    shrink: Annotated[
-        bool | None,
-        typer.Option("--shrink/--no-shrink", help="At most 2 ranks on each axis; by default on the CPU."),
-    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="package.module:function; else SGD with momentum.")] = None,
+    accumulated: Annotated[bool, typer.Option("--accumulated", help="Beside a process that accumulates.")] = False,
+    shrink: Annotated[bool | None, typer.Option(help="At most 2 ranks on each axis; by default on the CPU.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without a config, cuda if there is one.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each run may take.")] = 600,
     quick: Annotated[bool, typer.Option("--quick", help="Without a config: in a minute.")] = False,
@@ -61,38 +44,39 @@ def verify(
     and layouts that this machine can run.
     """
     given = (model, script, world_size, overrides, optimizer, accumulated)
-    if config is None and (any(given) or shrink is not None):
-        raise typer.BadParameter("without a config this machine is verified: only --device, --quick and --json fit")
-    if config is not None and (model is None) == (script is None):
-        raise typer.BadParameter("give --model or --script: what is trained")
-    if config is not None and world_size is None:
-        raise typer.BadParameter("give --world-size: the number of ranks of the layout")
-    if config is not None and quick:
-        raise typer.BadParameter("--quick is for this machine, without a config")
-    if script is None and args:
-        raise typer.BadParameter(f"{' '.join(args)}: only a --script takes arguments")
-    if script is not None and optimizer:
-        raise typer.BadParameter("--optimizer is for --model; a script makes its own")
-    if device not in (None, "cpu", "cuda"):
-        raise typer.BadParameter(f"--device {device}: use cpu or cuda")
+    mistakes = {
+        "without a config this machine is verified: only --device, --quick and --json fit": config is None
+        and (any(given) or shrink is not None),
+        "give --model or --script: what is trained": config is not None and (model is None) == (script is None),
+        "give --world-size: the number of ranks of the layout": config is not None and world_size is None,
+        "--quick is for this machine, without a config": config is not None and quick,
+        f"{' '.join(args or ())}: only a --script takes arguments": script is None and args,
+        "--optimizer is for --model; a script makes its own": script is not None and optimizer,
+        f"--device {device}: use cpu or cuda": device not in (None, "cpu", "cuda"),
+    }
+    for why, is_there in mistakes.items():
+        if is_there:
+            raise typer.BadParameter(why)
     options: dict[str, Any] = {"updates": updates, "overrides": overrides or (), "shrink": shrink, "timeout": timeout}
     report: Any
     # The output of configs and models is not part of the answer.
     with _cleaned_up(), contextlib.redirect_stdout(sys.stderr), _progress(hidden=config is None) as options["progress"]:
-        if config is None:
+        if config is None or world_size is None:
             from ..verify.machine import verify_machine
 
             report = verify_machine(device, quick)
         else:
+            from ..verify import VerifyReport, phases
+
             options |= {"device": device or "cpu", "world_size": world_size, "accumulated": accumulated}
-            if model is not None:
-                from ..verify import verify as verify_model
-
-                report = _told(verify_model, config, model, optimizer=optimizer, **options)
-            else:
-                from ..verify.script import verify_script
-
-                report = _told(verify_script, config, script, args=args or (), **options)
+            try:
+                if script is not None:
+                    report = phases.verify_script(config, script, args or (), **options)
+                else:
+                    report = phases.verify(config, model or "", optimizer=optimizer, **options)
+            except HalfmeshError as error:  # it says what to change
+                problems = getattr(error, "problems", (str(error),))
+                report = VerifyReport(False, None, (), str(config), world_size, None, tuple(problems))
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     elif config is None:
@@ -103,19 +87,6 @@ def verify(
         for line in rest:
             say(line)
     raise typer.Exit(0 if report.equal else 1)
-
-
-def _told(run: Callable[..., VerifyReport], config: Path, trained: Any, **options: Any) -> VerifyReport:
-    """The report of `run`; an error that says what to change becomes a refusal."""
-    from ..verify import VerifyReport
-
-    try:
-        return run(config, trained, **options)
-    except ConfigError as error:
-        problems = error.problems
-    except HalfmeshError as error:
-        problems = (str(error),)
-    return VerifyReport(False, None, (), str(config), options["world_size"], None, problems)
 
 
 @contextlib.contextmanager
@@ -137,12 +108,10 @@ def _cleaned_up() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(hidden: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows each step: on a terminal next to a bar, else in lines."""
+    """A function that shows each step: on a terminal one after the other, else in lines."""
     console = Console(stderr=True)
     if hidden or not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda text: bar.update(task, description=text)
+    with console.status("") as status:
+        yield status.update

@@ -37,7 +37,6 @@ class Measures:
 
     Attributes:
         shares: what ranks share: axes, and the "rows" of a batch.
-        cut: parameters of which each tensor rank holds a part.
         tensors: by key in the reference, then by the way in which the reference was cut, the worst of each.
         firsts: the same of this rank's first part of the batch.
         parameters, accumulated: of parts of parameters; the second against the reference that accumulates.
@@ -48,7 +47,6 @@ class Measures:
 
     rank: int
     shares: tuple[str, ...] = ()
-    cut: tuple[str, ...] = ()
     tensors: dict[Key, dict[str, Measure]] = field(default_factory=dict)
     firsts: dict[Key, dict[str, Measure]] = field(default_factory=dict)
     parameters: dict[Key, Measure] = field(default_factory=dict)
@@ -115,11 +113,10 @@ class Comparison:
             context, axes = engine.context, engine._parallel.axes
             sizes = {axis: size for axis, size in context.sizes.items() if axis not in ("pp", "dp") and size > 1}
             self._axes = {axis: (context.coordinate(axis), size) for axis, size in sizes.items()}
-            modules, tp = engine.model.named_modules(), axes.get("tensor")
+            modules = engine.model.named_modules()
             self._foreign = tuple(f"{name}." for name, one in modules if vars(one).get("is_divided_by_engine"))
             self._shares_rows = any(getattr(axis, "sharded_dim", None) == ROWS for axis in axes.values())
-            cut = [name for name, param in engine.model.named_parameters() if tp is not None and param in tp.splits]
-            self.measures = Measures(context.rank, (*sizes, *["rows"] * (parts > 1)), tuple(cut))
+            self.measures = Measures(context.rank, (*sizes, *["rows"] * (parts > 1)))
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """See `Sink`."""

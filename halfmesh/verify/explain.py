@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..distributed.env import list_ranks
@@ -12,17 +12,21 @@ from .report import Difference
 
 _PLAN = "leave those layers whole in the plan, or give sizes as -1 or by 'heads(name)' (docs/tensor-parallel.md)"
 _BY_ROW = "compute each row by itself; what all ranks need, engine.context.all_reduce sums"
+_ACCUMULATED = (
+    "return (sum, weight) and set loss_reduction='weighted'; or, if it should compare the samples of one rank's batch, "
+    "prove the rest with --accumulated (accumulated=True)"
+)
 CAUSES = (
     (
         "gradient update",
         "copies",
-        "an all-reduce or a broadcast between these ranks is missing, or it is over other ranks",
+        "an all-reduce or a broadcast between these ranks is missing, or over other ranks",
         "",
     ),
     (
         "loss gradient",
         "accumulated factor",
-        "the loss is a sum over samples, and ranks average theirs",
+        "the loss is a sum over samples",
         "set loss_reduction='sum', or return a mean",
     ),
     (
@@ -30,8 +34,7 @@ CAUSES = (
         "accumulated",
         "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each other): "
         "the result is that of one process which accumulates the ranks' batches",
-        "return (sum, weight) and set loss_reduction='weighted'; or, if it should compare the samples of one rank's "
-        "batch, prove the rest with --accumulated (accumulated=True)",
+        _ACCUMULATED,
     ),
     (
         "gradient",
@@ -40,12 +43,7 @@ CAUSES = (
         "",
     ),
     ("output", "drawn", "random numbers: {drawn} was called", "draw them outside of the model, or none here"),
-    (
-        "output",
-        "later",
-        "something is kept from an earlier call (an attribute, a cache, old weights)",
-        "keep nothing of a batch",
-    ),
+    ("output", "later", "something is kept from an earlier call (an attribute, a cache)", "keep nothing of a batch"),
     ("output", "cp", "tokens are combined outside of attention, or positions count from 0 on each rank", ""),
     ("output", "ep", "tokens reach other experts, or rows of the batch are combined", _BY_ROW),
     ("output", "tp", "features that tensor ranks share are combined, or a style or a size does not fit", _PLAN),
@@ -56,12 +54,7 @@ CAUSES = (
     ("gradient", "rows", "gradients are changed, or lost, before the ranks' are averaged (a hook?)", ""),
     ("norm", "", "a part or a copy of a parameter counts too often in the norm, or not at all", ""),
     ("verdict", "", "the ranks do not agree on an overflow, or the scale moves at another time", ""),
-    (
-        "update",
-        "",
-        "new weights do not reach all ranks, or the optimizer needs whole tensors and has parts",
-        "take an optimizer that works element by element (SGD, AdamW), or data='replicate'",
-    ),
+    ("update", "", "new weights do not reach all ranks, or the optimizer needs whole tensors", "take SGD or AdamW"),
     ("buffer", "", "each data rank changes it by its own batches", "all-reduce it in the model, or expect it"),
     ("loss", "", "the criterion is no mean over samples, or counts other targets", "set loss_reduction"),
 )
@@ -97,9 +90,8 @@ def explain(
     where = finding.text or f"{where} by {finding.apart:.1e} (allowed {finding.allowed:.0e})"
     if finding.ranks:
         where += f" on {list_ranks(finding.ranks)}"
-    if finding.text:
-        signs, direct = {"copies"}, dict[str, str]()
-    else:
+    signs = {"copies"}
+    if not finding.text:
         known = {
             "accumulated": _equals_accumulated(measures, limits),
             "factor": factor is not None,
@@ -107,11 +99,9 @@ def explain(
             "later": key.update > 0 or _is_later(measures, limits, key),
         }
         signs = {*measures[0].shares, *(sign for sign, is_there in known.items() if is_there)}
-        direct = {name: user for name, user in direct_in(store, measures).items() if module in (name, user)}
     rows = (row[2:] for row in CAUSES if what in row[0].split() and signs.issuperset(row[1].split()))
     cause, advice = next(rows, ("", ""))
     cause = cause.format(factor=factor, drawn=", ".join(drawn))
-    cause, advice = (direct_use(direct), "") if direct else (cause, advice)
     return Difference(key.update, what, module, finding.apart, finding.allowed, finding.ranks, where, cause, advice)
 
 
@@ -130,13 +120,11 @@ def _where(store: Store, key: Key, same: Sequence[Key], factor: float | None) ->
         case "output":
             return "output", key.name, f"forward of {name}: its inputs agree, its output differs"
         case "grad_output":
-            users = list(dict.fromkeys(store.consumers.get((key.name, key.nth, key.slot), ())))
-            users = users or _next_module(key, events)
-            if not users:
+            user = _next_module(key, events)
+            if user is None:
                 return "loss", key.name, f"backward of the loss: the gradient of the output of {name} differs"
-            used = " and ".join(map(_named, users))
-            text = f"backward of {used}, or of the code before it: the gradient of the output of {name} differs"
-            return "grad_output", users[0], text
+            text = f"backward of {_named(user)}, or of the code before it: the gradient of the output of {name} differs"
+            return "grad_output", user, text
         case "gradient" if factor is not None:
             return "gradient", key.name, f"gradients of {some}, first {name}, are {factor:.4g} x the reference's,"
         case "gradient":
@@ -152,11 +140,11 @@ def _named(name: str | None) -> str:
     return name if name else "the model"
 
 
-def _next_module(key: Key, events: Sequence[Key]) -> list[str]:
-    """The module that is called next after the one of `key` has returned; none if there is none in this call."""
+def _next_module(key: Key, events: Sequence[Key]) -> str | None:
+    """The module that is called next after the one of `key` has returned; None if there is none in this call."""
     returned = key._replace(what="output")
     later = events[events.index(returned) + 1 :] if returned in events else []
-    return [k.name for k in later if (k.update, k.call, k.what) == (key.update, key.call, "input")][:1]
+    return next((k.name for k in later if (k.update, k.call, k.what) == (key.update, key.call, "input")), None)
 
 
 def _common_factor(measures: Sequence[Measures], update: int) -> float | None:
@@ -184,15 +172,3 @@ def drawn_in(store: Store) -> tuple[str, ...]:
     """The functions that drew random numbers."""
     names = (name for (_, _, what), drawn in store.figures.items() if what == "drawn" for name in drawn)
     return tuple(dict.fromkeys(names))
-
-
-def direct_in(store: Store, measures: Sequence[Measures]) -> dict[str, str]:
-    """Of parameters of which each tensor rank holds a part those that are used directly, and by which module."""
-    return {name: user for name, user in store.direct.items() if any(name in rank.cut for rank in measures)}
-
-
-def direct_use(direct: Mapping[str, str]) -> str:
-    """The cause where parameters of which a rank holds a part are used directly; "" if none are."""
-    uses = [f"the code of {_named(user)} uses {name} itself" for name, user in direct.items()]
-    call = "call the module that has it (self.proj(x), not self.proj.weight), or leave it whole in the plan"
-    return f"{uses[0]}, of which each tensor rank has a part: {call}" if uses else ""

@@ -58,14 +58,11 @@ class Cell:
 
     @property
     def build(self) -> Callable[[], Any]:
-        if "expert" in self.axes:
-            return models.mixture
-        return models.perceptron if self.extra == "accumulation" and "context" not in self.axes else models.transformer
+        return models.mixture if "expert" in self.axes else models.transformer
 
     @property
     def config(self) -> Config:
-        points = ["down", "norm", "again"] if self.build is models.perceptron else ["blocks.1", "blocks.2", "blocks.3"]
-        points = points if self.chunks > 1 else points[1:2]
+        points = ["blocks.1", "blocks.2", "blocks.3"] if self.chunks > 1 else ["blocks.2"]
         pipeline = {"microbatches": 4, "schedule": self.schedule or "1f1b", "chunks": self.chunks, "partition": points}
         tensor: dict[str, Any] = {"plan": models.PLANS[self.build]}
         if self.extra == "sequence":

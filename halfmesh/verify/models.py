@@ -79,9 +79,9 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(position_ids))))
 
 
-def _mlp(**more: nn.Module) -> nn.Sequential:
+def _mlp() -> nn.Sequential:
     up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-    return nn.Sequential(OrderedDict(up=up, act=nn.GELU(), down=down, **more))
+    return nn.Sequential(OrderedDict(up=up, act=nn.GELU(), down=down))
 
 
 def criterion(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -103,20 +103,11 @@ def mixture() -> tuple[nn.Module, Any, Any]:
     return _with_words(*(Mixture() for _ in range(4)))
 
 
-def perceptron() -> tuple[nn.Module, Any, Any]:
-    generator = torch.Generator().manual_seed(0)
-    x, targets = torch.randn(ROWS, WIDTH, generator=generator), torch.randint(WIDTH, (ROWS,), generator=generator)
-    ends = {"again": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)}
-    return _mlp(norm=nn.LayerNorm(WIDTH), middle=nn.Tanh(), **ends), (x, targets), criterion
-
-
 _ATTENTION = {"*.attention": "heads(num_heads)", "*.qkv": "fused_colwise(3)", "*.out": "rowwise"}
 _WORDS = {"tokens": "vocab", "head": "vocab"}
-_MLP = {"*up": "colwise", "*down": "rowwise"}
 PLANS = {
-    transformer: _WORDS | _ATTENTION | _MLP,
+    transformer: _WORDS | _ATTENTION | {"*up": "colwise", "*down": "rowwise"},
     mixture: _WORDS | _ATTENTION,
-    perceptron: _MLP | {"again": "rowwise_split", "last": "colwise_gather"},
 }
 SEQUENCE = {
     "blocks.0": "sequence_begin",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,12 +20,12 @@ from ..config.composition import Setup
 from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks
 from ..distributed.rank_process import RankError
-from ..errors import InputError, own_frames
+from ..errors import InputError, counted, own_frames
 from ..parallel.dims import in_words
 from ..utils.tensors import dtype_name
 from . import layout
 from .compare import Limits
-from .explain import direct_in, direct_use, drawn_in
+from .explain import drawn_in
 from .judge import estimates, judge
 from .record import Store
 from .report import Difference, Phase, VerifyReport
@@ -78,6 +79,34 @@ def verify(
     return prove(config, options, lambda _: Given(build, optimizer), Work)
 
 
+def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **options: Any) -> VerifyReport:
+    """Prove on this machine that a layout trains what a script trains as one process does.
+
+    It runs on the ranks of the layout, where what each data rank uses is kept; in one process, which gets that of all
+    data ranks together in place of its own; and on the ranks again, with what was kept. So neither seeds nor batches
+    that depend on the number of ranks make a difference.
+
+    Args:
+        config: a path, a dict or a Config. It decides precision and layout; its other keys go before the script's.
+        script, args: run as they are, in processes of their own, several times. The engine saves nothing in them.
+        options: as of `verify`; after `updates` the script is ended.
+
+    Raises:
+        ConfigError: the config cannot be loaded.
+        InputError: the script fails in the layout, or in one process.
+    """
+    from .script import Script
+
+    path, wanted = Path(script), Options(**options)
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such script")
+
+    def given(settings: Config) -> Script:
+        return Script(path, tuple(args), config, tuple(wanted.overrides), settings.to_dict().get("parallel", {}))
+
+    return prove(config, wanted, given, Work)
+
+
 @dataclass(frozen=True)
 class Options:
     """How to verify: see the arguments of `verify`."""
@@ -126,46 +155,66 @@ def _untrainable(error: RankError) -> InputError:
 
 @dataclass(frozen=True)
 class Work:
-    """A layout, and what is trained in it: a model."""
+    """A layout, and what is trained in it: `Given`, or a `Script`."""
 
     given: Any
     setup: Setup
     options: Options
 
-    is_script: ClassVar[bool] = False
-
     def phases(self, folder: Path) -> Iterator[Phase]:
         """Each phase as it ends; a phase that differs is the last."""
-        options = self.options
-        case = Case(
-            self.given, self.setup.config, self.setup.dims.dp, options.updates, options.device, folder / "start"
-        )
-        case, calls, notes = self.survey(case)
+        options, notes, dims = self.options, list[str](), self.setup.dims
+        case = Case(self.given, self.setup.config, dims.dp, options.updates, options.device, folder / "start")
+        case.start.mkdir()
+        case, joins = self._survey(case, notes)
         mixes = f"{case.batch_norms[0]} normalises each batch by itself" if case.batch_norms else ""
-        if why := mixes or ("as asked" if options.accumulated else ""):
-            calls = case.chunks * case.microbatches
-            notes = [*notes, f"{why}: {ACCUMULATED}"] if calls > 1 else notes
-        phase, calls = self.first_phase(folder, case, calls)
+        why = mixes or ("as asked" if options.accumulated else "")
+        calls = case.config.gradient_accumulation if self.given.is_script else 1
+        if why or not joins:
+            calls = case.chunks * case.microbatches if why else case.chunks
+            notes += [f"{why or 'the batches differ in shape'}: {ACCUMULATED}"] if calls > 1 else []
+        try:
+            phase = self.structure(folder, case, calls)
+        except InputError as error:
+            if not self.given.is_script or calls >= case.chunks:
+                raise
+            reason = str(getattr(error.__context__, "reason", error))
+            notes.append(f"compared with one process that accumulates, since it cannot take the whole batch: {reason}")
+            calls = case.chunks
+            phase = self.structure(folder, case, calls)
+        notes += [file.read_text() for file in sorted(case.start.glob("*.note"))]
         yield replace(phase, notes=(*notes, *phase.notes))
         if phase.equal and (case.dtype is not None or case.config.precision):
             yield self.format(folder, case, calls)
 
-    def survey(self, case: Case) -> tuple[Case, int, list[str]]:
-        """The case with what the first process finds, how many calls the reference has for each update, and notes."""
-        self.options.progress("building the model")
-        [(config, joins, batch_norms)] = self._run(1, self.given.survey, (case,))
-        case = replace(case, config=config, batch_norms=batch_norms)
-        notes = [] if joins or case.chunks == 1 else [f"the batches differ in shape: {ACCUMULATED}"]
-        return case, 1 if joins else case.chunks, notes
-
-    def first_phase(self, folder: Path, case: Case, calls: int) -> tuple[Phase, int]:
-        """The proof of the structure, and how many calls the reference had."""
-        return self.structure(folder, case, calls), calls
+    def _survey(self, case: Case, notes: list[str]) -> tuple[Case, bool]:
+        """The case with what the first run finds, and whether the batches of several ranks can be joined. A script runs
+        on all ranks."""
+        given, ranks = self.given, self.setup.dims.world_size if self.given.is_script else 1
+        self.options.progress(f"{counted(ranks, 'rank')}: what is trained")
+        try:
+            known = self._run(ranks, given.survey, (case,))
+        except RankError as error:
+            if not given.is_script:
+                raise
+            if case.dtype is not None and re.search("double|float64", error.reason, re.IGNORECASE):
+                notes.append(f"{given.path.name} has dtypes of its own, so float32 in place of float64: {error.reason}")
+                return self._survey(replace(case, dtype=None), notes)
+            if error.refusal:
+                raise RefusedError(error.refusal) from None
+            where = f"{given.path}, rank {error.rank} of the layout"
+            raise InputError(f"{where}: {own_frames(error.text)}") from None
+        names = tuple(dict.fromkeys(name for *_, batch_norms in known for name in batch_norms))
+        config, joins, _ = known[0]
+        return replace(case, config=config, batch_norms=names), joins
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
-        """In float64: beside one process, whose batch is whole; and beside one that accumulates."""
+        """In float64: beside one process, whose batch is whole; and beside one that accumulates. In float32, of a
+        script that has dtypes of its own."""
         began, whole, parts = time.monotonic(), folder / "whole", folder / "parts"
         case = replace(case, config=layout.structure(case.config))
+        if case.dtype is None:
+            return replace(self.format(folder, case, calls), name="structure")
         self.options.progress("float64: one process")
         jobs = [(case, whole, calls)]
         if case.chunks > calls:
@@ -188,12 +237,12 @@ class Work:
         """In the config's format, beside the same mode in one process."""
         began, path, recipe, precision = time.monotonic(), folder / "format", self.setup.recipe, case.config.precision
         case, eps = replace(case, config=layout.gentle(case.config), dtype=None), rounding(self.setup)
-        if recipe.loss_scale is not None and recipe.loss_scale.dynamic and not self.is_script:
+        if recipe.loss_scale is not None and recipe.loss_scale.dynamic and not self.given.is_script:
             case = replace(case, overflows=1, updates=max(3, case.updates + 1))
         name = f"{precision.label if precision else ''} {dtype_name(recipe.compute_dtype)}".strip()
         self.options.progress(f"{name}: one process")
         self._references([(case, path, calls)])
-        least, parts = max(10 * eps, LEAST), calls if self.is_script else case.chunks * case.microbatches
+        least, parts = max(10 * eps, LEAST), calls if self.given.is_script else case.chunks * case.microbatches
         limits = self._limits(case, path, calls, eps, parts, Limits(least, least, {}))
         self.options.progress(f"{name}: {self.setup.dims.world_size} ranks")
         phase = self._layout(case, path, calls, None, limits)
@@ -211,18 +260,14 @@ class Work:
             measures = self._run(self.setup.dims.world_size, compare, (case, path, calls, parts))
         except RankError as error:
             known = [] if error.measures is None else [error.measures]
-            direct = direct_use(direct_in(store, known))
-            if known:
-                first = judge(store, known, limits, reduction, case.overflows, False).first
-                if first is not None:
-                    after = f"halfmesh refuses it: {error.refusal}" if error.refusal else f"then {error.reason}"
-                    first = replace(first, cause="; ".join(filter(None, [direct, after])))
-                    return Phase("", "", False, first)
-            hint = f"\nlikely cause: {direct}" if direct else ""
+            first = judge(store, known, limits, reduction, case.overflows, False).first if known else None
+            if first is not None:
+                after = f"halfmesh refuses it: {error.refusal}" if error.refusal else f"then {error.reason}"
+                return Phase("", "", False, replace(first, cause=after))
             if error.refusal:
-                raise RefusedError(error.refusal + hint) from error
+                raise RefusedError(error.refusal) from error
             what = "hangs" if error.hung else "failed"
-            where, text = f"rank {error.rank} {what}: {error.reason}", own_frames(error.text) + hint
+            where, text = f"rank {error.rank} {what}: {error.reason}", own_frames(error.text)
             return Phase("", "", False, Difference(0, what, "", math.inf, 0.0, (error.rank,), where, text, ""))
         for rank in measures if calls > 1 else ():
             for key in [key for key in rank.parameters if key.what == "buffer"]:
@@ -247,7 +292,7 @@ class Work:
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         with self._ranks(world_size) as ranks:
-            group = world_size > 1 and not self.is_script
+            group = world_size > 1 and not self.given.is_script
             return ranks.call(function, args, timeout=self.options.timeout, group=group)
 
     def _ranks(self, world_size: int) -> AbstractContextManager[LocalRanks]:

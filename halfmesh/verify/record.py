@@ -63,9 +63,8 @@ class Store:
     Attributes:
         index: dtype, shape and place of each tensor, in the order in which they were written.
         figures: by update, call and kind.
+        names: see `Sink`.
         callers: for a module's call (name and nth) the name of the module that called it.
-        consumers: for each output the modules that were given it.
-        direct: for each parameter that was used outside of the module that has it, the module which did.
     """
 
     def __init__(self, path: Path, write: bool = False) -> None:
@@ -74,8 +73,6 @@ class Store:
         self.figures: dict[tuple[int, int, str], Any] = {}
         self.names: dict[str, list[str]] = {}
         self.callers: dict[tuple[str, int], str | None] = {}
-        self.consumers: dict[tuple[str, int, str], list[str]] = {}
-        self.direct: dict[str, str] = {}
         if write:
             self._file = path.open("wb")
         else:
@@ -121,54 +118,34 @@ class Recorder(Probes):
     def __init__(self, model: nn.Module, sink: Sink, *more: Any) -> None:
         super().__init__(model, *more)
         self.sink = sink
-        self._store = sink if isinstance(sink, Store) else None
         self.update = self.call = 0
         self._counts: Counter[tuple[str, int]] = Counter()
-        self._made: dict[Any, tuple[str, int, str]] = {}
 
     def begin(self, update: int, call: int) -> None:
         """A call of the model, or of what makes a chunk of the batch, begins."""
         self.update, self.call = update, call
         self._counts.clear()
-        self._made.clear()
 
     def entered(self, visit: Visit) -> None:
         """See `Probes`."""
         visit.nth = nth = self._counts[visit.name, visit.microbatch]
         self._counts[visit.name, visit.microbatch] += 1
         args, kwargs = visit.given
-        if self._store is not None:
-            self._store.names.setdefault(visit.name, parameter_names(visit.module))
-            self._store.callers[visit.name, nth] = None if visit.caller is None else visit.caller.name
+        if isinstance(self.sink, Store):
+            self.sink.names.setdefault(visit.name, parameter_names(visit.module))
+            self.sink.callers[visit.name, nth] = None if visit.caller is None else visit.caller.name
         names = position_names(self.sink.names.get(visit.name, []), len(args))
-        map_named(partial(self._given, visit), {**dict(zip(names, args, strict=True)), **kwargs}, "")
 
-    def used(self, param: nn.Parameter) -> None:
-        """A function of torch was given a parameter. (torch's attention uses those of its own parts.)"""
-        user = self._open[-1] if self._open else None
-        if user is None or isinstance(user.module, nn.MultiheadAttention) or self._store is None:
-            return
-        if not any(param is own for own in user.module.parameters(recurse=False)):
-            names = (name for name, own in self._model.named_parameters() if own is param)
-            self._store.direct.update(dict.fromkeys(names, user.name))
+        def given(slot: str, tensor: torch.Tensor) -> torch.Tensor:
+            self._hand("input", visit, slot.removeprefix("."), tensor)
+            return tensor
 
-    def detach(self) -> None:
-        """See `Probes`."""
-        super().detach()
-        self._made.clear()  # a graph that knows who knows it is never freed, nor are the model and its groups
-
-    def _given(self, visit: Visit, slot: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._hand("input", visit, slot.removeprefix("."), tensor)
-        if self._store is not None and tensor.grad_fn in self._made:
-            self._store.consumers.setdefault(self._made[tensor.grad_fn], []).append(visit.name)
-        return tensor
+        map_named(given, {**dict(zip(names, args, strict=True)), **kwargs}, "")
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
         """See `Probes`."""
         for slot, tensor in enumerate(outputs):
             self._hand("output", visit, str(slot), tensor)
-            if tensor.grad_fn is not None:
-                self._made.setdefault(tensor.grad_fn, (visit.name, visit.nth or 0, str(slot)))
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
         for slot, tensor in enumerate(tensors):
@@ -202,7 +179,7 @@ class EngineRecorder(Recorder):
         index, place = self._engine._accumulation.index, self._engine.context
         if self._engine.model.training and index != self._position:
             if self._position < 0 and self.update:
-                self._begins()
+                self.weights("begin", self.update)
             self._position = index
             self.begin(self.update, index * place.dp_size + place.dp_rank)
             self.sink.figure(self.update, self.call, "rows", count_rows((args, kwargs)))
@@ -235,24 +212,22 @@ class EngineRecorder(Recorder):
 
     @torch.no_grad()
     def weights(self, what: str, update: int) -> None:
-        """Record what the optimizer holds, and the buffers. (A state dict would let fsdp free what it gathered.)"""
+        """Record what the optimizer holds, and the buffers; or, to "begin" with, the weights that the model computes
+        with. (A state dict would let fsdp free what it gathered.)"""
         parallel_model, masters = self._engine._parallel, self._engine._update.master_weights
         for shard, name in self._state.names():
             held = masters.target(shard).detach()
+            if what == "begin":
+                shard = shard if shard.source is None or shard.original is not None else shard.source
+                held = shard.param.detach()
             if held.is_floating_point():
                 self.sink.parameter(Key(update, 0, what, name), held, parallel_model.placement(shard))
+        if what == "begin":
+            return
         first = parallel_model.first_names(self._engine.model)
         for name, buffer in self._engine.model.named_buffers():
             if buffer.is_floating_point():
                 self.sink.parameter(Key(update, 0, "buffer", first.get(name, name)), buffer, whole(buffer.shape))
-
-    @torch.no_grad()
-    def _begins(self) -> None:
-        """Record the weights that the model computes with."""
-        for shard, name in self._state.names():
-            held = shard if shard.source is None or shard.original is not None else shard.source
-            placement = self._engine._parallel.placement(held)
-            self.sink.parameter(Key(self.update, 0, "begin", name), held.param.detach(), placement)
 
 
 @torch.no_grad()

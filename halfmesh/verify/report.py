@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from textwrap import indent
 from typing import Any
@@ -102,24 +102,12 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no inf: it becomes None."""
-        return _finite(asdict(self))
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return found
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         result = "refused" if self.problems else "equal" if self.equal else "differs"
         shrunk = f", in place of {self.shrunk_from}" if self.shrunk_from else ""
-        yield f"{result}: {self.layout} ({counted(self.world_size, 'rank')}{shrunk}) beside one process"
-        for part in [*self.phases, *self.problems]:
-            yield indent(f"- {part}", "  ")
-        if self.first is not None:
-            yield str(self.first)
-
-
-def _finite(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+        head = f"{result}: {self.layout} ({counted(self.world_size, 'rank')}{shrunk}) beside one process"
+        parts = [indent(f"- {part}", "  ") for part in [*self.phases, *self.problems]]
+        return "\n".join([head, *parts, *([str(self.first)] if self.first else [])])

@@ -37,7 +37,7 @@ class Case:
         given: what is trained: `Given`, or a `Script`.
         config: of the layout, settled.
         data_ranks: of the layout.
-        start: what all runs begin with, once the first has written it: a file, or a folder for a script.
+        start: the folder of what all runs begin with, once the first has written it.
         dtype: of model and inputs, in the proof of the structure; None: as they are built.
         overflows: the update in which the loss is inf on the last rank; None: none.
         lifts: casts of the model to float32 go to float64.
@@ -114,19 +114,19 @@ class Given:
     build: str | Callable[[], Any]
     optimizer: str | Callable[[Any], optim.Optimizer] | None = None
 
+    is_script = False
+
     @property
     def preload(self) -> str:
-        """For the server of processes."""
+        """A module, or a function in one, for the server of processes."""
         return self.build if isinstance(self.build, str) else f"{self.build.__module__}:{self.build.__qualname__}"
 
-    def survey(self, case: Case) -> tuple[Config, bool, tuple[str, ...]]:
+    def survey(self, case: Case) -> tuple[Config, bool, list[str]]:
         """Look at the model, and write weights and batches for all runs. Returns the settled config, whether the
-        batches of several ranks can be joined, and the names of BatchNorms. Raises InputError if nothing can be
-        trained."""
+        batches of several ranks can be joined, and the names of BatchNorms. Raises InputError if the builder is wrong.
+        """
         subject = make_subject(self.build, self.optimizer, None, 0, 1)
-        if not any(param.requires_grad for param in subject.model.parameters()):
-            raise InputError("the model has no parameters that require gradients, so there is nothing to train")
-        torch.save((dict(named_tensors(subject.model)), subject.batches), case.start)
+        torch.save((dict(named_tensors(subject.model)), subject.batches), case.start / "model")
         rows = count_rows(subject.batches[0])
         if len(subject.batches) == 1 and rows < 2 and case.chunks > 1:
             raise InputError(
@@ -138,16 +138,14 @@ class Given:
             joins = True
         except (RuntimeError, ValueError):
             joins = False
-        kinds = subject.model.named_modules()
-        batch_norms = tuple(name for name, module in kinds if isinstance(module, BATCH_NORMS))
-        return layout.settle(case.config, rows * case.data_ranks), joins, batch_norms
+        return layout.settle(case.config, rows * case.data_ranks), joins, find_batch_norms(subject.model)
 
     @torch.no_grad()
     def subject(self, case: Case, rank: int) -> Subject:
         """Built here. Ranks but the first keep the weights that they build: rank 0's count."""
         multiple = math.lcm(case.microbatches, case.config.parallel.sizes.get("expert", 1))
         subject = make_subject(self.build, self.optimizer, case.dtype, rank, multiple)
-        weights, subject.batches = torch.load(case.start, case.device, weights_only=False)
+        weights, subject.batches = torch.load(case.start / "model", case.device, weights_only=False)
         if case.dtype is not None:
             subject.batches = cast(subject.batches, case.dtype)
         for name, tensor in named_tensors(subject.model) if rank == 0 else ():
@@ -167,6 +165,11 @@ class Given:
             _train(case, self.subject(case, rank), make_sink, calls)
         else:
             _train_plain(case, self.subject(case, rank), make_sink, calls)
+
+
+def find_batch_norms(model: nn.Module) -> list[str]:
+    """The names of modules that normalise each batch by itself."""
+    return [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
 
 
 def _decay(optimizer: Any) -> LambdaLR:
@@ -211,7 +214,7 @@ def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, c
         inputs, targets = _to(case.device, subject.joined(update, call, calls, case.chunks))
         sink.figure(update, call, "rows", count_rows((inputs, targets)))
         args, kwargs = call_of(inputs)
-        with Undropped(case.lifts, recorder.used) as mode:
+        with Undropped(case.lifts) as mode:
             loss = subject.criterion(subject.model(*args, **kwargs), *targets)
             value, weight = loss_value(loss)
             sink.figure(update, call, "loss", (value, weight))

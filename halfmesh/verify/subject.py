@@ -168,12 +168,11 @@ def perturb(model: nn.Module, eps: float) -> None:
 
 class Undropped(TorchFunctionMode):
     """A scope in which functions that drop activations return them; others that draw random numbers are named in
-    `drawn`, and those whose gradients jump in `bends`. With `lifts` casts to float32 go to float64. `used` is called
-    with each parameter from which a function makes something that has a gradient."""
+    `drawn`, and those whose gradients jump in `bends`. With `lifts` casts to float32 go to float64."""
 
-    def __init__(self, lifts: bool, used: Callable[[nn.Parameter], None] | None = None) -> None:
+    def __init__(self, lifts: bool) -> None:
         super().__init__()
-        self._used, self._lifts = used, lifts
+        self._lifts = lifts
         self.drawn: dict[str, None] = {}
         self.bends: dict[str, None] = {}
 
@@ -194,9 +193,4 @@ class Undropped(TorchFunctionMode):
                 return args[0].double()
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        made = func(*args, **kwargs)
-        if self._used is not None and isinstance(made, torch.Tensor) and made.requires_grad:
-            for param in tensors_of([args, kwargs]):
-                if isinstance(param, nn.Parameter):
-                    self._used(param)
-        return made
+        return func(*args, **kwargs)

@@ -39,7 +39,6 @@ def right(): return model(), data(), LOSS
 def fails(): return torch.load("no weights.pt")
 def text(): return "a model"
 def alone(): return model()
-def empty(): return nn.Sequential(nn.ReLU(), nn.Flatten()), data(), LOSS
 def frozen(): return model().requires_grad_(False), data(), LOSS
 def on_meta():
     with torch.device("meta"):
@@ -103,8 +102,7 @@ def verify(folder: Path) -> Callable[..., dict[str, Any]]:
         ("fails", "bad_models.py:19). It is called without arguments"),
         ("text", "it returned str; let it return the model"),
         ("alone", "it returned no batch"),
-        ("empty", "no parameters"),
-        ("frozen", "no parameters that require gradients"),
+        ("frozen", "does not require grad"),
         ("on_meta", "build the model under halfmesh.deferred_init()"),
         ("deferred_data", "and the batch outside of it"),
         ("lacks_targets", "Expected input batch_size (16) to match target batch_size (5)"),

@@ -34,13 +34,6 @@ class Keeping(Model):
         return out
 
 
-class Direct(Model):
-    """Uses a weight without its module."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.last(F.linear(self.first(x), self.proj.weight))
-
-
 class RankDependent(Model):
     def forward(self, x: torch.Tensor) -> Any:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -65,10 +58,6 @@ def single() -> Any:
 
 def keeping() -> Any:
     return with_data(Keeping())
-
-
-def direct() -> Any:
-    return with_data(Direct())
 
 
 def deferred() -> Any:
@@ -110,13 +99,6 @@ def test_sums_that_the_model_makes_in_float32_are_proven_in_float64():
     assert report.phases[0].notes == (
         "the model computes in float32 in places; for the proof these were lifted to float64",
     )
-
-
-@pytest.mark.parametrize("plan", [{"proj": "colwise_gather"}, {"first": "colwise", "proj": "rowwise"}])
-def test_a_weight_that_is_used_without_its_module_is_named(plan):
-    first = halfmesh.verify(tensor(**plan), direct, world_size=2, updates=1).first
-    assert first is not None
-    assert "the code of the model uses proj.weight itself, of which each tensor rank has a part: call" in first.cause
 
 
 def test_a_loss_within_each_ranks_batch_is_proven_as_accumulated():

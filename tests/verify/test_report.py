@@ -6,6 +6,9 @@ import json
 import math
 from dataclasses import replace
 
+import pytest
+
+from halfmesh.verify import phases
 from halfmesh.verify.report import Difference, Phase, VerifyReport
 
 FORWARD = Difference(
@@ -81,3 +84,14 @@ def test_json_has_no_infinity() -> None:
     [phase] = answer["phases"]
     assert (phase["name"], phase["equal"], phase["largest"]) == ("format", False, {"update": None, "loss": 0.5})
     assert (answer["equal"], answer["world_size"], answer["problems"]) == (False, 2, [])
+
+
+@pytest.mark.parametrize(
+    ("device", "shrink", "ranks"),
+    [("cpu", None, 4), ("cpu", False, 16), ("cuda", None, 16), ("cuda", True, 4), ("cuda", False, 16)],
+)
+def test_a_layout_is_shrunk_on_a_cpu_or_if_asked(monkeypatch, device, shrink, ranks) -> None:
+    monkeypatch.setattr(phases.Work, "phases", lambda self, folder: [GOOD])
+    config = {"parallel": {"tensor": 4}}
+    report = phases.verify(config, lambda: None, world_size=16, device=device, shrink=shrink)
+    assert (report.world_size, report.shrunk_from) == (ranks, None if ranks == 16 else 16)

@@ -9,9 +9,9 @@ import pytest
 
 from halfmesh.config.load import load_config
 from halfmesh.errors import InputError
+from halfmesh.verify.phases import verify_script
 from halfmesh.verify.run import Case
-from halfmesh.verify.script import verify_script
-from halfmesh.verify.script_run import Script, ScriptRun
+from halfmesh.verify.script import Script, ScriptRun
 from tests.support.example_runs import CONFIGS, ROOT
 
 pytestmark = pytest.mark.distributed
