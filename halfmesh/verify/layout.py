@@ -1,9 +1,11 @@
-"""The configs of the runs: of the layout in each phase, shrunk to few ranks, and of its reference."""
+"""The configs of the runs: of the layout in each phase, shrunk to few ranks, and of its reference; their rounding."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+import torch
 
 from ..config import Config
 from ..config.composition import Setup
@@ -74,3 +76,10 @@ def gentle(config: Config) -> Config:
         return config
     options = precision.options.model_copy(update={"init_scale": min(scale, 2.0**10)})
     return config.model_copy(update={key: precision.model_copy(update={"options": options})})
+
+
+def rounding(setup: Setup) -> float:
+    """Of the formats in which a config computes and reduces, the largest relative error of rounding."""
+    recipe = setup.recipe
+    dtypes = [recipe.compute_dtype, getattr(torch, setup.config.parallel.data.reduce_dtype)]
+    return 2.0**-4 if recipe.linear is not None else max(torch.finfo(dtype).eps / 2 for dtype in dtypes)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..compat import check_setup
 from ..config import Config
 from ..config.composition import Setup
@@ -236,7 +234,7 @@ class Work:
     def format(self, folder: Path, case: Case, calls: int) -> Phase:
         """In the config's format, beside the same mode in one process."""
         began, path, recipe, precision = time.monotonic(), folder / "format", self.setup.recipe, case.config.precision
-        case, eps = replace(case, config=layout.gentle(case.config), dtype=None), rounding(self.setup)
+        case, eps = replace(case, config=layout.gentle(case.config), dtype=None), layout.rounding(self.setup)
         if recipe.loss_scale is not None and recipe.loss_scale.dynamic and not self.given.is_script:
             case = replace(case, overflows=1, updates=max(3, case.updates + 1))
         name = f"{precision.label if precision else ''} {dtype_name(recipe.compute_dtype)}".strip()
@@ -297,10 +295,3 @@ class Work:
 
     def _ranks(self, world_size: int) -> AbstractContextManager[LocalRanks]:
         return LocalRanks(world_size, self.options.device, (*ENGINE, "halfmesh.verify.run", self.given.preload))
-
-
-def rounding(setup: Setup) -> float:
-    """Of the formats in which a config computes and reduces, the largest relative error of rounding."""
-    recipe = setup.recipe
-    dtypes = [recipe.compute_dtype, getattr(torch, setup.config.parallel.data.reduce_dtype)]
-    return 2.0**-4 if recipe.linear is not None else max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
