@@ -81,7 +81,8 @@ class Float8Product:
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
             if module not in layers or name != "weight"
         }
-        return {layer.weight: self for layer in layers if layer.weight not in others}
+        weights: list[Any] = [layer.weight for layer in layers]
+        return {weight: self for weight in weights if weight not in others}
 
     def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cast a weight before ranks gather it: the numbers of `part`, a rank's shard of it, as uint8, and the scale.

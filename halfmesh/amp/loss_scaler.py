@@ -142,11 +142,12 @@ class LossScales:
         carried = None if self.several else scale
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(self._device, torch.float64)
-        elif divisor == 1:
+            return scale, divisor if carried is None else carried * divisor
+        if divisor == 1:
             return scale, carried
-        elif carried is None:
-            divisor = torch.full((), divisor, dtype=torch.float64, device=self._device)
-        return scale, divisor if carried is None else carried * divisor
+        if carried is None:
+            return scale, torch.full((), divisor, dtype=torch.float64, device=self._device)
+        return scale, carried * divisor
 
     def update(self, stats: GradStats) -> None:
         """Move the scales, after the step: the gradients were divided by the scale that backward had."""

@@ -130,7 +130,7 @@ class MasterWeights:
         if master is None:
             return self.originals.value(tensor)
         has_moved = write_stamps([master]) != [self.stamps.get(master)]
-        return master.detach() if has_moved else current_value(tensor, master)
+        return master.detach() if has_moved else current_values([(tensor, master)])[0]
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """The masters by the parameter's name, with what user code wrote into the model. Tells of `uncounted`."""
@@ -245,7 +245,7 @@ class Originals:
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The original, with what user code wrote into `tensor` since; None: `tensor` itself is exact."""
         kept = self._values.get(tensor)
-        return None if kept is None else current_value(tensor, kept.to(tensor.device))
+        return None if kept is None else current_values([(tensor, kept.to(tensor.device))])[0]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Remove and return the full value of `tensor`, which now gets a master."""
@@ -270,18 +270,14 @@ class Originals:
             self.keep(tensor, value)
 
 
-def current_value(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """`full`, or a copy with those elements of `tensor` that differ from its rounded ones: user code wrote them."""
-    return current_values([(tensor, full)])[0]
-
-
 @torch.no_grad()
 def current_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """`current_value` of each pair. The host reads once for all of them."""
+    """For each pair of a tensor and its full-precision value the latter, or a copy with those elements of the tensor
+    that differ from its rounded ones: user code wrote them. The host reads once for all of them."""
     if not pairs:
         return []
-    place = pairs[0][0].device
-    changed = torch.stack([(tensor != full.to(tensor.dtype)).any().to(place) for tensor, full in pairs]).cpu().tolist()
+    device = pairs[0][0].device
+    changed = torch.stack([(tensor != full.to(tensor.dtype)).any().to(device) for tensor, full in pairs]).tolist()
     return [
         torch.where(tensor != full.to(tensor.dtype), tensor.float(), full) if is_changed else full.detach()
         for (tensor, full), is_changed in zip(pairs, changed, strict=True)

@@ -193,7 +193,9 @@ class Stepper:
         if fuses_unscale:
             attributes.update(grad_scale=divisor, found_inf=found_inf)
             _seed_momentum(self.optimizer, targets)
-        before = [{key: group[key] for key in ("params", "capturable") if key in group} for group in groups]
+        before: list[dict[str, Any]] = [
+            {key: group[key] for key in ("params", "capturable") if key in group} for group in groups
+        ]
         if bucketed:
             ids = set(map(id, targets))
             for group in groups:

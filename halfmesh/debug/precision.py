@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,6 @@ HIGH_OUTPUT = 0.25
 """Doubled twice, an output of this share overflows: chosen here, without a source."""
 HIGH_SCALE = 2.0**24
 """The upper bound of apex.amp's dynamic scale (its max_loss_scale). It makes a gradient of 2**-24 a 1."""
-_LINE = 120
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class PrecisionReport:
         table = ["  ".join(name.ljust(width) for name, width, _ in _COLUMNS)]
         table += ["  ".join(cell(row).ljust(width) for _, width, cell in _COLUMNS) for row in self.layers]
         findings = [f"- {finding}" for finding in self.findings] or ["nothing that is worth a change was found"]
-        return "\n".join([", ".join(title), *map(str.rstrip, table), *map(_wrapped, findings)])
+        wrap = partial(textwrap.fill, width=120, subsequent_indent="  ", break_on_hyphens=False)
+        return "\n".join([", ".join(title), *map(str.rstrip, table), *map(wrap, findings)])
 
 
 def _dtype(name: str) -> str:
@@ -122,10 +123,6 @@ def _percent(share: float | None) -> str:
     if share is None:
         return "-"
     return "<0.01%" if 0 < share < 1e-4 else f"{100 * share:.2g}%"
-
-
-def _wrapped(line: str) -> str:
-    return "\n".join(textwrap.wrap(line, _LINE, subsequent_indent="  ", break_on_hyphens=False))
 
 
 _COLUMNS: tuple[tuple[str, int, Callable[[LayerPrecision], str]], ...] = (

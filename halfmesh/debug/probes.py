@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
-from operator import add
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -198,8 +197,9 @@ class TensorStats:
     largest: float = 0.0
 
     def __add__(self, other: TensorStats) -> TensorStats:
-        (dtype, *counts, largest), (other_dtype, *other_counts, other_largest) = astuple(self), astuple(other)
-        return TensorStats(dtype or other_dtype, *map(add, counts, other_counts), max(largest, other_largest))
+        names = ("count", "inf", "nan", "zeros", "subnormal")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return TensorStats(self.dtype or other.dtype, **sums, largest=max(self.largest, other.largest))
 
     @property
     def nonfinite(self) -> int:
@@ -217,8 +217,8 @@ def measure(tensor: torch.Tensor) -> TensorStats:
         is_finite, is_tiny = size < math.inf, (size > 0) & (size < torch.finfo(chunk.dtype).tiny)
         counts = [count.sum().double() for count in (size == math.inf, size.isnan(), size == 0, is_tiny)]
         largest = torch.where(is_finite, size, torch.zeros_like(size)).max().double()
-        *numbers, most = torch.stack([*counts, largest]).tolist()
-        found += TensorStats(tensor.dtype, chunk.numel(), *map(int, numbers), most)
+        inf, nan, zeros, tiny, most = torch.stack([*counts, largest]).tolist()
+        found += TensorStats(tensor.dtype, chunk.numel(), int(inf), int(nan), int(zeros), int(tiny), most)
     return found
 
 

@@ -5,8 +5,7 @@ It finds mistakes, and is slow: all tensors are copied to the host and digested.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,19 +32,9 @@ _DRIFTED = (
 )
 
 
-@dataclass(frozen=True)
-class ReplicatedValue:
-    """A value that should be equal on several ranks.
-
-    Attributes:
-        name: for messages; the same on all ranks that have it.
-        value: a tensor, or a value that is equal if its repr is.
-        among: ranks that have a `name` for the same `among` should have the same value. None: all ranks that have it.
-    """
-
-    name: str
-    value: Any
-    among: Hashable = None
+Values = Iterator[tuple[str, Any, Hashable]]
+"""Values that should be equal on several ranks: name for messages; a tensor, or a value that is equal if its repr is;
+and `among`: ranks that have the name with the same `among` should have the same value."""
 
 
 class SyncCheck(EngineHook):
@@ -72,89 +61,82 @@ class SyncCheck(EngineHook):
 
     # -- state that should be equal ----------------------------------------------------------------------------
 
-    def _state(self, result: StepResult) -> list[Iterator[ReplicatedValue]]:
+    def _state(self, result: StepResult) -> list[Values]:
         """All state of this rank after a step, causes before consequences. It reads the device.
 
         Ranks that hold the same shard of a tensor must have equal values: data ranks if it is replicated, tensor ranks
         if it is not split, stages that share it, replicas of hybrid sharding.
         """
-        parts = self._place(), self._random(), self._verdict(result), self._settings(), self._weights()
+        parts = self._position(), self._random(), self._verdict(result), self._settings(), self._weights()
         return [*parts, self._buffers(), self._optimizer_state()]
 
-    def _place(self) -> Iterator[ReplicatedValue]:
-        yield ReplicatedValue("engine.global_step", self._progress.global_step)
+    def _position(self) -> Values:
+        yield "engine.global_step", self._progress.global_step, None
         if self._loader is not None:
-            yield ReplicatedValue("the place in engine.dataloader (epoch, batches trained on)", self._loader.position)
+            yield "the place in engine.dataloader (epoch, batches trained on)", self._loader.place, None
 
-    def _random(self) -> Iterator[ReplicatedValue]:
+    def _random(self) -> Values:
         """The model's random numbers, if the ranks of a tensor group draw the same."""
         parallel_model, stage = self._sharded.parallel_model, (self._context.coordinate("pp"), *self._batch())
         if parallel_model.random is not None:
-            yield ReplicatedValue("the model's random numbers (torch)", parallel_model.random.state, stage)
+            yield "the model's random numbers (torch)", parallel_model.random.state, stage
             host = parallel_model.host_random.state
             if host is not None:
                 name, keys, *rest = host["numpy"]
                 drawn = host["python"], name, keys.tolist(), *rest
-                yield ReplicatedValue("the model's random numbers (python, numpy)", drawn, stage)
+                yield "the model's random numbers (python, numpy)", drawn, stage
 
     def _batch(self) -> tuple[int, ...]:
         """The coordinates that determine this rank's shard of a batch."""
         return self._context.dp_rank, *map(self._context.coordinate, self._sharded.parallel_model.own_rng_axes)
 
-    def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
+    def _verdict(self, result: StepResult) -> Values:
         update = self._sharded.update
-        yield ReplicatedValue("whether the step was skipped", result.skipped)
+        yield "whether the step was skipped", result.skipped, None
         for number, state in enumerate(update.loss_scales.state_dict()):
             of = f" of loss {number}" if number else ""
-            yield from (ReplicatedValue(f"{key} of the loss scaler{of}", value) for key, value in state.items())
-        yield from (
-            ReplicatedValue(f"{key} of the skip counter", v) for key, v in update.skip_counter.state_dict().items()
-        )
-        yield ReplicatedValue("the gradient norm", result.grad_norm)  # it is divided by the scale
+            yield from ((f"{key} of the loss scaler{of}", value, None) for key, value in state.items())
+        yield from ((f"{key} of the skip counter", v, None) for key, v in update.skip_counter.state_dict().items())
+        yield "the gradient norm", result.grad_norm, None  # it is divided by the scale
 
-    def _settings(self) -> Iterator[ReplicatedValue]:
+    def _settings(self) -> Values:
         """The settings of the optimizer's groups, learning rates first."""
         groups = [dict(plain_settings(group)) for group in self._sharded.update.optimizer.param_groups]
         settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
         for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
             if key not in IMPLEMENTATION:  # a rank may choose these by its shards
-                yield ReplicatedValue(f"{key} of parameter group {number}", value)
+                yield f"{key} of parameter group {number}", value, None
 
-    def _weights(self) -> Iterator[ReplicatedValue]:
+    def _weights(self) -> Values:
         """The weights that the model computes with, then the masters."""
         parallel_model, masters = self._sharded.parallel_model, self._sharded.update.master_weights.masters
         for shard, name in self._sharded.names():
-            whole = parallel_model.data.compared(shard)
-            yield ReplicatedValue(f"the weight {name}", whole.param.detach(), parallel_model.placement(whole))
+            full = parallel_model.data.compared(shard)
+            yield f"the weight {name}", full.param.detach(), parallel_model.placement(full)
         for shard, name in self._sharded.names():
             if shard.param in masters:
-                yield ReplicatedValue(
-                    f"the fp32 master of {name}", masters[shard.param].detach(), parallel_model.placement(shard)
-                )
+                yield f"the fp32 master of {name}", masters[shard.param].detach(), parallel_model.placement(shard)
 
-    def _buffers(self) -> Iterator[ReplicatedValue]:
+    def _buffers(self) -> Values:
         """Buffers that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
         first = self._sharded.parallel_model.first_names(self._sharded.model)
         for name, buffer in self._sharded.model.named_buffers():
             among = None if name.rpartition(".")[2] in _AVERAGED else self._batch()
-            yield ReplicatedValue(f"the buffer {first.get(name, name)}", buffer.detach(), among)
+            yield f"the buffer {first.get(name, name)}", buffer.detach(), among
 
-    def _optimizer_state(self) -> Iterator[ReplicatedValue]:
+    def _optimizer_state(self) -> Values:
         update = self._sharded.update
         for shard, name in self._sharded.trained():
             placement = self._sharded.parallel_model.placement(shard)
             if placement.regions:  # else this rank holds nothing of it
                 state = update.optimizer.state.get(update.master_weights.target(shard), {})
-                yield ReplicatedValue(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)
+                yield f"which optimizer state there is of {name}", sorted(map(str, state)), placement
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) or is_plain(value):
-                        among = None if key == "step" else placement
-                        yield ReplicatedValue(f"the optimizer's {key} of {name}", value, among)
+                        yield f"the optimizer's {key} of {name}", value, None if key == "step" else placement
 
 
-def _find_difference(
-    mine: Iterable[Iterable[ReplicatedValue]], ranks: RankNames, device: torch.device
-) -> tuple[str, str] | None:
+def _find_difference(mine: Sequence[Values], ranks: RankNames, device: torch.device) -> tuple[str, str] | None:
     """The first value that differs but should not: its name, and lines with the value of each rank. None: all are
     equal. All ranks call this together, and get the same result.
 
@@ -163,7 +145,7 @@ def _find_difference(
     Args:
         mine: this rank's values, causes before consequences.
     """
-    held = {(value.name, value.among): (order, value.value) for order, values in enumerate(mine) for value in values}
+    held = {(name, among): (order, value) for order, values in enumerate(mine) for name, value, among in values}
     everyone = gather_objects({key: (order, digest(value)) for key, (order, value) in held.items()})
     found: dict[Any, set[tuple[int, bytes]]] = {}
     for theirs in everyone:
@@ -201,15 +183,15 @@ def _describe(reference: Any, value: Any) -> str:
     if describe_form(value) != describe_form(reference):
         return f"is {describe_form(value)}, not {describe_form(reference)}"
     a, b = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in (reference, value))
-    apart = (as_bytes(a) != as_bytes(b)).view(len(a), -1).any(1).nonzero().reshape(-1)
-    if not len(apart):
+    unequal = (as_bytes(a) != as_bytes(b)).view(len(a), -1).any(1).nonzero().reshape(-1)
+    if not len(unequal):
         return "is the same"
     wide = torch.complex128 if a.is_complex() else torch.float64
-    largest = (b[apart].to(wide) - a[apart].to(wide)).abs().max().item()
-    first = int(apart[0])
-    place = [int(index) for index in torch.unravel_index(apart[0], value.shape)]
+    largest = (b[unequal].to(wide) - a[unequal].to(wide)).abs().max().item()
+    first = int(unequal[0])
+    index = [int(i) for i in torch.unravel_index(unequal[0], value.shape)]
     return (
-        f"differs by {largest:.6g} at most, in {len(apart)} of {len(a)} elements, first at {place}: "
+        f"differs by {largest:.6g} at most, in {len(unequal)} of {len(a)} elements, first at {index}: "
         f"{b[first].item()!r} instead of {a[first].item()!r}"
     )
 

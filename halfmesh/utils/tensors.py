@@ -33,7 +33,10 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any, name: str, kind: type | 
         return fn(name, tree)
     if isinstance(tree, (list, tuple)):
         values = [map_named(fn, value, f"{name}.{i}", kind) for i, value in enumerate(tree)]
-        return tree if all(map(is_, values, tree)) else _rebuild_sequence(tree, values)
+        if all(map(is_, values, tree)):
+            return tree
+        make: Any = type(tree)
+        return make(*values) if hasattr(tree, "_fields") else make(values)
     old: dict[Any, Any]
     if isinstance(tree, Mapping):
         old = dict(tree.items())
@@ -84,11 +87,6 @@ def position_names(names: Sequence[str], count: int) -> list[str]:
     """The names of `count` positional arguments, of a function with these `parameter_names`."""
     known = list(takewhile(lambda name: not name.startswith("*"), names))[:count]
     return known + [f"argument {place + 1}" for place in range(len(known), count)]
-
-
-def _rebuild_sequence(tree: Any, values: list[Any]) -> Any:
-    kind: Any = type(tree)
-    return kind(*values) if hasattr(tree, "_fields") else kind(values)
 
 
 def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
