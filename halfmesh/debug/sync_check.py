@@ -73,7 +73,7 @@ class SyncCheck(EngineHook):
     def _position(self) -> Values:
         yield "engine.global_step", self._progress.global_step, None
         if self._loader is not None:
-            yield "the place in engine.dataloader (epoch, batches trained on)", self._loader.place, None
+            yield "the place in engine.dataloader (epoch, batches trained on)", self._loader.position, None
 
     def _random(self) -> Values:
         """The model's random numbers, if the ranks of a tensor group draw the same."""
