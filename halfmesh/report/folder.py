@@ -65,7 +65,7 @@ class RunFolder:
     the records of the updates that it repeats, and appends its config to the earlier ones.
 
     Raises:
-        InputError: the folder cannot be created or written; on all ranks.
+        InputError: the folder cannot be created or written, or an earlier session's files cannot be read; on all ranks.
     """
 
     def __init__(self, engine: Engine, directory: str | Path) -> None:

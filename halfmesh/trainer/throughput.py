@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..config.composition import Setup
 from ..utils.log import get_logger
 from .hook import Hook
 
@@ -161,8 +162,8 @@ class ThroughputHook(Hook):
             measured["tokens_per_s"] = tokens / seconds
         if self.flops:
             measured["model_flops_per_s"] = rows * self.flops / seconds
-            dtype = _dtype(trainer)
-            peak = None if dtype is None else peak_flops(context.device, dtype)
+            recipe = Setup.of(trainer.engine.config, context.size).recipe
+            peak = None if recipe.linear else peak_flops(context.device, recipe.compute_dtype)  # of fp8 none is known
             if peak is not None:
                 measured["mfu"] = rows * self.flops / (seconds * context.size * peak)
         return measured
@@ -196,16 +197,6 @@ class ThroughputHook(Hook):
 def _waited_s(trainer: Trainer) -> float:
     engine = trainer.engine
     return engine.dataloader.waited_s if engine.has_dataloader else 0.0
-
-
-def _dtype(trainer: Trainer) -> torch.dtype | None:
-    """The dtype of most matrix products under this config; None for float8, whose peaks are not known."""
-    config = trainer.engine.config
-    if config.fp8:
-        return None
-    options = None if config.precision is None else config.precision.options
-    is_off = getattr(options, "opt_level", None) == "O0" or not getattr(options, "enabled", True)
-    return torch.float32 if options is None or is_off else getattr(torch, config.precision_dtype or "float32")
 
 
 class MemoryHook(Hook):
