@@ -40,9 +40,9 @@ class Config(Settings, extra="allow"):
         return self.fp16 or self.bf16 or self.fp8
 
     @property
-    def precision_key(self) -> str | None:
+    def precision_key(self) -> Literal["fp16", "bf16", "fp8"] | None:
         """The key that sets it."""
-        return next((key for key in PRECISIONS if getattr(self, key)), None)
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp8" if self.fp8 else None
 
     @property
     def precision_dtype(self) -> Literal["float16", "bfloat16"] | None:
