@@ -236,7 +236,8 @@ class ScriptRun:
         context = self.engine.context
         if self._keeps and not any(context.coordinate(axis) for axis in context.sizes if axis != "dp"):
             torch.save(self._kept, self.case.start / f"{context.dp_rank}.kept")
-        self.engine._executor.close()  # waits for what is being sent
+        if self.engine._executor.stages:  # a pipeline waits for what is being sent
+            self.engine._executor.close()
         raise _Done
 
     def _give(self, own: Any) -> Any:
