@@ -50,7 +50,7 @@ class ApexPrecision(Precision):
             )
         return problem and f"backend='apex': {problem}; or use backend='native', which needs no apex"
 
-    def cast_model(self, model: nn.Module, apart: Collection[int] = ()) -> None:
+    def cast_model(self, model: nn.Module, excluded: Collection[int] = ()) -> None:
         """Cast `model` by apex; under O1 also let apex make its replacements of torch's functions.
 
         apex checks its argument: a model in fp32 on a GPU.

@@ -41,18 +41,18 @@ def convert(
     recipe = precision.recipe
     dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model)}
     # fsdp casts its parameters while they are gathered: the shards are the masters.
-    apart = {id(shard.source.param) for shard in shards if shard.source is not None and shard.original is not None}
+    excluded = {id(shard.source.param) for shard in shards if shard.source is not None and shard.original is not None}
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     trained = {id(shard.model_param) for shard in shards if id(shard.param) in held}
     to_cast, not_trained = set(), {}
-    for name, tensor in tensors_to_cast(model, recipe, apart):
+    for name, tensor in tensors_to_cast(model, recipe, excluded):
         to_cast.add(id(tensor))
         if id(tensor) not in trained:
             not_trained[name] = tensor.detach()
     masters: dict[nn.Parameter, nn.Parameter] = {}
     if recipe.master_weights:
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
-    precision.cast_model(model, apart)
+    precision.cast_model(model, excluded)
     for shard in shards:
         shard.rebind_view()
         _reset_grad(shard.param)

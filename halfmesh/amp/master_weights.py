@@ -79,8 +79,11 @@ class MasterWeights:
         self.grad_params = [shard.param for shard in {*self.trained, *self.receivers}]
         self.stepped = {s: target for s in self.trained if id(target := self.target(s)) in held}
         self.with_master = [s for s in self.trained if s.param in self.masters]
-        watched = [self.target(s) for s in self.trained if s.source is not None or s.param in self.masters]
-        watched += [s.model_param for s in self.with_master]
+        watched: list[torch.Tensor] = [
+            self.target(s) for s in self.trained if s.source is not None or s.param in self.masters
+        ]
+        self._model_params: list[torch.Tensor] = [s.model_param for s in self.with_master]
+        watched += self._model_params
         now = dict(zip(watched, write_stamps(watched), strict=True))
         self.stamps = {tensor: self.stamps.get(tensor, stamp) for tensor, stamp in now.items()}
 
@@ -97,7 +100,7 @@ class MasterWeights:
     def mark_published(self, shards: Iterable[ParamShard]) -> None:
         """Note that the model's weights are now the rounded masters of `shards`. (Others may have been written, too, by
         an optimizer that steps without gradients: `changed` finds those.)"""
-        tensors = [*map(self.target, shards), *(shard.model_param for shard in self.with_master)]
+        tensors = [self.masters.get(shard.param, shard.param) for shard in shards] + self._model_params
         tensors = [tensor for tensor in tensors if tensor in self.stamps]
         self.stamps.update(zip(tensors, write_stamps(tensors), strict=True))
 

@@ -57,9 +57,9 @@ class Precision:
         """The reason why it cannot work on the device, before anything is changed; None if it can."""
         return None
 
-    def cast_model(self, model: nn.Module, apart: Collection[int] = ()) -> None:
-        """Cast parameters and floating-point buffers in place, except those whose ids are in `apart`."""
-        cast_model(model, self.recipe, apart)
+    def cast_model(self, model: nn.Module, excluded: Collection[int] = ()) -> None:
+        """Cast parameters and floating-point buffers in place, except those whose ids are in `excluded`."""
+        cast_model(model, self.recipe, excluded)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in; with `enabled=False` the scope that switches its casts off."""
@@ -170,12 +170,12 @@ class Precision:
         )
 
 
-def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
-    """Cast parameters and floating-point buffers, except those whose ids are in `apart`. Parameter objects, ties and
+def cast_model(model: nn.Module, recipe: Recipe, excluded: Collection[int] = ()) -> None:
+    """Cast parameters and floating-point buffers, except those whose ids are in `excluded`. Parameter objects, ties and
     names stay. Linear layers get the recipe's product."""
     if recipe.linear is not None:
         recipe.linear.install(model)
-    casts = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
+    casts = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, excluded)}
     if not casts:
         return
     for param in model.parameters():
@@ -191,12 +191,12 @@ def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) ->
 
 
 def tensors_to_cast(
-    model: nn.Module, recipe: Recipe, apart: Collection[int] = ()
+    model: nn.Module, recipe: Recipe, excluded: Collection[int] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers whose dtype `cast_model` changes, by name."""
     if recipe.param_dtype is None:
         return
-    stays = set(apart) | set(map(id, kept_tensors(model, recipe)))
+    stays = set(excluded) | set(map(id, kept_tensors(model, recipe)))
     for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
         if isinstance(module, BATCH_NORMS) and module.affine:  # apex's rule: those without weights are cast
             stays.update(map(id, chain(module.parameters(recurse=False), module.buffers(recurse=False))))
