@@ -27,7 +27,7 @@ def stages_not_tied(patch: pytest.MonkeyPatch) -> None:
 def microbatches_not_divided(patch: pytest.MonkeyPatch) -> None:
     """The mean over microbatches is a sum."""
     inner = MixedPrecisionOptimizer.scaled
-    patch.setattr(MixedPrecisionOptimizer, "scaled", lambda self, loss, divisor: inner(self, loss))
+    patch.setattr(MixedPrecisionOptimizer, "scaled", lambda self, loss, divisor: inner(self, loss, 1.0))
 
 
 def scale_not_in_stage_loss(patch: pytest.MonkeyPatch) -> None:
