@@ -125,6 +125,7 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
             r"holds 9 parameters not of the model: param_groups\[0\]",
         ),
         ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__, .*'adamw' in place of 'lookahead"),
+        ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .*SGD, Adam, AdamW"),
         ({"loader": Endless(begins=True)}, "dataloader: Endless goes on with one iterator .*persistent_workers=True"),
         ({"eval_dataloader": Endless(begins=False)}, "eval_dataloader: Endless goes on with one iterator"),
         ({"criterion": "cross_entropy"}, "criterion: a callable .* is needed, but a str was given"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sized
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,7 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
         return
     try:
         optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except AttributeError:
         yield (
             f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so neither masters "
@@ -113,6 +115,11 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
             "'lookahead_adamw'), and average with engine.averaged_model()"
         )
         return
+    if needed := [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
+        yield (
+            f"optimizer: {type(optimizer).__name__}.step needs {needed[0]!r}, to compute the loss several times in an "
+            "update; the engine steps once, after backward. Use one whose step needs no argument (SGD, Adam, AdamW)"
+        )
     if is_stepped(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield (
             "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "

@@ -107,6 +107,11 @@ class ParallelContext:
         """The ranks that hold the same weights and see different data."""
         return self.group("dp")
 
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the shards of one layer and see the same data."""
+        return self.group("tp")
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in their coordinate on `axis` only. Created on first use, by all ranks
         together."""

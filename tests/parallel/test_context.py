@@ -70,6 +70,7 @@ def axes(rank: int, world_size: int) -> list[dict[str, Any]]:
         }
         assert tuple(context.mesh.get_coordinate()) == found["place"]
         assert context.dp_group is context.group("dp")
+        assert context.tp_group is context.group("tp")
         for axis in AXES:
             value = here(torch.tensor([10.0**rank]))
             context.all_reduce(value, axis)

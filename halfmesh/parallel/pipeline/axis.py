@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn, optim
 
-from ...errors import InputError, shorten
+from ...errors import InputError, did_you_mean, shorten
 from ...utils.param_shard import ParamShard
-from ...utils.tensors import replace_data
+from ...utils.tensors import parameter_names, replace_data
 from ...utils.torch_private import assigns, is_compiled
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..mesh import ParallelContext
@@ -62,6 +62,7 @@ class PipelineParallelism(Axis):
             *_find_module_problems(model),
             *_find_criterion_problem(model, inputs.criterion),
             *(f"parallel.pipeline: {problem}" for problem in problems),
+            *_find_unknown_arguments(model, inputs.criterion, options.non_split),
             *find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1),
         ]
 
@@ -117,6 +118,15 @@ def _find_criterion_problem(model: nn.Module, criterion: Any) -> Iterator[str]:
             f"criterion: it uses weights of the model ({shorten(names)}), which belong to no stage; let the last "
             "module of the forward use them (logits of ArcFace), or train without parallel.pipeline"
         )
+
+
+def _find_unknown_arguments(model: nn.Module, criterion: Any, names: Sequence[str]) -> Iterator[str]:
+    """Names in `non_split` that neither the model nor the criterion takes."""
+    known = [name for called in (model, criterion) if called is not None for name in parameter_names(called)]
+    if not any(name.startswith("*") for name in known):
+        for name in (name for name in names if name not in known):
+            near = did_you_mean(name, known)
+            yield f"parallel.pipeline.non_split: neither the model nor the criterion has an argument {name!r}{near}"
 
 
 def find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:

@@ -153,6 +153,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
+    ranks = partition.holders(model)
+    buffers = model.named_buffers(remove_duplicate=False)
+    if shared := [n for n, x in buffers if n.rpartition(".")[2].startswith("running_") and len(ranks[id(x)]) > 1]:
+        yield (
+            f"{shorten(shared)}: several stages would keep these running statistics, each of its own activations; use "
+            "a norm without statistics, or cut the model so that one stage has both uses"
+        )
     hooked = [name or "the model itself" for name, module in partition.not_called(model) if call_hooks(module)]
     if hooked:
         yield (

@@ -40,6 +40,15 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class NormTwice(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks[0](self.norm(self.stem(x)))))
+
+
 def sparse() -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, CLASSES))
 
@@ -85,6 +94,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         Blocks,
         pipe(partition=("blocks.1", "blocks.2")),
         "2 split points for 3 stages, but pipeline.size=2 needs 2; name the 1 module with",
+    ),
+    "non_split": (deep, pipe(non_split=("inputs",)), "has an argument 'inputs'; did you mean 'input'?"),
+    "statistics of two stages": (
+        NormTwice,
+        pipe(partition=("blocks.0",)),
+        "norm.running_mean, norm.running_var: several stages would keep these running statistics",
     ),
     "sparse": (sparse, pipe(), "0: sparse=True and scale_grad_by_freq=True do not work under a pipeline"),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
