@@ -68,8 +68,8 @@ FLOAT8 = (
     Fault(
         "a weight that is tied to an embedding is gathered in float8",
         "amp/float8.py",
-        "if is_multiplied and param not in others",
-        "if is_multiplied",
+        " if weight not in others",
+        "",
         (GATHER,),
     ),
 )
