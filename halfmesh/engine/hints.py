@@ -14,7 +14,7 @@ from ..amp.step_result import StepResult
 from ..errors import shorten
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import same_on_ranks
-from ..utils.engine_hook import EngineHook
+from ..utils.engine_hook import EngineHook, Hooks
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, tensors_of
 from ..utils.torch_private import grad_hooks
@@ -130,18 +130,20 @@ class ModelGuard:
 
 
 class CountedBatches(EngineHook):
-    """Warns of a loop that accumulates by itself: `step` came after several batches, for the second time.
+    """Warns of a loop that accumulates by itself: `step` came after several batches, for the second time. Ends with
+    that, or with two steps in turn that came after one batch.
 
     Several losses of one batch are no batches: one is counted for each that `engine.dataloader` gave or, where that is
     not iterated, for each training forward with a backward.
     """
 
-    def __init__(self, model: nn.Module, loader: EngineDataLoader | None, length: int) -> None:
+    def __init__(self, model: nn.Module, loader: EngineDataLoader | None, length: int, hooks: Hooks) -> None:
         self._model = model
         self._loader = loader
         self._length = length
+        self._hooks = hooks
         self._is_new_forward = False
-        self._batches = self._late_steps = 0
+        self._batches = self._late_steps = self._timely_steps = 0
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_new_forward |= self._model.training
@@ -154,25 +156,28 @@ class CountedBatches(EngineHook):
     def before_step(self) -> None:
         batches, self._batches = self._batches, 0
         self._late_steps += batches > 1
-        if batches > 1 and self._late_steps == 2:
+        self._timely_steps = 0 if batches > 1 else self._timely_steps + 1
+        if self._late_steps == 2 or self._timely_steps == 2:
+            self._hooks.remove(self)
+        if self._late_steps == 2:
             _log.warning(_COUNTED, batches, self._length, batches)
 
 
 class SameInputs(EngineHook):
     """Warns after the first update if the user's own loader gives all data ranks the same batches."""
 
-    def __init__(self, model: nn.Module, context: ParallelContext) -> None:
+    def __init__(self, model: nn.Module, context: ParallelContext, hooks: Hooks) -> None:
         self._model = model
         self._context = context
+        self._hooks = hooks
         self._inputs: Any = None
-        self._is_over = False
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_over and self._model.training:
+        if self._model.training:
             self._inputs = args, kwargs
 
     def after_step(self, result: StepResult) -> None:
-        if not self._is_over:
-            inputs, self._inputs, self._is_over = tensors_of(self._inputs), None, True
-            if same_on_ranks(inputs, self._context.dp_group) and inputs:
-                _log.warning(_SAME, self._context.dp_size)
+        self._hooks.remove(self)
+        inputs = tensors_of(self._inputs)
+        if same_on_ranks(inputs, self._context.dp_group) and inputs:
+            _log.warning(_SAME, self._context.dp_size)

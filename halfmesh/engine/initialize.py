@@ -232,9 +232,9 @@ def _make_engine(
         hooks.add(ForwardWrites(state, context))
     hooks.add(NonFiniteProbes(state, executor.stages, criterion, accumulation, context, config, progress))
     if config.gradient_accumulation > 1:
-        hooks.add(CountedBatches(model, train_loader, accumulation.length))
+        hooks.add(CountedBatches(model, train_loader, accumulation.length, hooks))
     if train is None and context.dp_size > 1:
-        hooks.add(SameInputs(model, context))
+        hooks.add(SameInputs(model, context, hooks))
     if config.checkpoint is not None:
         from ..checkpoint.preemption import PreemptionHook
 

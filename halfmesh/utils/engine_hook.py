@@ -80,6 +80,10 @@ class Hooks:
         """From now on `hook` runs after the others."""
         self._set([*self._hooks, hook])
 
+    def remove(self, hook: EngineHook) -> None:
+        """From now on `hook` does not run."""
+        self._set([other for other in self._hooks if other is not hook])
+
     @contextmanager
     def added(self, hook: EngineHook) -> Iterator[None]:
         """A scope in which `hook` also runs."""
@@ -87,7 +91,7 @@ class Hooks:
         try:
             yield
         finally:
-            self._set([other for other in self._hooks if other is not hook])
+            self.remove(hook)
 
     def run(self, event: str, *args: Any) -> None:
         """Call the hooks that override `event`."""

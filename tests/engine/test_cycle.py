@@ -277,6 +277,16 @@ def test_a_loop_that_counts_its_batches_itself_is_told_once(stepping, accumulati
         assert "gradient_accumulation=1" in caplog.text
 
 
+def test_a_loop_that_steps_on_its_first_batch_is_told_of_the_batches_that_it_counts(caplog):
+    """`if i % 4 == 0: engine.step()`: the first step comes after one batch."""
+    engine = make_engine({"gradient_accumulation": 4}, loader=make_loader(64, 4))
+    for number, (x, y) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(x), y))
+        if number % 4 == 0:
+            engine.step()
+        assert ("engine.step() came after 4 batches" in caplog.text) == (number >= 8)
+
+
 @pytest.mark.parametrize("own_loader", [False, True])
 def test_several_forwards_or_losses_of_a_batch_are_no_batches(own_loader, caplog):
     """Two views and one loss; a batch with two losses; one in chunks; a batch that is passed over; a leftover."""
