@@ -72,23 +72,23 @@ class ApexPrecision(Precision):
             handle = amp._amp_state.handle
             handle._enable_caching = False  # since torch 1.10 an IndexError where a weight is used twice
             # Last first: of a function that was replaced twice the first original stays.
-            for place, name, original in reversed(handle._all_wrappers):
-                self._functions[place, name] = original, getattr(place, name)
+            for owner, name, original in reversed(handle._all_wrappers):
+                self._functions[owner, name] = original, getattr(owner, name)
             self._functions[nn.modules.rnn, "_VF"] = rnn_functions, vars(nn.modules.rnn)["_VF"]
-            for (place, name), (original, _) in self._functions.items():
-                setattr(place, name, original)
+            for (owner, name), (original, _) in self._functions.items():
+                setattr(owner, name, original)
 
     @contextmanager
     def autocast(self, enabled: bool = True) -> Iterator[None]:
         replace = enabled and self.recipe.autocast
-        before = [(place, name, getattr(place, name)) for place, name in self._functions]
-        for (place, name), pair in self._functions.items():
-            setattr(place, name, pair[replace])
+        before = [(owner, name, getattr(owner, name)) for owner, name in self._functions]
+        for (owner, name), pair in self._functions.items():
+            setattr(owner, name, pair[replace])
         try:
             yield
         finally:
-            for place, name, function in before:
-                setattr(place, name, function)
+            for owner, name, function in before:
+                setattr(owner, name, function)
 
     backward = autocast
 

@@ -74,12 +74,12 @@ _BANNED_FUNCTIONAL = ("binary_cross_entropy",)
 
 def _listed() -> Iterator[tuple[Cast, Any, Iterable[str]]]:
     """(cast, module or class, names). Names that torch or Tensor does not have are skipped: not all exist on both."""
-    for place in (torch, torch.Tensor):
-        yield Cast.HALF, place, _HALF
-        yield Cast.FLOAT, place, _FLOAT
-        yield Cast.WIDEST, place, _WIDEST
-        yield Cast.NOT_HALF, place, [name + "_" for name in _FLOAT]
-        yield Cast.SELF, place, [name + "_" for name in (*_HALF, *_WIDEST)]
+    for owner in (torch, torch.Tensor):
+        yield Cast.HALF, owner, _HALF
+        yield Cast.FLOAT, owner, _FLOAT
+        yield Cast.WIDEST, owner, _WIDEST
+        yield Cast.NOT_HALF, owner, [name + "_" for name in _FLOAT]
+        yield Cast.SELF, owner, [name + "_" for name in (*_HALF, *_WIDEST)]
     yield Cast.HALF, torch, _RNNS
     yield Cast.HALF, F, _HALF_FUNCTIONAL
     yield Cast.FLOAT, F, _FLOAT_FUNCTIONAL
@@ -90,7 +90,7 @@ def _listed() -> Iterator[tuple[Cast, Any, Iterable[str]]]:
 
 
 O1_LISTS = MappingProxyType(
-    {getattr(place, name): cast for cast, place, names in _listed() for name in names if hasattr(place, name)}
+    {getattr(owner, name): cast for cast, owner, names in _listed() for name in names if hasattr(owner, name)}
 )
 """The cast of each listed function, by the function object that torch passes to a TorchFunctionMode.
 

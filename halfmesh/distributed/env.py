@@ -15,7 +15,7 @@ from ..errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessEnv:
     """Which process of how many this is, and which on its machine."""
 
     rank: int
@@ -40,9 +40,9 @@ class Launcher:
     world_size: str
     local_rank: str
 
-    def read_place(self) -> Place:
-        """This process's place. Raises LaunchError if a variable is missing or not a number."""
-        return Place(self._read(self.rank), self._read(self.world_size), self._read(self.local_rank))
+    def read(self) -> ProcessEnv:
+        """This process. Raises LaunchError if a variable is missing or not a number."""
+        return ProcessEnv(self._read(self.rank), self._read(self.world_size), self._read(self.local_rank))
 
     def _read(self, variables: str) -> int:
         names = variables.split("|")
@@ -76,32 +76,32 @@ OPENMPI = Launcher(
 STARTED_BY = {"SLURM_STEP_NUM_TASKS": SLURM, "OMPI_COMM_WORLD_SIZE": OPENMPI}
 
 
-def find_place() -> Place:
-    """The place in torchrun's variables, else in an existing process group, else a world of one.
+def find_process() -> ProcessEnv:
+    """This process by torchrun's variables, else in an existing process group, else a world of one.
 
     Raises:
         LaunchError: incomplete variables; or srun or mpirun started several processes, and torchrun none.
     """
     if any(name in os.environ for name in (TORCHRUN.rank, TORCHRUN.world_size, TORCHRUN.local_rank)):
-        return TORCHRUN.read_place()
+        return TORCHRUN.read()
     if dist.is_initialized():
         rank = dist.get_rank()
-        return Place(rank, dist.get_world_size(), rank % max(1, torch.cuda.device_count()))
+        return ProcessEnv(rank, dist.get_world_size(), rank % max(1, torch.cuda.device_count()))
     for variable, launcher in STARTED_BY.items():
         if os.environ.get(variable, "1") not in ("", "1"):
             raise LaunchError(
                 f"{variable}={os.environ[variable]}: several processes were started, each of which would train alone; "
                 f"use {launcher.function} instead, or start with: {TORCHRUN.command}"
             )
-    return Place(0, 1, 0)
+    return ProcessEnv(0, 1, 0)
 
 
-def find_places(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The place of `rank` on each axis of a mesh of these sizes, outermost first."""
-    places = {}
+def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The coordinate of `rank` on each axis of a mesh of these sizes, outermost first."""
+    coordinates = {}
     for axis, size in reversed(list(sizes.items())):
-        rank, places[axis] = divmod(rank, size)
-    return places
+        rank, coordinates[axis] = divmod(rank, size)
+    return coordinates
 
 
 NAMED = 4
@@ -110,7 +110,7 @@ NAMED = 4
 
 @dataclass(frozen=True)
 class RankNames:
-    """How messages name a rank: by its number and its place in the mesh.
+    """How messages name a rank: by its number and its coordinates in the mesh.
 
     Args:
         sizes: of the axes of the mesh, outermost first.
@@ -120,21 +120,23 @@ class RankNames:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def has_places(self) -> bool:
+    def has_coordinates(self) -> bool:
         """True if ranks have coordinates, too: not with data parallelism alone, or where sizes do not fit."""
         return math.prod(self.sizes.values()) == self.world_size > self.sizes.get("dp", 1)
 
     def name(self, rank: int) -> str:
         """`rank 3`, or `rank 3 (dp 1, tp 1)`; axes of size 1 are left out."""
-        if not self.has_places:
+        if not self.has_coordinates:
             return f"rank {rank}"
-        places = find_places(rank, self.sizes)
-        return f"rank {rank} ({', '.join(f'{axis} {places[axis]}' for axis, size in self.sizes.items() if size > 1)})"
+        coordinates = coordinates_of(rank, self.sizes)
+        return (
+            f"rank {rank} ({', '.join(f'{axis} {coordinates[axis]}' for axis, size in self.sizes.items() if size > 1)})"
+        )
 
     def names(self, ranks: Iterable[int]) -> str:
         """Several ranks, in order; many of them as `ranks 0-3, 7`."""
         some = sorted(ranks)
-        return ", ".join(map(self.name, some)) if self.has_places and len(some) <= NAMED else list_ranks(some)
+        return ", ".join(map(self.name, some)) if self.has_coordinates and len(some) <= NAMED else list_ranks(some)
 
 
 def list_ranks(ranks: Iterable[int]) -> str:

@@ -123,7 +123,7 @@ class FailureWatch:
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_rank = os.getpid() == self._pid and not self._ending.is_set()  # a forked child is none
         is_lost, lines = may_be_of_peer(error), "".join(traceback.format_exception(error)).rstrip()
-        if is_rank and not is_lost and self._names.has_places:
+        if is_rank and not is_lost and self._names.has_coordinates:
             error.add_note(f"raised on {self._name}")
         self._previous_hook(kind, error, trace)
         if not is_rank:

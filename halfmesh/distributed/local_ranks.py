@@ -157,8 +157,8 @@ class LocalRanks:
             port = free_port()
             inherited = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
             for rank, (_, pipe) in enumerate(self._members):
-                place = (rank, rank, self.world_size, self.world_size, "127.0.0.1", port)
-                launch = dict(zip(LAUNCH_VARIABLES, map(str, place), strict=True)) if self.world_size > 1 else {}
+                values = (rank, rank, self.world_size, self.world_size, "127.0.0.1", port)
+                launch = dict(zip(LAUNCH_VARIABLES, map(str, values), strict=True)) if self.world_size > 1 else {}
                 around = {**inherited, **launch}, os.getcwd(), sys.path
                 with contextlib.suppress(ConnectionError):  # it died: `wait` says why
                     pipe.send_bytes(pickle.dumps((self._call, group, around)))
@@ -199,12 +199,12 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._members[rank][0].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        places: dict[str, list[int]] = {}
+        ranks_at: dict[str, list[int]] = {}
         for rank in hung:
             path = Path(self._folder, f"stacks_{rank}")
             _, _, stack = (path.read_text() if path.exists() else "").rpartition("(most recent call first):\n")
-            places.setdefault(stack.rstrip(), []).append(rank)  # of the main thread, which comes last
-        where = "".join(f"\n{list_ranks(ranks)} at:\n{stack}" for stack, ranks in places.items())
+            ranks_at.setdefault(stack.rstrip(), []).append(rank)  # of the main thread, which comes last
+        where = "".join(f"\n{list_ranks(ranks)} at:\n{stack}" for stack, ranks in ranks_at.items())
         reason = f"had not ended after {self._timeout:g} s"
         return RankError(hung[0], reason, reason + where, hung=True)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .env import Place, RankNames
+from .env import ProcessEnv, RankNames
 from .failures import FailureWatch
 
 
@@ -63,7 +63,7 @@ class OwnedGroup:
 
 
 def make_group(
-    place: Place,
+    process: ProcessEnv,
     address: Address | None,
     device: torch.device,
     timeout_s: float,
@@ -71,7 +71,7 @@ def make_group(
     names: RankNames,
     alone: bool = False,
 ) -> OwnedGroup | None:
-    """Join the process group of `place`, at `address` or at the one in torchrun's variables.
+    """Join the process group of `process`, at `address` or at the one in torchrun's variables.
 
     None if there was nothing to make: a world of 1, or a group of the user's own.
 
@@ -84,28 +84,28 @@ def make_group(
     Raises:
         LaunchError: no group within `timeout_s`, or no such backend.
     """
-    if dist.is_initialized() or (place.world_size == 1 and not alone):
+    if dist.is_initialized() or (process.world_size == 1 and not alone):
         return None
     wait_for_threads_at_exit()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = _make_store(place, address, timeout)
+        store = _make_store(process, address, timeout)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=process.rank,
+            world_size=process.world_size,
             timeout=timeout,
             device_id=device if "nccl" in backend else None,
         )
         host = None if address is None and _agent_hosts_store() else 0
-        return OwnedGroup(FailureWatch(store, place.rank, names, host, timeout_s))
+        return OwnedGroup(FailureWatch(store, process.rank, names, host, timeout_s))
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
         raise LaunchError(
-            f"rank {place.rank} of {place.world_size} could not join the {backend} process group at {where} within "
-            f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
+            f"rank {process.rank} of {process.world_size} could not join the {backend} process group at {where} within "
+            f"{timeout_s:g} s: {error}. All {process.world_size} processes have to be started with the same host and "
             "port, which is free on rank 0's machine"
         ) from error
 
@@ -126,7 +126,7 @@ def _let_threads_finish() -> None:
     time.sleep(0.1)
 
 
-def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
+def _make_store(process: ProcessEnv, address: Address | None, timeout: timedelta) -> dist.Store:
     """A part of the store at `address` that only this group uses: a store outlives a group, whose ranks' addresses
     would be taken for those of the next one."""
     part = f"group_{next(_numbers)}"
@@ -136,11 +136,11 @@ def _make_store(place: Place, address: Address | None, timeout: timedelta) -> di
     where = address or Address(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
     if where not in _hosted:
         if address is None:
-            _hosted[where], _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+            _hosted[where], _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         else:
             host = address.host.strip("[]")  # an IPv6 address as in a URL
-            is_host = place.rank == 0
-            _hosted[where] = dist.TCPStore(host, address.port, place.world_size, is_host, timeout=timeout)
+            is_host = process.rank == 0
+            _hosted[where] = dist.TCPStore(host, address.port, process.world_size, is_host, timeout=timeout)
     _hosted[where].set_timeout(timeout)
     return dist.PrefixStore(part, _hosted[where])
 

@@ -92,13 +92,13 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> bytes:
     os.chdir(directory)
     sys.path[:] = path
     torch.set_num_threads(1)
-    place = torch.device("cuda", rank) if device == "cuda" else None
-    if place is not None:
-        torch.cuda.set_device(place)
+    gpu = torch.device("cuda", rank) if device == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     if group is not None:  # its time limit is later than the parent's, which has the stacks
         store, seconds = group
-        backend, limit = "gloo" if place is None else "nccl", timedelta(seconds=seconds + 60)
-        dist.init_process_group(backend, store, limit, world_size, rank, device_id=place)
+        backend, limit = "gloo" if gpu is None else "nccl", timedelta(seconds=seconds + 60)
+        dist.init_process_group(backend, store, limit, world_size, rank, device_id=gpu)
     function, args = pickle.loads(call)
     return pickle.dumps(function(*args))
 

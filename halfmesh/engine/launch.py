@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..config.config import Config
 from ..config.load import load_config
-from ..distributed.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
+from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, find_process
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
 from ..errors import LaunchError
@@ -97,7 +97,9 @@ def launch(
     """
     if local_rank is None:
         local_rank = rank % max(1, torch.cuda.device_count() or world_size)
-    return _launch(config, Place(rank, world_size, local_rank), Address(host, port), backend, seed, device, verbose)
+    return _launch(
+        config, ProcessEnv(rank, world_size, local_rank), Address(host, port), backend, seed, device, verbose
+    )
 
 
 def launch_from_torch(
@@ -112,19 +114,19 @@ def launch_from_torch(
 
     Arguments and errors as in `launch`.
     """
-    return _launch(config, find_place(), None, backend, seed, device, verbose)
+    return _launch(config, find_process(), None, backend, seed, device, verbose)
 
 
 def launch_from_slurm(config: Any, host: str, port: int, **options: Any) -> Launch:
     """Launch under srun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
-    place = SLURM.read_place()
-    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+    process = SLURM.read()
+    return launch(config, process.rank, process.world_size, host, port, local_rank=process.local_rank, **options)
 
 
 def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> Launch:
     """Launch under Open MPI's mpirun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
-    place = OPENMPI.read_place()
-    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+    process = OPENMPI.read()
+    return launch(config, process.rank, process.world_size, host, port, local_rank=process.local_rank, **options)
 
 
 def ensure_process_group(config: Config, device: torch.device, names: RankNames, alone: bool) -> OwnedGroup | None:
@@ -149,9 +151,9 @@ def ensure_process_group(config: Config, device: torch.device, names: RankNames,
                 f"({there}): make it with init_process_group({GLOO_NCCL!r}), or leave that to initialize"
             )
         return next((group for group in _shared if group.is_there), None)
-    place = find_place()
-    address = Address("localhost", 0) if alone and place.world_size == 1 else None  # 0: any port
-    group = make_group(place, address, device, config.timeout, backend, names, alone)
+    process = find_process()
+    address = Address("localhost", 0) if alone and process.world_size == 1 else None  # 0: any port
+    group = make_group(process, address, device, config.timeout, backend, names, alone)
     _shared[:] = [] if group is None else [group]
     return group
 
@@ -168,7 +170,7 @@ def expected_world_size() -> int:
     Raises:
         LaunchError: the variables contradict each other.
     """
-    return dist.get_world_size() if dist.is_initialized() else find_place().world_size
+    return dist.get_world_size() if dist.is_initialized() else find_process().world_size
 
 
 def choose_device(device: torch.device | str | None = None, local_rank: int | None = None) -> torch.device:
@@ -224,7 +226,7 @@ def get_default_parser() -> argparse.ArgumentParser:
 
 def _launch(
     config: Any,
-    place: Place,
+    process: ProcessEnv,
     address: Address | None,
     backend: str | None,
     seed: int | None,
@@ -234,15 +236,15 @@ def _launch(
     with recorded_for_torchrun():
         loaded = load_config(config)
         loaded = loaded if seed is None else loaded.replace(seed=seed)
-        chosen = choose_device(device, place.local_rank)
-        names = loaded.parallel.dims(place.world_size).rank_names
+        chosen = choose_device(device, process.local_rank)
+        names = loaded.parallel.dims(process.world_size).rank_names
         backend = backend or choose_backend(loaded, chosen)
-        group = make_group(place, address, chosen, loaded.timeout, backend, names)
+        group = make_group(process, address, chosen, loaded.timeout, backend, names)
     _set_seeds(loaded.seed)
     if verbose:
         how = dist.get_backend() if dist.is_initialized() else "no process group"
-        get_logger().info("world of %d (%s), device %s, seed %d", place.world_size, how, chosen, loaded.seed)
-    return Launch(loaded, chosen, place.rank, place.world_size, place.local_rank, group)
+        get_logger().info("world of %d (%s), device %s, seed %d", process.world_size, how, chosen, loaded.seed)
+    return Launch(loaded, chosen, process.rank, process.world_size, process.local_rank, group)
 
 
 def _set_seeds(seed: int) -> None:

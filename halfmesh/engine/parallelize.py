@@ -229,11 +229,11 @@ class ParallelModel:
     def placement(self, shard: ParamShard) -> Placement:
         """The region of the full model's parameter that `shard`, one of those made here, holds."""
         source = shard.param if shard.source is None else shard.source.param
-        place = whole(source.shape)
+        region = whole(source.shape)
         for axis in self.axes.values():
             if (split := axis.splits.get(shard.model_param)) is not None:
-                place = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
-        return place if shard.source is None else self.data.placement(shard, place)
+                region = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
+        return region if shard.source is None else self.data.placement(shard, region)
 
     def first_names(self, model: nn.Module) -> dict[str, str]:
         """For each name of a parameter or buffer in the full model, the first name of the same tensor there."""

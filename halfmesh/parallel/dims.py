@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..distributed.env import RankNames, find_places
+from ..distributed.env import RankNames, coordinates_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis."""
-        return find_places(rank, self.sizes)
+        return coordinates_of(rank, self.sizes)
 
 
 def in_words(sizes: Mapping[str, int]) -> str:

@@ -77,10 +77,10 @@ def same_on_ranks(tree: Any, group: dist.ProcessGroup | None = None, what: str =
             rank of the group.
     """
     everyone = gather_objects(digest(tree), group)
-    others = [place for place, theirs in enumerate(everyone) if theirs != everyone[0]]
+    others = [index for index, theirs in enumerate(everyone) if theirs != everyone[0]]
     if others and what:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        raise InputError(what.replace("{ranks}", list_ranks(ranks[place] for place in others)))
+        raise InputError(what.replace("{ranks}", list_ranks(ranks[index] for index in others)))
     return not others
 
 

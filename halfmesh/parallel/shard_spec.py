@@ -121,8 +121,8 @@ class Placement:
         found: list[Box] = []
         for begin, offsets, sizes in _boxes([shape[dim] for dim in order], start, stop):
             at, size = ([0] * len(order) for _ in range(2))
-            for place, dim in enumerate(order):
-                at[dim], size[dim] = offsets[place], sizes[place]
+            for index, dim in enumerate(order):
+                at[dim], size[dim] = offsets[index], sizes[index]
             found += self._within(at, size, Run(begin - start, tuple(sizes), order)).regions
         return replace(self, regions=tuple(found))
 
@@ -146,7 +146,7 @@ def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run | No
     if any(a >= b for a, b in zip(first, last, strict=True)):
         return None
     return Box(
-        tuple(place + f - s for place, f, s in zip(region.at, first, region.start, strict=True)),
+        tuple(offset + f - s for offset, f, s in zip(region.at, first, region.start, strict=True)),
         tuple(b - a for a, b in zip(first, last, strict=True)),
         tuple(f - a for f, a in zip(first, at, strict=True)),
         run,

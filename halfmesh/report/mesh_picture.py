@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.env import find_places
+from ..distributed.env import coordinates_of
 from ..parallel.dims import in_words
 from ..parallel.registries import AXES, DATA_STRATEGIES
 
@@ -23,7 +23,7 @@ _LETTERS = 24
 
 def describe_shards(parallel: ParallelConfig, sizes: Mapping[str, int], rank: int) -> str:
     """The shard of its modules that `rank` holds: "tensor 1/2, fsdp 3/4"; "" if they are not sharded."""
-    coordinates = find_places(rank, sizes)
+    coordinates = coordinates_of(rank, sizes)
     axes = {name: AXES.get(name) for name in parallel.sizes}
     shards = [
         f"{name} {coordinates[axis.dim] + 1}/{sizes[axis.dim]}"
@@ -72,7 +72,7 @@ def draw(sizes: Mapping[str, int], describe: Callable[[int], Sequence[str]], nod
     title = f"{total:,} rank{'s' if total > 1 else ''}: {in_words(sizes)}"
     title += f" ({total - len(lines):,} are not drawn)" if total > len(lines) else ""
     names = ["" if row is None else f"{outer} {row}" for row in _pick(count)]
-    heads = ["" if n is None else _head(find_places(n, dict(others)), dict(others)) for n in columns]
+    heads = ["" if n is None else _head(coordinates_of(n, dict(others)), dict(others)) for n in columns]
     return load_template("mesh.svg").render(
         title=title, names=names, heads=heads, rows=rows, lines=lines, node=node or total, shows_nodes=node is not None
     )

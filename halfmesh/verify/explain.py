@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 
     order: int
     key: Key
-    apart: float
+    distance: float
     allowed: float
     ranks: tuple[int, ...]
     text: str = ""
@@ -87,7 +87,7 @@ def explain(
     key, drawn = finding.key, drawn_in(store)
     factor = None if finding.text else _common_factor(measures, key.update)
     what, module, where = _where(store, key, same, factor)
-    where = finding.text or f"{where} by {finding.apart:.1e} (allowed {finding.allowed:.0e})"
+    where = finding.text or f"{where} by {finding.distance:.1e} (allowed {finding.allowed:.0e})"
     if finding.ranks:
         where += f" on {list_ranks(finding.ranks)}"
     signs = {"copies"}
@@ -102,7 +102,7 @@ def explain(
     rows = (row[2:] for row in CAUSES if what in row[0].split() and signs.issuperset(row[1].split()))
     cause, advice = next(rows, ("", ""))
     cause = cause.format(factor=factor, drawn=", ".join(drawn))
-    return Difference(key.update, what, module, finding.apart, finding.allowed, finding.ranks, where, cause, advice)
+    return Difference(key.update, what, module, finding.distance, finding.allowed, finding.ranks, where, cause, advice)
 
 
 def _where(store: Store, key: Key, same: Sequence[Key], factor: float | None) -> tuple[str, str, str]:

@@ -42,14 +42,14 @@ def judge(
         overflows: the update whose gradients are inf.
         is_complete: these are all ranks, and their runs have ended.
     """
-    apart = differences(store, measures, limits.updates)
-    apart |= _factors(store, measures, apart)
+    distances = differences(store, measures, limits.updates)
+    distances |= _factors(store, measures, distances)
     if is_complete:
-        apart |= {key: {rank.rank: 1.0 for rank in measures} for key in _missing(store, apart)}
+        distances |= {key: {rank.rank: 1.0 for rank in measures} for key in _missing(store, distances)}
     order = {key: number for number, key in enumerate(store.index)}
     largest: dict[str, float] = {}
     found = [*_copies(measures, order), *_figures(store, measures, limits, reduction)]
-    for key, by_rank in apart.items():
+    for key, by_rank in distances.items():
         if key.update == overflows and key.what in INFINITE:
             continue
         allowed, worst = limits.allowed(key), max(by_rank.values())
@@ -65,7 +65,7 @@ def judge(
     skipped = {
         f"{key.what} of {key.name or 'the model'}": why for rank in measures for key, why in rank.skipped.items()
     }
-    return Phase("", "", first is None, first, len(apart), skipped, largest)
+    return Phase("", "", first is None, first, len(distances), skipped, largest)
 
 
 def _when(finding: Finding) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def differences(store: Store, measures: Sequence[Measures], updates: float) -> d
     return {key: {rank: relative(key, m) for rank, m in by_rank.items()} for key, by_rank in found.items()}
 
 
-def _factors(store: Store, measures: Sequence[Measures], apart: Mapping[Key, Any]) -> dict[Key, dict[int, float]]:
+def _factors(store: Store, measures: Sequence[Measures], distances: Mapping[Key, Any]) -> dict[Key, dict[int, float]]:
     """Gradients of outputs which are another multiple of the reference's on this rank than on the rank that comes first
     in the backward of their call, as where a gradient is scaled on its way from stage to stage."""
     order, found = {key: number for number, key in enumerate(store.index)}, dict[Key, dict[int, float]]()
@@ -110,17 +110,17 @@ def _factors(store: Store, measures: Sequence[Measures], apart: Mapping[Key, Any
         ranks = {rank.rank: rank.factors[call] for rank in measures if call in rank.factors}
         _, first = min(ranks.values(), key=lambda item: order[item[0]])
         for rank, (key, factor) in ranks.items():
-            by_rank = found.setdefault(key, dict(apart.get(key, {})))
+            by_rank = found.setdefault(key, dict(distances.get(key, {})))
             by_rank[rank] = max(by_rank.get(rank, 0.0), abs(factor / first - 1) if first else 0.0)
     return found
 
 
-def _missing(store: Store, apart: Mapping[Key, Any]) -> Iterator[Key]:
+def _missing(store: Store, distances: Mapping[Key, Any]) -> Iterator[Key]:
     """Gradients that the reference has, and no rank."""
     tensors = {key: store.get(key) for key in store.index if key.what == "gradient"}
     norms = {key: float(tensor.double().norm()) for key, tensor in tensors.items() if tensor is not None}
     most = max(norms.values(), default=0.0)
-    return (key for key, norm in norms.items() if key not in apart and norm > FLOOR * most)
+    return (key for key, norm in norms.items() if key not in distances and norm > FLOOR * most)
 
 
 def _figures(store: Store, measures: Sequence[Measures], limits: Limits, reduction: str) -> Iterator[Finding]:
@@ -137,14 +137,14 @@ def _figures(store: Store, measures: Sequence[Measures], limits: Limits, reducti
                 yield Finding(0, key, math.inf, 0.0, unlike, text)
             elif theirs is not None:
                 allowed = limits.allowed(key._replace(name="")) if key.what == "norm" else 0.0
-                if not (apart := _distance(float(mine or 0), float(theirs))) <= allowed:
+                if not (distance := _distance(float(mine or 0), float(theirs))) <= allowed:
                     text = f"{name} is {mine}, and in the reference {theirs}"
-                    yield Finding(0, key, apart, allowed, ranks, text)
+                    yield Finding(0, key, distance, allowed, ranks, text)
         mine, theirs = (loss_of(runs, update, reduction) for runs in (measures, [store]))
         key = Key(update, 0, "loss", "")
-        if not (apart := _distance(mine, theirs)) <= (allowed := limits.allowed(key)):
+        if not (distance := _distance(mine, theirs)) <= (allowed := limits.allowed(key)):
             text = f"the loss is {mine:.8g}, and in the reference {theirs:.8g}"
-            yield Finding(0, key, apart, allowed, ranks, text)
+            yield Finding(0, key, distance, allowed, ranks, text)
 
 
 def _distance(mine: float, theirs: float) -> float:

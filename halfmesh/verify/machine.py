@@ -216,9 +216,9 @@ def verify_machine(device: str | None = None, quick: bool = False) -> MachineRep
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     ranks = max(1, gpus - gpus % 2) if gpus else CPU_RANKS
     float8 = find_spec("torchao") is not None and (not gpus or has_float8(torch.device("cuda", 0)))
-    place = f"{ranks} of {gpus} x {torch.cuda.get_device_name(0)}, NCCL" if gpus else f"{os.cpu_count()} cores, gloo"
+    devices = f"{ranks} of {gpus} x {torch.cuda.get_device_name(0)}, NCCL" if gpus else f"{os.cpu_count()} cores, gloo"
     about = {
-        "devices": place,
+        "devices": devices,
         "versions": f"halfmesh {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "system": platform.platform(),
     }

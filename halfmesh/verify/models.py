@@ -41,7 +41,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Each token goes to all experts, with weights of its own: rounding does not choose them."""
+    """Each token goes to all experts, each with a separate weight: rounding does not choose them."""
 
     def __init__(self) -> None:
         super().__init__()

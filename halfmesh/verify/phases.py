@@ -81,7 +81,7 @@ def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **o
     """Prove on this machine that a layout trains what a script trains as one process does.
 
     It runs on the ranks of the layout, where what each data rank uses is kept; in one process, which gets that of all
-    data ranks together in place of its own; and on the ranks again, with what was kept. So neither seeds nor batches
+    data ranks together in place of one rank's; and on the ranks again, with what was kept. So neither seeds nor batches
     that depend on the number of ranks make a difference.
 
     Args:
@@ -196,7 +196,7 @@ class Work:
             if not given.is_script:
                 raise
             if case.dtype is not None and re.search("double|float64", error.reason, re.IGNORECASE):
-                notes.append(f"{given.path.name} has dtypes of its own, so float32 in place of float64: {error.reason}")
+                notes.append(f"{given.path.name} sets dtypes itself, so float32 in place of float64: {error.reason}")
                 return self._survey(replace(case, dtype=None), notes)
             if error.refusal:
                 raise RefusedError(error.refusal) from None
@@ -208,7 +208,7 @@ class Work:
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
         """In float64: beside one process, whose batch is whole; and beside one that accumulates. In float32, of a
-        script that has dtypes of its own."""
+        script that sets dtypes itself."""
         began, whole, parts = time.monotonic(), folder / "whole", folder / "parts"
         case = replace(case, config=layout.structure(case.config))
         if case.dtype is None:

@@ -176,12 +176,12 @@ class EngineRecorder(Recorder):
 
     def before_forward(self, args: Any, kwargs: Any) -> None:
         """See `EngineHook`."""
-        index, place = self._engine._accumulation.index, self._engine.context
+        index, context = self._engine._accumulation.index, self._engine.context
         if self._engine.model.training and index != self._position:
             if self._position < 0 and self.update:
                 self.weights("begin", self.update)
             self._position = index
-            self.begin(self.update, index * place.dp_size + place.dp_rank)
+            self.begin(self.update, index * context.dp_size + context.dp_rank)
             self.sink.figure(self.update, self.call, "rows", count_rows((args, kwargs)))
 
     def before_backward(self, loss: Any) -> None:

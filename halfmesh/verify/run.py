@@ -231,8 +231,8 @@ def _train(case: Case, subject: Subject, make_sink: MakeSink, calls: int | None)
     engine = initialize(
         subject.model, subject.optimizer, criterion, None, config, lr_scheduler=_decay, device=case.device
     )
-    recorder, place = EngineRecorder(engine, make_sink(engine)), engine.context
-    is_last = (place.dp_rank, place.tp_rank) == (place.dp_size - 1, place.tp_size - 1) and place.is_last_stage
+    recorder, context = EngineRecorder(engine, make_sink(engine)), engine.context
+    is_last = (context.dp_rank, context.tp_rank) == (context.dp_size - 1, context.tp_size - 1) and context.is_last_stage
     engine.train()
     with engine._hooks.added(recorder):
         recorder.attach()
@@ -240,7 +240,7 @@ def _train(case: Case, subject: Subject, make_sink: MakeSink, calls: int | None)
             torch.manual_seed(update)
             criterion.overflows = update == case.overflows and is_last
             for step in range(config.gradient_accumulation):
-                own = step * place.dp_size + place.dp_rank
+                own = step * context.dp_size + context.dp_rank
                 inputs, targets = _to(case.device, subject.joined(update, own, calls or case.chunks, case.chunks))
                 args, kwargs = call_of(inputs)
                 engine.zero_grad()

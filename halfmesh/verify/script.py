@@ -1,5 +1,5 @@
-"""`halfmesh verify --script`: runs of the user's own script, unchanged, with config, engine and batches in the places
-of its own."""
+"""`halfmesh verify --script`: runs of the user's own script, unchanged, with other config, engine
+and batches."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ class ScriptRun:
         self.engine, engine.__class__, engine.run = engine, _Engine, self
         cycle = {"gradient_accumulation": engine.config.gradient_accumulation, "global_batch_size": None}
         self.config = self.config.model_copy(update=cycle)
-        place, loader = engine.context.dp_rank, engine._dataloader
-        kept = kept if self.calls else kept[place : place + 1]
+        dp_rank, loader = engine.context.dp_rank, engine._dataloader
+        kept = kept if self.calls else kept[dp_rank : dp_rank + 1]
         self._kept = kept[0] if kept else Kept(weights)
         pieces = (self.calls or case.chunks) // case.chunks
         self._tapes = {kind: _merge([getattr(one, kind) for one in kept], pieces) for kind in ("batches", "calls")}

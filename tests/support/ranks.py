@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from halfmesh.distributed.env import find_place
+from halfmesh.distributed.env import find_process
 from halfmesh.distributed.local_ranks import ENGINE, LAUNCH_VARIABLES, LocalRanks
 
 PRELOAD = [*ENGINE, "halfmesh.parallel.sharding.zero1", "halfmesh.checkpoint.dcp", "pytest"]
@@ -129,7 +129,7 @@ def end_teams() -> None:
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
     """What `fn` returns on this rank."""
     global _rank
-    place = find_place()
+    place = find_process()
     for name in LAUNCH_VARIABLES:
         os.environ.pop(name, None)
     _rank = place.rank

@@ -130,7 +130,7 @@ def test_a_loop_with_dtypes_of_its_own_is_compared_in_float32(verify):
     report = verify("dtypes")
     assert report.equal, str(report)
     assert [(phase.name, phase.dtype) for phase in report.phases] == [("structure", "float32")]
-    assert "has dtypes of its own, so float32" in report.phases[0].notes[0]
+    assert "sets dtypes itself, so float32" in report.phases[0].notes[0]
     assert "double != float" in report.phases[0].notes[0]
 
 

@@ -75,7 +75,7 @@ class PipelineParallelism(Axis):
 def _find_split_problems(config: Any) -> Iterator[str]:
     """Features that need an undivided backward, not one for a stage's inputs and a later one for its weights."""
     strategy, instead = config.parallel.data.strategy, "or schedule='interleaved'"
-    why = "computes the gradients of weights in a pass of its own"
+    why = "computes the gradients of weights in a separate pass"
     if torch.__version__ < "2.13":
         found = f"torch {torch.__version__} counts weights that a stage uses several times (a GRU, tied ones) twice"
         yield f"{why}, where {found}; use torch 2.13 or later, {instead}"

@@ -188,7 +188,7 @@ def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
     if changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
         raise InputError(
             f"{_KEY}: {changed.target} is changed in place{line} in another stage than it is first used in; change it "
-            "where it is used first, or in a module of its own"
+            "where it is used first, or in a separate module"
         )
 
 
