@@ -19,7 +19,6 @@ from ..amp.recipe import Recipe
 from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
 from ..errors import IncompatibleConfigError, InputError, counted, shorten
-from ..parallel import optimizer_checks as elementwise
 from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
@@ -32,6 +31,7 @@ from ..parallel.reducer import ReduceOptions, Reduction
 from ..parallel.registries import AXES
 from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed
 from ..parallel.shard_spec import Placement, whole
+from ..parallel.trial import find_optimizer_problem
 from ..utils.param_shard import ParamShard
 from . import compilation
 
@@ -78,7 +78,7 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         problems += _find_limited_rows(model)
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     if splits_params and not is_elementwise(optimizer):
-        problem = elementwise.find_problem(optimizer)  # of a third party's optimizer: by trying it
+        problem = find_optimizer_problem(optimizer)  # of a third party's optimizer: by trying it
         problems += [] if problem is None else [problem]
     compiled: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()

@@ -5,16 +5,16 @@ comm               messages between ranks outside training
 axis, data_strategy      the two contracts: an axis that shards the model; how data ranks replicate or shard it
 rng                random numbers that ranks share, and those that differ
 shard_spec         the boxes of the full tensor that a rank holds
+expert             experts of mixture-of-experts layers, one group on each rank
 reducer            reductions of gradients: over data ranks and other axes
 collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
 rank_checks        checks that ranks have the same values, make the same calls, and succeed together
-optimizer_checks   a test that an optimizer may step shards
+trial              what a model or an optimizer is tried out with before training
 
 tensor/            layers sharded over a tensor group
 batch_shard/       batches sharded over the ranks of an axis: the base of context and expert
 context/           sequences sharded over ranks
-expert/            experts of mixture-of-experts layers, one group on each rank
 pipeline/          stages, and microbatches that go through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp
 activations/       recomputed in backward, or kept on the host

@@ -15,11 +15,10 @@ import torch
 from torch import nn, optim
 
 from ..errors import InputError
-from ..utils.optimizer_state import change_state
+from ..utils.optimizer_state import change_state, refuse_other_state
 from ..utils.param_shard import ParamShard
 from ..utils.torch_private import assigns
 from .mesh import ParallelContext
-from .optimizer_checks import refuse_other_state
 from .rank_checks import SameCalls
 from .shard_spec import Split
 

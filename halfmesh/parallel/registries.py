@@ -16,7 +16,7 @@ SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 AXES.register_lazy("tensor", "halfmesh.parallel.tensor.apply:TensorParallelism")
 AXES.register_lazy("pipeline", "halfmesh.parallel.pipeline.axis:PipelineParallelism")
 AXES.register_lazy("context", "halfmesh.parallel.context.axis:ContextParallelism")
-AXES.register_lazy("expert", "halfmesh.parallel.expert.axis:ExpertParallelism")
+AXES.register_lazy("expert", "halfmesh.parallel.expert:ExpertParallelism")
 for _name, _strategy in {
     "replicate": "data_strategy:DataStrategy",
     "zero1": "sharding.zero1:Zero1",

@@ -1,18 +1,23 @@
-"""Trials of user code before training: a scope in which they leave no trace, and the difference of two outputs."""
+"""Trials of the user's model and optimizer before training: a scope in which they leave no trace, the difference of two
+outputs, and whether an optimizer may step a shard of a parameter."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 
-from ..utils.tensors import tensors_of
+from ..errors import InputError
+from ..utils.tensors import is_compound, tensors_of
 from ..utils.torch_private import with_memory
 from .modules import unchanged
-from .rng import random_state, same_state, set_random_state
+from .rng import CPU, random_state, same_state, set_random_state
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 """Of norms, where all is computed in fp32 and where not. Rounding does far less, but may send some tokens to other
@@ -52,3 +57,64 @@ def find_gap(expected: Any, found: Any) -> float:
             a, b = (x.detach().double().nan_to_num(0.0, 0.0, 0.0) for x in (one, other))
             gaps.append(float((a - b).norm() / a.norm().clamp_min(1e-30)))
     return max(gaps)
+
+
+_STEPS = 2
+_SIDE = 256  # of the matrix; some optimizers look at rows and columns of large ones only
+
+
+def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:
+    """The reason why `optimizer` cannot step sharded parameters; None if it can.
+
+    LAMB, Adafactor and Muon, for example, use a parameter's norm, rows or singular values: for two halves of a matrix
+    their steps differ from that for the full matrix. So a matrix is stepped both ways, and the results are compared.
+    """
+    name = type(optimizer).__name__
+    try:
+        with no_side_effects((), CPU), torch.enable_grad():
+            cells = itertools.product(optimizer.param_groups, (0, 1))
+            differs = any(_differs(optimizer, group, dim) for group, dim in cells)
+    except Exception as error:
+        return (
+            f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
+            f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense matrices"
+        )
+    if differs:
+        return (
+            f"optimizer: {name} steps a parameter as a whole (its norm, rows or columns count), so a shard would get "
+            "another step; use an elementwise one (SGD, Adam, AdamW), or tensor=1 and data='replicate'"
+        )
+    return None
+
+
+def _differs(optimizer: optim.Optimizer, group: dict[str, Any], dim: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = tensors = [torch.randn(_SIDE, _SIDE, generator=generator) for _ in range(_STEPS + 1)]
+    # Halves of different magnitude, or their norms would hardly differ; another one in the weights than in gradients.
+    for tensor in tensors:
+        tensor.narrow(dim, 0, _SIDE // 2).mul_(3.0 if tensor is start else 9.0)
+    whole = _stepped(optimizer, group, start, grads)
+    parts = zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True)
+    halves = [_stepped(optimizer, group, part, list(grads)) for part, *grads in parts]
+    return not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-4, atol=1e-6)
+
+
+def _stepped(
+    optimizer: optim.Optimizer, group: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
+) -> torch.Tensor:
+    """`start` after a step with each of `grads`, by a copy of `optimizer` with the settings of `group`."""
+    param = nn.Parameter(start.clone())
+    trial = copy.copy(optimizer)
+    # Not the group's learning rate, which may be 0 at the start of a warm-up.
+    lr = torch.tensor(0.1) if isinstance(group.get("lr"), torch.Tensor) else 0.1
+    trial.state, trial.param_groups = defaultdict(dict), [{**group, "lr": lr, "params": [param]}]
+    for name, value in vars(optimizer).items():  # settings that an optimizer keeps outside of its groups
+        if isinstance(value, (bool, int, float, str)):
+            vars(trial).setdefault(name, value)
+    for grad in grads:
+        param.grad = grad.clone()
+        type(optimizer).step(trial)  # not the instance's: a scheduler may have wrapped it
+    for key, value in trial.state[param].items():
+        if is_compound(value):
+            raise InputError(f"it keeps {key!r} as a {type(value).__name__}, in blocks that shards would cut elsewhere")
+    return param.detach()

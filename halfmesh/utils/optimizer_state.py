@@ -104,3 +104,16 @@ def _find_inner(held: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             yield from _find_inner({**vars(value), "state": (), "param_groups": ()}, seen)
         elif isinstance(value, (list, tuple, set, Mapping)):
             yield from _find_inner(value, seen)
+
+
+def refuse_other_state(optimizer: optim.Optimizer) -> None:
+    """Raise InputError if `optimizer`, whose parameters are shards, holds state of another shape: fused optimizers
+    would read beyond the shard's memory."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
+                raise InputError(
+                    f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)} for a parameter of "
+                    f"which this rank holds {tuple(param.shape)}; load what the same rank saved in the same layout, or "
+                    "load the whole state into the optimizer before initialize"
+                )

@@ -9,7 +9,7 @@ from halfmesh.config.composition import Finding
 from halfmesh.config.load import load_config
 from halfmesh.parallel.axis import PlanInputs
 from halfmesh.parallel.context.axis import ContextOptions, ContextParallelism
-from halfmesh.parallel.expert.axis import ExpertOptions, ExpertParallelism
+from halfmesh.parallel.expert import ExpertOptions, ExpertParallelism
 from halfmesh.parallel.tensor.plans import resolve
 
 from .cells import Cell, every

@@ -84,7 +84,7 @@ SHARDED_BATCHES = (
     ),
     Fault(
         "a rank without tokens for its experts sends nothing back",
-        "parallel/expert/axis.py",
+        "parallel/expert.py",
         " + 0 * own",
         "",
         ("tests/parallel/expert/test_expert_parallel.py::test_parity[ranks without tokens]",),

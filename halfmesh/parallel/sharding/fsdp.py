@@ -16,12 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import InputError, shorten
-from ...utils.optimizer_state import repoint
+from ...utils.optimizer_state import refuse_other_state, repoint
 from ...utils.param_shard import ParamShard, set_compute_dtype
 from ...utils.torch_private import has_grad_hooks, move_module
 from ..axis import shard_loaded_state
 from ..data_strategy import DataStrategy, StrategyInputs
-from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
 from .fsdp_reducer import FSDPReducer
 from .fsdp_wrap import CastGather, WriteWatch, can_be_sharded, find_units, make_mesh, prefetch, unowned_params, wrap

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, shorten
-from ...utils.optimizer_state import repoint
+from ...utils.optimizer_state import refuse_other_state, repoint
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
-from ..optimizer_checks import refuse_other_state
 from ..reducer import Bucket, Reducer, give_grads, make_buckets
 from ..shard_spec import Placement
 

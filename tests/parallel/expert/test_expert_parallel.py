@@ -15,7 +15,7 @@ import halfmesh
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.parallel.axis import PlanInputs
-from halfmesh.parallel.expert.axis import ExpertOptions, ExpertParallelism
+from halfmesh.parallel.expert import ExpertOptions, ExpertParallelism
 from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.whole import close_whole

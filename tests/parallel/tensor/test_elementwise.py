@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from halfmesh.parallel.optimizer_checks import find_problem
+from halfmesh.parallel.trial import find_optimizer_problem
 from tests.support.updates import OPTIMIZERS
 
 
@@ -30,9 +30,9 @@ def test_elementwise_ones_pass(name):
     optimizer = {**OPTIMIZERS, **MORE}[name](make_params())
     if optimizer.state:
         pytest.skip("this torch gives it state when it is built, which a trial lacks; of torch's own it is not asked")
-    assert find_problem(optimizer) is None
+    assert find_optimizer_problem(optimizer) is None
     optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step
-    assert find_problem(optimizer) is None
+    assert find_optimizer_problem(optimizer) is None
 
 
 class Own(optim.SGD):
@@ -69,7 +69,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_those_that_look_at_a_whole_parameter_are_found(name):
-    found = find_problem(WHOLE[name](make_params(), lr=0.1)) or ""
+    found = find_optimizer_problem(WHOLE[name](make_params(), lr=0.1)) or ""
     assert "steps a parameter as a whole (its norm, rows or columns count)" in found
 
 
@@ -82,15 +82,15 @@ def test_one_group_of_many_is_enough():
                     param.data.sub_(param.grad / scale, alpha=group["lr"])
 
     groups = [{"params": [param], "normalizes": bool(index)} for index, param in enumerate(make_params())]
-    assert "Mixed steps a parameter as a whole" in (find_problem(Mixed(groups, lr=0.1)) or "")
+    assert "Mixed steps a parameter as a whole" in (find_optimizer_problem(Mixed(groups, lr=0.1)) or "")
     groups[1]["normalizes"] = False
-    assert find_problem(Mixed(groups, lr=0.1)) is None
+    assert find_optimizer_problem(Mixed(groups, lr=0.1)) is None
 
 
 def test_what_cannot_be_tried():
     for make in (optim.LBFGS, optim.SparseAdam):
         words = f"could not test on a matrix whether {make.__name__} can step sharded parameters"
-        assert words in (find_problem(make(make_params())) or "")
+        assert words in (find_optimizer_problem(make(make_params())) or "")
 
 
 TIMM = {
@@ -105,7 +105,7 @@ TIMM = {
 @pytest.mark.parametrize("name", TIMM)
 def test_optimizers_of_timm(name):
     timm_optim = pytest.importorskip("timm.optim")
-    found = find_problem(timm_optim.create_optimizer_v2(nn.Linear(4, 4), opt=name, lr=0.01)) or ""
+    found = find_optimizer_problem(timm_optim.create_optimizer_v2(nn.Linear(4, 4), opt=name, lr=0.01)) or ""
     assert TIMM[name] in found
     assert bool(found) == bool(TIMM[name])
 
@@ -122,7 +122,7 @@ def test_the_optimizer_given_is_not_touched():
     before = copy.deepcopy((optimizer.state_dict(), params))
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     with torch.no_grad():
-        assert find_problem(optimizer) is None
+        assert find_optimizer_problem(optimizer) is None
     assert ran == []
     torch.testing.assert_close((optimizer.state_dict(), params), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), generators[0])
@@ -145,5 +145,5 @@ class Quantised(optim.SGD):
 
 def test_state_in_blocks_is_refused_by_name():
     pytest.importorskip("torchao")
-    found = find_problem(Quantised(make_params(), lr=torch.tensor(0.01)))
+    found = find_optimizer_problem(Quantised(make_params(), lr=torch.tensor(0.01)))
     assert "it keeps 'exp_avg' as a OptimState8bit, in blocks that shards would cut elsewhere" in found

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import shorten
-from ...options import Options, PositiveInt
-from ...utils.tensors import parameter_names
-from ...utils.torch_private import BATCH_NORMS, in_shapes_only
-from .. import collectives
-from ..axis import Axis, AxisInputs, PlanInputs
-from ..batch_shard.calls import SplitBatch
-from ..shard_spec import Split
+from ..errors import shorten
+from ..options import Options, PositiveInt
+from ..utils.tensors import parameter_names
+from ..utils.torch_private import BATCH_NORMS, in_shapes_only
+from . import collectives
+from .axis import Axis, AxisInputs, PlanInputs
+from .batch_shard.calls import SplitBatch
+from .shard_spec import Split
 
 _Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
