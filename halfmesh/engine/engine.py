@@ -16,7 +16,7 @@ from ..checkpoint import export
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
-from ..errors import InputError, NonFiniteError, refuse_closure
+from ..errors import InputError, NonFiniteError, refuse_closure, show
 from ..utils.engine_hook import Hooks, Progress
 from .ema import AveragedModel
 from .executor import DirectExecutor
@@ -175,6 +175,8 @@ class Engine:
         """
         if closure is not None:
             refuse_closure("engine.step", closure)
+        if not isinstance(last, bool):
+            raise InputError(f"engine.step(last={show(last)}): expected True or False")
         self._refuse_if_closed()
         accumulation, progress = self._accumulation, self._progress
         lr = None if self._lr.scheduler is None else self._lr

@@ -183,7 +183,10 @@ class ParallelModel:
         refuse_common_splits(self.axes)
         axes = self.axes.values()
         self.settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
-        self._split_batch = split = next((axis for axis in axes if isinstance(axis, SplitBatch)), None)
+        splitting = {name: axis for name, axis in self.axes.items() if isinstance(axis, SplitBatch)}
+        if len(splitting) > 1:
+            raise InputError(f"parallel.{' and parallel.'.join(splitting)} both shard batches; leave one of them out")
+        self._split_batch = split = next(iter(splitting.values()), None)
         self.loss_checks: list[Callable[[Any], None]] = [] if split is None else [split.check_loss]
         self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext if split is None else lambda: split.mode
         """The scope of criterion and backward."""
@@ -214,6 +217,8 @@ class ParallelModel:
             make=(lambda module: None) if late is None else late.make,
         )
         self.data = plans.strategy(inputs)
+        if late is not None:
+            late.finish()
         return self.data.shards
 
     @property

@@ -205,6 +205,11 @@ class PipelineExecutor:
             InputError: it cannot be split, or the model returns a loss.
         """
         given = self._splitter.read(call)
+        if any(tensor.requires_grad for _, tensor in given.tensors):
+            raise InputError(
+                "an input of engine(...) requires gradients, which only the first stage could give it under a "
+                "pipeline; detach it, or make what needs them a layer of the model"
+            )
         rows = self._splitter.batch_size(given)
         if not rows:
             raise InputError("engine(...) was given no tensor with a batch dim, to split into microbatches")

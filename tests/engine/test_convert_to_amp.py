@@ -133,6 +133,29 @@ def test_the_wrapper_is_the_model():
     assert average(make_data(2)[0]).shape == (2, CLASSES)
 
 
+class Second(nn.Linear):
+    """The second version of a layer; weights of the first were half as large."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_wrapper_in_another_module_keeps_the_versions_of_its_modules():
+    model = here(nn.Sequential(Second(3, 3)))
+    wrapped, *_ = convert_to_amp(model, sgd(model.parameters()), None, "torch", dtype="bfloat16")
+    outer = nn.ModuleDict({"model": wrapped})
+    weight = model[0].weight.detach().clone()
+    outer.load_state_dict(outer.state_dict())
+    assert torch.equal(model[0].weight, weight)
+    alone = nn.Sequential(Second(3, 3))
+    alone.load_state_dict(wrapped.state_dict())
+    assert torch.equal(here(alone)[0].weight, weight)
+
+
 def test_scopes_and_lists():
     x = torch.randn(2, FEATURES)
     model, *_ = converted("apex_o1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -89,6 +89,11 @@ MODELS: dict[str, tuple[Any, str]] = {
 }
 
 
+class Named(NamedTuple):
+    y: torch.Tensor
+    names: list[str]
+
+
 def misuse(rank: int, world_size: int) -> dict[str, str]:
     """Each mistake on both ranks; the engine works afterwards."""
     found: dict[str, str] = {}
@@ -108,10 +113,12 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     found["names"] = said(engine.criterion, output, y, [str(number) for number in range(8)])
     found["numpy target"] = said(engine.criterion, output, y.cpu().numpy())
     found["boxes"] = said(engine.criterion, output, here([torch.ones(i % 3, 4) for i in range(8)]))
+    found["named tuple"] = said(engine.criterion, output, Named(y, [str(number) for number in range(8)]))
     found["nothing"] = said(engine)
     found["model"] = said(engine.model, x)
     found["assigned"] = said(engine.model.load_state_dict, deep().state_dict(), assign=True)
     engine.model.load_state_dict(deep().state_dict())  # of a whole one each rank takes its part
+    found["input gradient"] = said(engine, x.clone().requires_grad_())
     engine.eval()
     found["mode"] = said(engine.backward, loss)
     engine.train()
@@ -142,6 +149,10 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     assert [n for n, _ in copy.deepcopy(model).named_parameters()] == [n for n, _ in model.named_parameters()]
     found["different"] = said(engine, x + rank)
     engine.close()
+    engine = make(model=deep(nn.BatchNorm1d(16)))
+    plain = dict(deep(nn.BatchNorm1d(16)).state_dict())  # without versions, as of a file
+    found["batch norm"] = said(engine.model.load_state_dict, plain)
+    engine.close()
     engine = make(model=deep(), criterion=None)
     found["no criterion"] = said(engine.criterion, engine(x), y)
     engine.close()
@@ -163,9 +174,12 @@ MESSAGES = {
     "names": "engine.criterion(...): weight has 8 items, as many as the batch has rows",
     "numpy target": f"engine.criterion(...): {NO_TENSOR}",
     "boxes": NO_TENSOR,
+    "named tuple": NO_TENSOR,
+    "input gradient": "an input of engine(...) requires gradients",
     "nothing": "engine(...) was given no tensor with a batch dim",
     "model": "the model itself was called, but this rank holds only stage",
     "assigned": "load without assign, or load before initialize",
+    "batch norm": "nothing",
     "mode": "the model was changed (engine.eval(), engine.train(), an attribute) between engine(...) and",
     "input changed": CHANGED,
     "target changed": CHANGED,

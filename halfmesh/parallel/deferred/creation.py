@@ -140,7 +140,7 @@ def _view(tensor: torch.Tensor) -> View | None:
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`value` as a parameter if `tensor` is one, with the attributes that the user has set on it."""
-    made = nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
+    made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     with Recording():
         of_torch = vars(nn.Parameter(torch.empty(0))).keys()
     vars(made).update((name, value) for name, value in vars(tensor).items() if name not in of_torch)
@@ -177,7 +177,7 @@ class Materializer:
     """Gives the tensors of a model that is on the meta device their values: each rank makes what it holds.
 
     Args:
-        tensors: by their names in the full model. Values go to `device`.
+        tensors: by their names in the full model. Values go to the device of `context`.
         check: is called with the name and value of each tensor of this rank; raises if the value cannot be used.
 
     Attributes:
@@ -186,12 +186,13 @@ class Materializer:
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], device: torch.device, check: Callable[[str, torch.Tensor], None]
+        self, tensors: Mapping[str, torch.Tensor], context: ParallelContext, check: Callable[[str, torch.Tensor], None]
     ) -> None:
         self.description = f"made where they are held, one of {len(tensors)} tensors at a time"
         self.cuts: Mapping[Any, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self._device, self._check = device, check
+        self._context, self._check = context, check
+        self._problems: list[str] = []
 
     def make(self, module: nn.Module) -> None:
         """Make the tensors of `module`."""
@@ -201,8 +202,20 @@ class Materializer:
                 value = self.cuts[tensor](value) if tensor in self.cuts else value
                 if value.untyped_storage().nbytes() > value.numel() * value.element_size():
                     value = value.clone(memory_format=torch.preserve_format)
-                self._check(self._names[id(tensor)], value)
-                _give(tensor, value.to(self._device, tensor.dtype))
+                try:
+                    self._check(self._names[id(tensor)], value)
+                except InputError as error:
+                    self._problems.append(str(error))
+                _give(tensor, value.to(self._context.device, tensor.dtype))
+
+    def finish(self) -> None:
+        """All tensors are made. All ranks together.
+
+        Raises:
+            InputError: on all ranks, if a value cannot be used.
+        """
+        for problem in (problem for theirs in self._context.everyone(self._problems) for problem in theirs):
+            raise InputError(problem)
 
 
 def make_materializer(
@@ -235,7 +248,7 @@ def make_materializer(
         seeds = context.from_first([op.seed for op in recording.ops])  # ranks differ if the user has not seeded torch
         for op, seed in zip(recording.ops, seeds, strict=True):
             op.seed = seed
-    return Materializer({name: t for name, t in named_tensors(model) if name in views}, context.device, check)
+    return Materializer({name: t for name, t in named_tensors(model) if name in views}, context, check)
 
 
 def materialize(model: nn.Module, optimizer: Any = None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,14 @@ from ...utils.torch_private import call_hooks
 from ..modules import comes_from
 from ..pipeline.pieces import Call, Piece, children_of
 from ..tensor.plans import LayerPlan
+
+
+def elementwise(name: str) -> Callable[[Any], str | None]:
+    """A `find_problem`: the layer's activation, under this name, has to work on each feature separately."""
+    softmaxes = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
+    message = "its activation is a softmax over features, which are sharded; use another one"
+    return lambda layer: message if isinstance(attrgetter(name)(layer), softmaxes) else None
+
 
 TORCH_ATTENTION = LayerPlan(
     layers=("torch.nn.modules.activation.MultiheadAttention",),
@@ -23,10 +32,12 @@ TORCH_ENCODER = LayerPlan(
 TORCH_ENCODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerEncoderLayer",),
     styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
+    find_problem=elementwise("activation"),
 )
 TORCH_DECODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerDecoderLayer",),
     styles={"linear1": "colwise", "linear2": "rowwise"},
+    find_problem=elementwise("activation"),
 )
 
 

@@ -17,6 +17,7 @@ from ...errors import InputError
 from ...utils.param_shard import compute_dtype
 from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
+from .torch_nn import elementwise
 
 # -- a model's own tensor plan ---------------------------------------------------------------------------------------
 
@@ -99,6 +100,7 @@ GPT2_ATTENTION = LayerPlan(
 GPT2_MLP = LayerPlan(
     layers=("transformers.models.gpt2.modeling_gpt2.GPT2MLP",),
     styles={"c_fc": "colwise", "c_proj": "rowwise"},
+    find_problem=elementwise("act"),
 )
 
 
@@ -117,7 +119,11 @@ BERT_ATTENTION = LayerPlan(
     },
     find_problem=_find_cross_attention,
 )
-BERT_LAYER = LayerPlan(layers=_bert_kinds("Layer"), styles={"intermediate.dense": "colwise", "output.dense": "rowwise"})
+BERT_LAYER = LayerPlan(
+    layers=_bert_kinds("Layer"),
+    styles={"intermediate.dense": "colwise", "output.dense": "rowwise"},
+    find_problem=elementwise("intermediate.intermediate_act_fn"),
+)
 
 T5_ATTENTION = LayerPlan(
     layers=("transformers.models.t5.modeling_t5.T5Attention",),
@@ -131,10 +137,12 @@ T5_ATTENTION = LayerPlan(
 T5_MLP = LayerPlan(
     layers=("transformers.models.t5.modeling_t5.T5DenseActDense",),
     styles={"wi": "colwise", "wo": "rowwise"},
+    find_problem=elementwise("act"),
 )
 T5_GATED_MLP = LayerPlan(
     layers=("transformers.models.t5.modeling_t5.T5DenseGatedActDense",),
     styles={"wi_?": "colwise", "wo": "rowwise"},
+    find_problem=elementwise("act"),
 )
 
 # -- sharded sequences -------------------------------------------------------------------------------------------------

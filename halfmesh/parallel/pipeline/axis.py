@@ -158,7 +158,13 @@ class StageParameters(AppliedAxis):
         super().__init__(context, "pp")
         self.tries = True
         self.partition = partition
-        self.meta_model = meta_copy(model, model)
+        try:
+            self.meta_model = meta_copy(model, model)
+        except Exception as error:
+            raise InputError(
+                f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
+                "remove from the model what copy.deepcopy refuses"
+            ) from error
         self.first_names = first_names(model)
         self.context = context
         holders = partition.holders(model)
@@ -170,6 +176,7 @@ class StageParameters(AppliedAxis):
         self._drop(model, optimizer)
         model.register_forward_pre_hook(self._refuse_call)
         model.register_load_state_dict_pre_hook(self._take_own)
+        model.register_load_state_dict_post_hook(self._expect_own)
 
     def replicas(self, param: nn.Parameter) -> int:
         return len(self.ties.get(param, [0]))
@@ -226,6 +233,10 @@ class StageParameters(AppliedAxis):
             )
         for name in foreign:
             del state[name]
+
+    def _expect_own(self, module: nn.Module, keys: Any) -> None:
+        """Ignore the counter that BatchNorm adds to state dicts without versions, if this rank does not hold it."""
+        keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in self._foreign]
 
     def _refuse_call(self, model: nn.Module, *_: Any) -> NoReturn:
         raise InputError(

@@ -167,8 +167,11 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
             "register them on the modules below it"
         )
     tables = (nn.Embedding, nn.EmbeddingBag)
-    kinds = [(name, module) for name, module in model.named_modules() if isinstance(module, tables)]
-    if found := [name for name, module in kinds if module.sparse or module.scale_grad_by_freq]:
+    if found := [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, tables) and module.sparse) or getattr(module, "scale_grad_by_freq", False)
+    ]:
         yield f"{shorten(found)}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
 
 

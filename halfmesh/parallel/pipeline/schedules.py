@@ -106,9 +106,10 @@ def _has_items_of_rows(tree: Any, rows: int) -> bool:
         return tree.ndim > 0 and len(tree) == rows
     if isinstance(tree, dict):
         return any(_has_items_of_rows(item, rows) for item in tree.values())
-    if type(tree) not in (list, tuple):
+    if not isinstance(tree, (list, tuple)):
         return False
-    is_list_of_rows = len(tree) == rows and all(
+    is_list_of_rows = len(tree) == rows and not hasattr(tree, "_fields")
+    is_list_of_rows &= all(
         rows not in item.shape[:1] if isinstance(item, torch.Tensor) else isinstance(item, _ITEMS) for item in tree
     )
     return is_list_of_rows or any(_has_items_of_rows(item, rows) for item in tree)

@@ -35,19 +35,23 @@ _CACHED = type(functools.lru_cache(len))
 
 
 @contextmanager
-def _caches_as_before() -> Iterator[None]:
+def caches_as_before() -> Iterator[None]:
     """A scope after which functions under functools.cache hold no tensors without memory."""
-    found = (each for each in gc.get_objects() if type(each) is _CACHED and not each.__module__.startswith("torch."))
-    before = {each: each.cache_info().misses for each in found}
+    before = _cache_misses()
     try:
         yield
     finally:
-        for function, misses in before.items():
-            if function.cache_info().misses != misses:
+        for function, misses in _cache_misses().items():
+            if misses != before.get(function, 0):
                 function.cache_clear()
 
 
-@_caches_as_before()
+def _cache_misses() -> dict[Any, int]:
+    found = (each for each in gc.get_objects() if type(each) is _CACHED)
+    return {each: each.cache_info().misses for each in found if not str(each.__module__).startswith("torch.")}
+
+
+@caches_as_before()
 def infer_stages(
     params: StageParameters, model: nn.Module, call: Call, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> list[Any]:

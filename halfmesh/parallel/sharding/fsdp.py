@@ -147,6 +147,17 @@ class FSDP(DataStrategy):
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
+        dtypes = {name: param.dtype for name, param in model.named_parameters() if can_be_sharded(param)}
+        if param_dtype is None and len(set(dtypes.values())) > 1:
+            first, dtype = next(iter(dtypes.items()))
+            others = [name for name, other in dtypes.items() if other != dtype]
+            yield (
+                f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
+                f"{first} ({dtype}); give all parameters one dtype, or use data='zero1'"
+            )
+        sparse = [n for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+        if sparse:
+            yield f"parallel.data: {shorten(sparse)}: 'fsdp' cannot sum sparse gradients; build it with sparse=False"
         hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]
         if hooked:
             yield (

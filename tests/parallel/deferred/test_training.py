@@ -283,6 +283,43 @@ def whole(rank):
     return build() if rank else deferred()
 
 
+class Counted(nn.Module):
+    """A parameter of integers; and a value that fp16 cannot hold on the last layer."""
+
+    def __init__(self, large=False):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.count = nn.Parameter(torch.arange(4), requires_grad=False)
+        with torch.no_grad():
+            self.layers[1].bias.fill_(1e6 if large else 0.0)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_parameters_of_integers():
+    engine = halfmesh.initialize(
+        Counted, lambda params: sgd(p for p in params if p.requires_grad), config={}, device="cpu"
+    )
+    assert engine.model.count.tolist() == [0, 1, 2, 3]
+    engine.close()
+
+
+def large():
+    return Counted(large=True).layers
+
+
+def too_large(rank, world_size):
+    config = {"fp16": {"mode": "naive"}, "parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
+    return said(halfmesh.initialize, large, sgd, nn.MSELoss(), config=config, device=rank_device())
+
+
+@pytest.mark.distributed
+def test_a_value_that_one_rank_cannot_use_is_told_on_all():
+    for found in run_ranks(too_large, 2):
+        assert "1.bias" in found
+
+
 DIFFERENT = {
     "torch": "rank 1 would make other values than rank 0: what the build asks of random numbers",
     "numpy": "rank 1 would make other values than rank 0",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
+from halfmesh.config.schema import ParallelConfig, PipelineConfig
 from halfmesh.errors import IncompatibleConfigError, InputError
+from halfmesh.parallel.mesh import ParallelContext
+from halfmesh.parallel.pipeline.axis import StageParameters
+from halfmesh.parallel.pipeline.partition import resolve
 from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule
+from halfmesh.parallel.pipeline.transport import caches_as_before
 from halfmesh.utils.torch_private import shapes_only
 from tests.support.models import CLASSES, FEATURES, make_engine, make_loader, sgd
 from tests.support.pipeline_parts import pipe
@@ -47,6 +54,24 @@ class NormTwice(Blocks):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.blocks[0](self.norm(self.stem(x)))))
+
+
+class Table(nn.Module):
+    """An embedding that is none of torch's."""
+
+    scale_grad_by_freq = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.rows, scale_grad_by_freq=True)
+
+
+class ByFrequency(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Table(), nn.Linear(16, CLASSES))
 
 
 def sparse() -> nn.Module:
@@ -102,6 +127,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "norm.running_mean, norm.running_var: several stages would keep these running statistics",
     ),
     "sparse": (sparse, pipe(), "0: sparse=True and scale_grad_by_freq=True do not work under a pipeline"),
+    "frequency": (ByFrequency, pipe(partition=("1",)), "0: sparse=True and scale_grad_by_freq=True do not work"),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
     "compiled": (compiled, pipe(), "a compiled model cannot be cut into stages; pass it uncompiled"),
     "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
@@ -155,3 +181,26 @@ def test_a_tensor_without_data_that_is_kept_in_a_global_is_refused():
     with pytest.raises(InputError, match="keeps a tensor outside of the model"):
         stage.compute(Call((torch.ones(2, 1),), {}), None)
     assert stage.compute(Call((torch.ones(3, 1),), {}), None).sum() == 6
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_is_told():
+    model = nn.Sequential(Locked(), nn.Linear(4, 4))
+    partition, _ = resolve(model, 2, 1)
+    context = ParallelContext(ParallelConfig(pipeline=PipelineConfig(size=2)).dims(2), torch.device("cpu"))
+    with pytest.raises(InputError, match=r"the model cannot be copied \(cannot pickle '_thread.lock' object\)"):
+        StageParameters(model, sgd(model.parameters()), partition, context)
+
+
+def test_caches_that_a_forward_makes_hold_no_tensors_without_data():
+    foreign = functools.lru_cache(re.compile("x").match)  # its module is None
+    assert foreign.__module__ is None
+    with caches_as_before():
+        table = functools.cache(lambda rows: torch.ones(rows, device="meta"))
+        table(2)
+    assert table.cache_info().currsize == 0

@@ -222,6 +222,11 @@ def guards(rank, world_size):
     handle.remove()
     with pytest.raises(InputError, match="gradients of an update were dropped before its end"):
         take_step(engine, rank, 0)
+    mixed = Blocks()
+    mixed.end.double()
+    with pytest.raises(IncompatibleConfigError, match=r"gathers weights of one dtype together, but end\.weight"):
+        make_engine("fsdp", model=mixed)
+    assert type(mixed) is Blocks
 
 
 def test_what_is_refused():

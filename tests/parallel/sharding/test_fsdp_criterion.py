@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
-from halfmesh.errors import InputError
+from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.whole import close_whole
 
@@ -157,11 +157,16 @@ def refused(rank: int, world_size: int) -> list[str]:
         train(engine)
     engine.close()
     said.append(str(caught.value))
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(IncompatibleConfigError) as unfit:
+            engine_of(nn.Sequential(kind(12, 4, sparse=True)), nn.CrossEntropyLoss())
+        said.append(str(unfit.value))
     return said
 
 
 @pytest.mark.distributed
 def test_weights_elsewhere_and_sparse_gradients_are_refused():
-    for used, called in run_ranks(refused, 2):
+    for used, called, *tables in run_ranks(refused, 2):
         assert used.startswith("weights were used outside of the forward of their module (in the criterion")
         assert called.startswith("a gradient is sparse, which FSDP2 cannot sum")
+        assert all("0: 'fsdp' cannot sum sparse gradients; build it with sparse=False" in text for text in tables)
