@@ -5,9 +5,7 @@ The public names are imported when first used, so that `import halfmesh` costs l
 
 from __future__ import annotations
 
-import ast
 import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds the same names
@@ -68,13 +66,42 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
 
 __version__ = "0.1.0"
 
-_MODULE_OF = {
-    alias.name: node.module
-    for node in ast.walk(ast.parse(pkgutil.get_data(__name__, "__init__.py") or b""))
-    if isinstance(node, ast.ImportFrom) and node.level == 1
-    for alias in node.names
+_NAMES = {
+    "amp.o1": "float_function half_function promote_function",
+    "amp.plugin": "AMP_PLUGINS AMP_TYPE AMPPlugin Composes",
+    "amp.recipe": "LossScale Recipe",
+    "amp.step_result": "StepResult",
+    "engine.initialize": "initialize",
+    "config": "Config",
+    "config.load": "load_config",
+    "engine.convert_to_amp": "convert_to_amp",
+    "parallel.deferred.creation": "deferred_init model_creation",
+    "data.loader": "get_dataloader",
+    "engine.engine": "Engine",
+    "debug.nonfinite": "Diagnosis",
+    "debug.precision": "PrecisionReport",
+    "engine.lr_scheduler": "CosineAnnealingWarmupLR LinearWarmupLR MultiStepWarmupLR PolynomialWarmupLR",
+    "errors": (
+        "EXIT_PREEMPTED CheckpointError ConfigError HalfmeshError IncompatibleConfigError InputError "
+        "LaunchError NonFiniteError Preempted RegistryError SyncError"
+    ),
+    "engine.launch": "Launch get_default_parser launch launch_from_openmpi launch_from_slurm launch_from_torch",
+    "utils.log": "get_logger",
+    "options": "Options",
+    "parallel.mesh": "ParallelContext",
+    "parallel.pipeline.pieces": "BlockPartition Call Piece",
+    "parallel.registries": "AXES DATA_STRATEGIES PARTITIONERS SCHEDULES TENSOR_PLANS TENSOR_STYLES",
+    "parallel.tensor.plans": "LayerPlan",
+    "utils.registry": "Registry",
+    "report.folder": "RunFolder",
+    "report.page": "write_report",
+    "trainer.hook": "HOOKS Hook",
+    "trainer.evaluation": "shard_dataloader",
+    "trainer.batch": "Outcome compute_batch",
+    "trainer.trainer": "Trainer",
+    "verify": "VerifyReport verify",
 }
-"""The public names, read from the imports above."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_MODULE_OF]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import py_compile
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +68,22 @@ def test_importing_halfmesh_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["0", "False"]
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(halfmesh.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {node.module: {a.name for a in node.names} for node in block.body if isinstance(node, ast.ImportFrom)}
+    assert seen == {module: set(names.split()) for module, names in halfmesh._NAMES.items()}
+
+
+def test_the_names_are_known_without_the_source(tmp_path):
+    """As in an image with .pyc files only."""
+    source = Path(halfmesh.__file__)
+    py_compile.compile(str(source), str(tmp_path / "halfmesh" / "__init__.pyc"), doraise=True)
+    code = "import halfmesh; print(halfmesh.__file__.rpartition('.')[2], 'Engine' in halfmesh.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["pyc", "True"]
 
 
 def test_a_config_error_has_all_problems_and_is_a_value_error():

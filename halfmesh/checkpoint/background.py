@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ class BackgroundWriter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._written: Future[None] | None = None
+        self._written: futures.Future[None] | None = None
         self._copies: Boxes = {}
 
     @torch.no_grad()
@@ -51,14 +51,15 @@ class BackgroundWriter:
     def start(self, write: Callable[[], object], directory: Path) -> None:
         """Call `write`, which writes into `directory`, in a thread that the process joins at exit. The previous one
         must have ended."""
-        thread = ThreadPoolExecutor(1, _thread_name(directory))
+        thread = futures.ThreadPoolExecutor(1, _thread_name(directory))
         self._written = thread.submit(self._run, write)
         thread.shutdown(wait=False)  # it ends after this save
 
     def wait(self) -> None:
         """Wait for the thread, and raise its error if it failed."""
-        written, self._written = self._written, None
-        if written is not None:
+        if self._written is not None:
+            futures.wait([self._written])  # Ctrl-C ends this line: the next call then waits again
+            written, self._written = self._written, None
             written.result()
 
     def _run(self, write: Callable[[], object]) -> None:

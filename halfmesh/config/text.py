@@ -55,7 +55,7 @@ _Dumper.add_multi_representer(enum.IntEnum, lambda dumper, value: dumper.represe
 
 def as_python(value: Any) -> str:
     """`value` as a literal for a .py config; a dict of names becomes dict(...)."""
-    if type(value) is dict and value and all(str(key).isidentifier() and not iskeyword(key) for key in value):
+    if type(value) is dict and value and all(isinstance(key, str) and _is_name(key) for key in value):
         return f"dict({', '.join(f'{key}={as_python(item)}' for key, item in value.items())})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"float('{value}')"
@@ -74,6 +74,10 @@ def as_json(value: Any) -> Any:
     if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value) if isinstance(value, (float, Path)) else _text(value)
+
+
+def _is_name(key: str) -> bool:
+    return key.isidentifier() and not iskeyword(key)
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -224,11 +224,16 @@ class EngineDataLoader:
             self._on_epoch_end()
 
 
-@runtime_checkable
-class _Movable(Protocol):
-    """A tensor, or an object with a method `to`: a `PackedSequence`, a graph of torch_geometric, a class of a user."""
+class _HasTo(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return hasattr(value, "to") and not isinstance(value, Mapping)
 
-    def to(self, device: torch.device) -> Any: ...
+
+class _Movable(metaclass=_HasTo):
+    """A tensor, or an object with a method `to`: a `PackedSequence`, a graph of torch_geometric, a class of a user.
+
+    No mapping, such as the `BatchEncoding` of transformers: its `to` changes it in place, and moves no nested tensors.
+    """
 
 
 class ToDevice:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 
+from halfmesh.checkpoint.background import BackgroundWriter
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import Gate, differing, make_engine, train, weights, whole_state
 from tests.support.ranks import run_ranks
@@ -204,3 +208,15 @@ def test_an_error_comes_with_what_waits(tells, tmp_path, monkeypatch):
         engine.close()
     else:
         assert engine.save(tmp_path).exists()
+
+
+def test_a_wait_that_ctrl_c_ended_is_waited_for_again():
+    """Else the next copy would go into memory that is still being written."""
+    writer, may_end, written = BackgroundWriter(torch.device("cpu")), threading.Event(), []
+    writer.start(lambda: (may_end.wait(20), written.append(True)), Path("x"))
+    threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        writer.wait()
+    threading.Timer(0.3, may_end.set).start()
+    writer.wait()
+    assert written == [True]

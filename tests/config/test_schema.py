@@ -243,6 +243,11 @@ EVERYTHING = {
 }
 
 
+def test_a_config_prints_as_python():
+    names = {"ONE": {"a": 1, "b c": 2}, "TWO": {True: 1}, "THREE": {"x": {None: 1}}, "FOUR": {"for": 1}}
+    assert eval(repr(load_config(names)), {"Config": dict}) == names
+
+
 def test_user_constants():
     config = load_config(EVERYTHING)
     assert config.NUM_EPOCHS == 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -77,6 +77,21 @@ def test_objects_move_their_own_tensors(moves):
     assert type(batch["graph"]) is Graph
     assert [batch["graph"].x.is_meta, batch["graph"].lengths.is_meta, batch["x"].is_meta] == [True, False, True]
     assert [box.is_meta for box in batch["boxes"][0]] == [True]
+
+
+class Encoding(UserDict):
+    """A mapping with a method `to` that moves in place, and only tensors at the top, as transformers' BatchEncoding."""
+
+    def to(self, device, **options):
+        self.data = {key: value.to(device) if hasattr(value, "to") else value for key, value in self.data.items()}
+        return self
+
+
+def test_a_mapping_is_moved_with_all_it_holds_and_stays_as_it_was():
+    moved, given = ToDevice(torch.device("meta")), Encoding(ids=TENSOR, more={"mask": TENSOR})
+    batch = moved.finish(moved.start(given))
+    assert [batch["ids"].is_meta, batch["more"]["mask"].is_meta] == [True, True]
+    assert not given["ids"].is_meta
 
 
 def test_a_packed_sequence_keeps_its_lengths_on_the_host():

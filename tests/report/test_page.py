@@ -208,6 +208,14 @@ def test_a_killed_run(tmp_path):
     assert "loss" in charts_of(page)
 
 
+def test_records_that_cannot_be_read(tmp_path):
+    folder = write_run(tmp_path / "one")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    assert data_of(folder)["notes"] == ["metrics.jsonl is unreadable, and was skipped (IsADirectoryError)"]
+    assert "metrics.jsonl is unreadable" in section(page_of(folder), "notes")
+
+
 def test_lines_that_are_no_records(tmp_path):
     lines = ["[1, 2]", '{"loss": 3}', '{"step": "x"}', '{"step": -1}', "\x00\x00"]
     lines += ['{"step": 2, "loss": 1.5, "note": "text"}', '{"step": 1, "loss": NaN}', '{"step": 2, "eval_loss": 2}']
