@@ -66,7 +66,7 @@ def check(
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
     with usage_errors():
         if picture is not None:
-            refuse_target("--picture", picture, force)
+            refuse_target("--picture", picture, ".svg", force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)
     run: DryRun | None = None
     with redirect_stdout(sys.stderr):  # the output of a config or a model is not part of the answer
@@ -127,9 +127,9 @@ def plan(
     from ..engine.summary import parse_bytes
 
     with usage_errors():
-        for option, path in (("--out", out), ("--picture", picture)):
+        for option, path, suffix in (("--out", out, ".py"), ("--picture", picture, ".svg")):
             if path is not None:
-                rungs.refuse_target(option, path, force)
+                rungs.refuse_target(option, path, suffix, force)
         loaded = load_config({} if config is None else config, overrides or ())
         limit, inputs = parse_bytes(gpu_memory), tuple(batch or ())
         asked = rungs.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)

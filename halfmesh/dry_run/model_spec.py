@@ -125,8 +125,8 @@ def read_tensor(text: str) -> torch.Tensor:
         return torch.zeros([int(size) for size in shape.split(",")], dtype=getattr(torch, dtype or "float32"))
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
         raise InputError(
-            f"--batch {text}: {error}; write --batch 8,2048:int64 (rows of one data rank first, then the dtype; "
-            "float32 if left out)"
+            f"--batch {text} is no shape and dtype ({error}); write --batch 8,2048:int64 (rows of one data rank first, "
+            "then the dtype; float32 if left out)"
         ) from error
 
 

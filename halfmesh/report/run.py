@@ -109,6 +109,11 @@ def read_run(path: Path) -> Run:
     if not records:
         run.notes.append(f"{METRICS} has no records: the run ended before the first, or nothing was recorded")
     _add_records(run, records)
+    if run.skipped_steps is not None and (missing := run.skipped_steps - len(run.skipped)) > 0:
+        run.notes.append(
+            f"{missing} of {run.skipped_steps} skipped updates have no number: a session was killed before it recorded "
+            "them, or they were not noted"
+        )
     return run
 
 

@@ -57,17 +57,19 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     Raises:
         InputError: the batch is none of these; give the trainer another `compute`.
     """
-    args, kwargs, target = _split(engine, batch)
+    args, kwargs, target, needs_criterion = _split(engine, batch)
     output = engine(*args, **kwargs)
-    return Outcome(_find_loss(engine, output, target), output, target, count_rows(batch))
-
-
-def _find_loss(engine: Engine, output: Any, target: Any) -> Any:
-    """The criterion's loss, or the one that the model computes; in evaluation there may be none."""
     if not engine.training and isinstance(output, Handle) and not output.is_ready:
-        return None
-    if target is not None and engine.has_criterion:
-        return engine.criterion(output, target)
+        loss = None
+    elif needs_criterion and (engine.training or engine.has_criterion):
+        loss = engine.criterion(output, target)
+    else:
+        loss = _find_loss(engine, output)
+    return Outcome(loss, output, target, count_rows(batch))
+
+
+def _find_loss(engine: Engine, output: Any) -> Any:
+    """The loss that the model computes; in evaluation there may be none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
         loss = output
@@ -79,8 +81,8 @@ def _find_loss(engine: Engine, output: Any, target: Any) -> Any:
     return loss
 
 
-def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
-    """The positional and named arguments of the model, and the target."""
+def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any, bool]:
+    """The positional and named arguments of the model, the target, and whether it is the criterion's."""
     if isinstance(batch, (tuple, list)):
         if len(batch) < 2:
             raise InputError(
@@ -88,15 +90,15 @@ def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]
                 "give the trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, "
                 "rows)"
             )
-        return batch[:-1], {}, batch[-1]
+        return batch[:-1], {}, batch[-1], True
     if not isinstance(batch, Mapping):
-        return (batch,), {}, None
+        return (batch,), {}, None, False
     key = next((key for key in TARGETS if key in batch), None)
     if not engine.has_criterion:
-        return (), batch, None if key is None else batch[key]
+        return (), batch, None if key is None else batch[key], False
     if key is None:
         raise InputError(
             f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion: none of "
             f"{', '.join(TARGETS)} is there; name it so, or give the trainer your own compute"
         )
-    return (), {name: value for name, value in batch.items() if name != key}, batch[key]
+    return (), {name: value for name, value in batch.items() if name != key}, batch[key], True

@@ -103,7 +103,8 @@ class RunHook(Hook):
             self._report = None
 
     def before_save(self, trainer: Trainer) -> None:
-        self._run.flush()
+        if self._run is not None:  # in `evaluate`, and in an earlier hook's `before_fit`, there is none
+            self._run.flush()
 
     def write(self, trainer: Trainer, record: Record) -> None:
         if self._run is not None:  # in `evaluate` there is none
@@ -138,8 +139,15 @@ class WriterHook(Hook):
         raise NotImplementedError
 
     def before_fit(self, trainer: Trainer) -> None:
-        engine, what = trainer.engine, f"{type(self).__name__} cannot start (it needs: pip install {self.package})"
-        self._opened = on_rank_zero(engine.context, what, lambda: self.open(engine.global_step))
+        engine = trainer.engine
+
+        def begin() -> tuple[Log, End]:
+            try:
+                return self.open(engine.global_step)
+            except ImportError as error:
+                raise ImportError(f"{error} (pip install {self.package})") from error
+
+        self._opened = on_rank_zero(engine.context, f"{type(self).__name__} cannot start", begin)
 
     def write(self, trainer: Trainer, record: Record) -> None:
         if self._opened is not None:

@@ -77,6 +77,7 @@ def test_a_model_that_does_not_divide(run):
         (["--world-size", "0"], 1, "world_size: 0 is not a number of ranks"),
         ([], 2, "--world-size"),
         (["--world-size", "1", "--gpu-memory", "80GB"], 2, "--picture need --model"),
+        (["--world-size", "1", "--model", SMALL, "--picture", "/none/mesh.png"], 2, "give a name that ends in .svg"),
         (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'80GBB' is no amount of memory"),
     ],
 )

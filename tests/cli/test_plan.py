@@ -66,6 +66,12 @@ def test_a_model_that_cannot_be_trained(tmp_path, monkeypatch):
         ((*ARGS, "1GB", "--set", "clip_grad_nrm=1"), SMALL, "clip_grad_nrm: unknown key; did you mean"),
         ((*ARGS, "1GB", "--set", "parallel.tensor=2"), SMALL, "= 2 does not divide the 1 ranks; choose sizes"),
         ((*ARGS, "1GB", "--out", "/none/config.py"), SMALL, "there is no directory /none"),
+        ((*ARGS, "1GB", "--out", "/none/fits.txt"), SMALL, "--out /none/fits.txt: give a name that ends in .py"),
+        (
+            (*ARGS, "1GB", "--picture", "/none/mesh.png"),
+            SMALL,
+            "--picture /none/mesh.png: give a name that ends in .svg",
+        ),
         (("none.py", *ARGS, "1GB"), SMALL, "there is no such file"),
     ],
 )

@@ -160,8 +160,8 @@ def test_a_model_without_inputs(models):
         ("my_models:no_pair", (), "it returned (Linear, int, MSELoss); let it return"),
         ("my_models:no_batch", (), "it returned (Linear, list, MSELoss); let it return"),
         ("broken_models:build", (), "importing broken_models raised ZeroDivisionError: division by zero"),
-        (SMALL, ("8,2:int46",), "no attribute 'int46'; write --batch 8,2048:int64"),
-        (SMALL, ("8x2",), "'8x2'; write --batch 8,2048:int64"),
+        (SMALL, ("8,2:int46",), "is no shape and dtype (module 'torch' has no attribute 'int46'); write --batch 8"),
+        (SMALL, ("8x2",), "--batch 8x2 is no shape and dtype (invalid literal for int() with base 10: '8x2'); write"),
         (SMALL, ("8,64:int64",), "calling the model with [8, 64] int64 raised "),
     ],
 )

@@ -216,6 +216,12 @@ def test_records_that_cannot_be_read(tmp_path):
     assert "metrics.jsonl is unreadable" in section(page_of(folder), "notes")
 
 
+def test_skipped_updates_without_a_number(tmp_path):
+    folder = write_run(tmp_path / "one", records=[{"step": 5, "skipped": [2, 3], "skipped_steps": 3}])
+    assert data_of(folder)["notes"][0].startswith("1 of 3 skipped updates have no number: ")
+    assert "1 of 3 skipped updates" in section(page_of(folder), "notes")
+
+
 def test_lines_that_are_no_records(tmp_path):
     lines = ["[1, 2]", '{"loss": 3}', '{"step": "x"}', '{"step": -1}', "\x00\x00"]
     lines += ['{"step": 2, "loss": 1.5, "note": "text"}', '{"step": 1, "loss": NaN}', '{"step": 2, "eval_loss": 2}']

@@ -437,6 +437,30 @@ def test_batches_that_are_dicts():
     assert torch.equal(*weights)
 
 
+class Scalar(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [lambda x: (x, None), lambda x: {"input": x, "labels": None}], ids=["pair", "dict"])
+def test_a_target_of_none_is_the_criterions(kind):
+    seen = []
+
+    def criterion(output, target):
+        seen.append(target)
+        return output.square().mean()
+
+    engine = make_engine(model=nn.Linear(FEATURES, 4), criterion=criterion)
+    halfmesh.Trainer(engine).fit([kind(make_data(4)[0])], epochs=1)
+    assert seen == [None]
+
+
+def test_a_target_is_not_ignored_where_there_is_no_criterion():
+    engine = make_engine(model=Scalar(FEATURES, 4), criterion=None)
+    with pytest.raises(InputError, match="no criterion was given to initialize"):
+        halfmesh.Trainer(engine).fit([make_data(4)], epochs=1)
+
+
 def test_ones_own_compute():
     def compute(engine, batch):
         x, y = batch
