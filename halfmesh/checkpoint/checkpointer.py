@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Checkpointer:
     """Saves and loads for one engine.
 
@@ -314,7 +314,7 @@ class Checkpointer:
         self.progress.global_step = state["global_step"]
         self.progress.results.clear()
         for note in self._load_own(state, state["random"]["rank"] == self.context.rank, state):
-            _log.info("%s", note)
+            _log.warning("%s", note)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ AGAIN_S = 1.0
 """Seconds within which a second SIGINT is the same Ctrl-C: the terminal and the launcher both send it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PreemptionHook(EngineHook):
     """Saves at step boundaries: periodically, and when a signal ends the run.
 
@@ -141,7 +141,9 @@ class PreemptionHook(EngineHook):
             return
         reason = self._reason()
         kind = Interrupted if reason == "SIGINT" else Preempted
-        folder = self._save_last(reason)
+        folder = self._save_last()
+        done = f"interrupted by {reason}; saved update {step} in {folder}"
+        _log.info("%s; run again with resume='auto' to go on", done)
         for handler in self._handlers:
             # Python removes its own handlers when it shuts down, and a second signal would change the status.
             if handler.number is not signal.SIGINT:
@@ -179,10 +181,13 @@ class PreemptionHook(EngineHook):
         if not all(self.context.everyone(self.is_between_steps())):
             if reason:
                 _log.warning("stop signal (%s) in the middle of an accumulation cycle: no checkpoint written", reason)
-        elif reason and self.progress.global_step != self._saved:
-            self._save_last(reason)
-        else:
+        elif not reason:
             self._save_if_due(self._step)
+        elif self.progress.global_step == self._saved:
+            _log.info("stop signal (%s) after training: there is nothing new to save", reason)
+        else:
+            folder = self._save_last()
+            _log.info("stop signal (%s) after training: saved update %d in %s", reason, self._saved, folder)
 
     def _save_if_due(self, before: int) -> None:
         """Save if a multiple of `every` lies after step `before`."""
@@ -190,13 +195,10 @@ class PreemptionHook(EngineHook):
         if every is not None and step // every > before // every:
             self._save(self.options.in_background)
 
-    def _save_last(self, reason: str) -> Path:
+    def _save_last(self) -> Path:
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
             self.checkpointer.wait()
-        folder = self._save()
-        done = f"interrupted by {reason}; saved update {self.progress.global_step} in {folder}"
-        _log.info("%s; run again with resume='auto' to go on", done)
-        return folder
+        return self._save()
 
     def _save(self, in_background: bool = False) -> Path:
         self._saved = self.progress.global_step

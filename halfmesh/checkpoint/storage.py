@@ -103,6 +103,9 @@ def write(
     from . import dcp
 
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
+        if not unfinished.is_dir():
+            problem = f"{unfinished}, which rank 0 made, is not on this machine; give a folder that all machines share"
+            raise CheckpointError(problem)
         names = [rank_file(context.rank)]
         write_file(unfinished / names[0], snapshot.own)
         if context.rank == 0:

@@ -31,7 +31,10 @@ def class_name(value: object) -> str:
 def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
     """Raise InputError if `update` was not saved by an `owner` with this many loss scalers."""
     if "scalers" not in update:
-        raise InputError(f"this is not the state of an {owner}: pass what {owner}.state_dict() gave")
+        raise InputError(
+            f"this is not the state of an {owner}: pass what {owner}.state_dict() gave (a model's goes into "
+            "model.load_state_dict)"
+        )
     if len(update["scalers"]) != scalers:
         raise InputError(
             f"the state was saved with {counted(len(update['scalers']), 'loss scale')}, and this run trains with "

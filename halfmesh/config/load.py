@@ -144,12 +144,12 @@ def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
         return files[path]
     module = files[path] = ModuleType(f"_halfmesh_config_{path.stem}")
 
-    def find(name: str, *args: Any) -> ModuleType:
+    def find(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
         """`import base` and `from .base import x` mean a file beside this one, if it exists."""
-        sibling, level = path.with_name(f"{name}.py"), args[3] if len(args) > 3 else 0
+        sibling = path.with_name(f"{name}.py")
         if (level == 1 or (level == 0 and name not in _NEVER_SIBLINGS)) and sibling.is_file():
             return _execute(sibling.resolve(), files)
-        return builtins.__import__(name, *args)
+        return builtins.__import__(name, globals, locals, fromlist, level)
 
     module.__file__ = str(path)
     vars(module)["__builtins__"] = {**vars(builtins), "__import__": find}

@@ -113,7 +113,7 @@ def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Map
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])
     said = " or: ".join(dict.fromkeys(error["msg"] for error in errors))
-    return said if kind == "missing" else f"{show(errors[0]['input'])}: {said}"
+    return said if kind in ("missing", "invalid_key") else f"{show(errors[0]['input'])}: {said}"
 
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:
@@ -171,7 +171,6 @@ _INSTEAD = {
     "parallel.data = 'zero1'": "shard_optimizer_state",
     "parallel.data = 'fsdp'": "fsdp sharded_data_parallel_degree",
     "fp16 = dict(mode='torch') or bf16 = dict(mode='torch')": "amp dtype precision mixed_precision",
-    "fp16.loss_scale, to that number or 'dynamic', with mode='naive'": "static_loss_scale dynamic_loss_scale",
     "growth_interval": "scale_window",
     "hysteresis": "delayed_shift",
     "activation_offload": "offload_activations",
@@ -185,6 +184,10 @@ _OTHERS = {
     "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",
     "batch_size": "give it to the DataLoader: the batch size of one data rank",
     "gradient_handler": "remove it: halfmesh reduces gradients automatically; see parallel.data",
+    **dict.fromkeys(
+        ["static_loss_scale", "dynamic_loss_scale"],
+        "set fp16.loss_scale to that number or 'dynamic', with mode='naive'",
+    ),
     **dict.fromkeys(["data_parallel", "ddp"], "remove it: data parallelism takes the ranks that the other axes leave"),
 }
 FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Collection, Mapping
 from functools import cache
-from pathlib import PurePath as Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
@@ -73,18 +73,19 @@ def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
     known = [one.name for one in signal.Signals if one.name not in ("SIGKILL", "SIGSTOP")]
     for name in names:
         if name not in known:
-            raise ValueError(f"{name!r} is not a signal that a program can handle{did_you_mean(name, known)}")
+            near = "" if name in signal.Signals.__members__ else did_you_mean(name, known)
+            raise ValueError(f"{name!r} is not a signal that a program can handle{near}")
     return names
 
 
-Folder = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
-"""A string, or a path, which becomes one."""
+_FROM_PATH = BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
+"""A validator that makes a string of a path."""
 
 
 class CheckpointConfig(Options):
     """`checkpoint`. The shorthand is the directory."""
 
-    directory: Annotated[Folder, Field(min_length=1)]
+    directory: Annotated[str, Field(min_length=1), _FROM_PATH]
     """A folder that all ranks share; created if needed."""
     every: PositiveInt | None = None
     """Updates between two saves; None: save only when the run is told to end."""
@@ -342,13 +343,19 @@ class Settings(Options):
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
     checkpoint: Annotated[
-        CheckpointConfig | None, _shorthand("directory", (str, Path), "a folder; write 'checkpoints'", none=None)
+        CheckpointConfig | None,
+        _shorthand(
+            "directory",
+            (str, os.PathLike),
+            "a folder; write 'checkpoints' (activation_checkpoint is the key that computes activations again)",
+            none=None,
+        ),
     ] = None
     debug: Literal["sync", "nonfinite"] | None = None
     """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in
     every update."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """The name of the engine, if a program has several: shown in messages, and required to match when loading."""
-    resume: Folder | None = None
+    resume: Annotated[str, _FROM_PATH] | None = None
     """A folder to load; or "auto": the newest checkpoint in `checkpoint.directory`, if there is one."""
     track_grad_norm: bool = False

@@ -62,15 +62,15 @@ def as_python(value: Any) -> str:
     return repr(value)
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: Any, depth: int = 16) -> Any:
     """`value` in JSON types. What has none (a class, a tensor, an infinite number) is text without addresses, so that
-    two runs write the same."""
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else _text(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [as_json(item) for item in value]
+    two runs write the same; and so is what lies deeper than `depth`, which may hold itself."""
+    if isinstance(value, Mapping) and depth:
+        return {key if isinstance(key, str) else _text(key): as_json(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)) and depth:
+        return [as_json(item, depth - 1) for item in value]
     if isinstance(value, enum.Enum):
-        return as_json(value.value)
+        return as_json(value.value, depth)
     if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value) if isinstance(value, (float, Path)) else _text(value)

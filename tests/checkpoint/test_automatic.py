@@ -128,9 +128,9 @@ def test_told_to_end_after_the_last_boundary_it_is_saved_by_close(every, tmp_pat
     with caplog.at_level("INFO", "halfmesh"):
         engine.close()
     assert steps_in(tmp_path) == [12]
-    assert (f"interrupted by SIGTERM; saved update 12 in {tmp_path / 'step-00000012'}" in caplog.text) == (
-        every is None
-    )
+    done = "there is nothing new to save" if every else f"saved update 12 in {tmp_path / 'step-00000012'}"
+    assert f"stop signal (SIGTERM) after training: {done}" in caplog.text
+    assert "interrupted" not in caplog.text
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -213,6 +213,12 @@ def test_an_older_engine_is_still_told(tmp_path):
     with pytest.raises(Preempted):
         loop(third, at(2))
     assert (steps_in(tmp_path / "older"), steps_in(tmp_path / "third")) == ([3], [2])
+
+
+def test_what_saves_prints_in_a_line(tmp_path):
+    """Without the model that it holds: pytest and debuggers print it."""
+    engine = made(tmp_path)
+    assert "\n" not in f"{engine._preemption!r} {engine._checkpointer!r}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -47,6 +47,8 @@ def activation(x):
 
 def test_constants_of_any_type_are_saved_as_text(tmp_path):
     """In both kinds of saves, and read back."""
+    itself = []
+    itself.append(itself)
     constants = {
         "NORM": (nn.LayerNorm, "<class 'torch.nn.modules.normalization.LayerNorm'>"),
         "ACTIVATION": (activation, "<function activation>"),  # without its address
@@ -58,7 +60,7 @@ def test_constants_of_any_type_are_saved_as_text(tmp_path):
         "MANY": (float("inf"), "inf"),
         "NESTED": ({"a": [{(1, 2): nn.ReLU, None: 1}]}, {"a": [{"(1, 2)": str(nn.ReLU), "None": 1}]}),
     }
-    config = {key: value for key, (value, _) in constants.items()}
+    config = {key: value for key, (value, _) in constants.items()} | {"ITSELF": itself}
     engine = halfmesh.initialize(Net(), lambda params: optim.AdamW(params), config=config, device="cpu")
     for in_background in (False, True):
         place = engine.save(tmp_path / str(in_background), in_background=in_background)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfmesh.checkpoint import storage
 from halfmesh.checkpoint.storage import LOCK
 from halfmesh.distributed.rank_process import RankError
 from halfmesh.errors import CheckpointError, InputError
@@ -181,3 +182,9 @@ def test_only_checkpoints_of_this_model_are_removed(tmp_path):
         assert [place.name for place in places] == [f"step-0000000{number}.{again}" for again in (1, 2)]
     assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.1", "step-00000002.2"]
     assert (tmp_path / "step-00000001" / "notes.txt").exists()
+
+
+def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "begin", lambda directory, step: directory / "made by rank 0, on another disk")
+    with pytest.raises(CheckpointError, match="is not on this machine; give a folder that all machines share"):
+        make_engine("one", "none").save(tmp_path)

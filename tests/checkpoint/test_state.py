@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -50,6 +51,24 @@ def test_states_that_do_not_fit_are_refused():
     state = make_engine().state_dict()
     with pytest.raises(InputError, match=r"saved with 0 loss scales, and this run trains with 1;"):
         engine.load_state_dict(state)
+
+
+def test_a_model_state_is_no_state_of_an_engine():
+    engine = make_engine()
+    with pytest.raises(
+        InputError, match=r"not the state of an engine: .* \(a model's goes into model.load_state_dict\)"
+    ):
+        engine.load_state_dict(engine.model.state_dict())
+
+
+def test_a_place_in_the_data_that_is_lost_is_a_warning(caplog):
+    engine = make_engine(loader=make_loader(40, 4))
+    for x, y in itertools.islice(engine.dataloader, 1):
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    make_engine(loader=make_loader(40, 5)).load_state_dict(engine.state_dict())
+    said = [record.levelname for record in caplog.records if "training continues with epoch 1" in record.message]
+    assert said == ["WARNING"]
 
 
 def test_loading_the_model_reaches_the_masters():

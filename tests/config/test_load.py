@@ -152,6 +152,8 @@ _hidden = 3
         ),
         ("from base import clip_grad_norm", {"clip_grad_norm": {"max_norm": 2.0}}),
         ("from .base import clip_grad_norm", {"clip_grad_norm": {"max_norm": 2.0}}),
+        ("seed = __import__('base', fromlist=['seed']).seed", {"seed": 5}),
+        ("NAME = __import__('os.path', level=0, fromlist=['join']).join.__name__", {"NAME": "join"}),
         ("import base\nimport base as seed\ntimeout = base.seed\n", {"timeout": 5.0}),
     ],
 )

@@ -71,11 +71,20 @@ def test_shorthand_equals_the_long_form():
     assert load_config({"parallel": {"pipeline": {"non_split": ["a"]}}}).parallel.pipeline.non_split == ("a",)
 
 
+class PathLike:
+    """As upath.UPath and py.path.local: a path for `os`, of no class of pathlib."""
+
+    def __fspath__(self):
+        return "runs"
+
+
 def test_folders_may_be_paths():
     for form in (pathlib.Path("runs"), {"directory": pathlib.PurePosixPath("runs"), "every": 3}):
         config = load_config({"checkpoint": form, "resume": pathlib.Path("runs") / "old"})
         assert (config.checkpoint.directory, config.resume) == ("runs", "runs/old")
         assert load_config(config.to_dict()) == config
+    folder = load_config({"checkpoint": PathLike(), "resume": PathLike()})
+    assert (folder.checkpoint.directory, folder.resume) == ("runs", "runs")
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------
@@ -98,7 +107,7 @@ MISTAKES = [
     ({"NUM_MICRO_BATCHES": 4}, "NUM_MICRO_BATCHES: set parallel.pipeline.microbatches instead"),
     ({"zero": {}}, "zero: unknown key; set parallel.data = 'zero1' or 'fsdp' instead"),
     ({"pipeline_parallel_degree": 2}, "unknown key; set parallel.pipeline.size instead"),
-    ({"static_loss_scale": 2.0}, "unknown key; set fp16.loss_scale, to that number or 'dynamic', with"),
+    ({"static_loss_scale": 2.0}, "unknown key; set fp16.loss_scale to that number or 'dynamic', with mode='naive'"),
     ({"fp16": {"mode": "naive", "delayed_shift": 2}}, "fp16.delayed_shift: unknown key; set hysteresis instead"),
     ({"grad_clip": 1.0}, "grad_clip: unknown key; set clip_grad_norm instead"),
     ({"dtype": "bfloat16"}, "dtype: unknown key; set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead"),
@@ -160,9 +169,10 @@ MISTAKES = [
         "'bf16': Input should be 'float32', 'float16' or 'bfloat16'",
     ),
     # checkpoints
-    ({"checkpoint": True}, "checkpoint: True is not a folder; write 'checkpoints'"),
+    ({"checkpoint": True}, "checkpoint: True is not a folder; write 'checkpoints' (activation_checkpoint is the key"),
+    ({"checkpoint": ""}, "checkpoint: '': String should have at least 1 character"),
+    ({"compile": {4: 4}}, "compile.4: Keys should be strings"),
     ({"checkpoint": {"every": 3}}, "checkpoint.directory: Field required"),
-    ({"checkpoint": {"directory": "x", "signals": ["SIGKILL"]}}, "'SIGKILL' is not a signal that a program can handle"),
     (
         {"checkpoint": {"directory": "x", "signals": ["SIGTREM"]}},
         "'SIGTREM' is not a signal that a program can handle; did you mean 'SIGTERM'",
@@ -175,6 +185,11 @@ def test_one_mistake_is_one_problem(raw, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_config(raw)
     assert len(caught.value.problems) == 1
+
+
+def test_a_signal_that_no_program_handles_is_like_no_other():
+    problem = "checkpoint.signals: 'SIGKILL' is not a signal that a program can handle"
+    assert problems_of(checkpoint={"directory": "x", "signals": ["SIGKILL"]}) == [problem]
 
 
 def test_all_problems_at_once():
