@@ -26,7 +26,7 @@ CAUSES = (
     (
         "loss gradient",
         "accumulated factor",
-        "the loss is a sum over samples",
+        "the loss is a sum over samples, and ranks average theirs",
         "set loss_reduction='sum', or return a mean",
     ),
     (

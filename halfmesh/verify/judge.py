@@ -23,7 +23,7 @@ ROUNDINGS = 4
 STAGES = {"begin": 0, "input": 1, "output": 1, "grad_output": 1, "gradient": 2, "norm": 3, "verdict": 4}
 STAGES |= {"update": 5, "buffer": 6, "loss": 7}
 """The order of comparison within an update; what modules compute is compared in time order."""
-INFINITE = ("input", "output", "grad_output", "gradient", "norm", "loss")
+INFINITE = ("input", "output", "grad_output", "gradient", "loss")
 """Not compared in an update that overflows: inf and nan have many forms."""
 
 
@@ -48,7 +48,7 @@ def judge(
         distances |= {key: {rank.rank: 1.0 for rank in measures} for key in _missing(store, distances)}
     order = {key: number for number, key in enumerate(store.index)}
     largest: dict[str, float] = {}
-    found = [*_copies(measures, order), *_figures(store, measures, limits, reduction)]
+    found = [*_copies(measures, order), *_figures(store, measures, limits, reduction, overflows)]
     for key, by_rank in distances.items():
         if key.update == overflows and key.what in INFINITE:
             continue
@@ -123,8 +123,10 @@ def _missing(store: Store, distances: Mapping[Key, Any]) -> Iterator[Key]:
     return (key for key, norm in norms.items() if key not in distances and norm > FLOOR * most)
 
 
-def _figures(store: Store, measures: Sequence[Measures], limits: Limits, reduction: str) -> Iterator[Finding]:
-    """Norms, verdicts and losses."""
+def _figures(
+    store: Store, measures: Sequence[Measures], limits: Limits, reduction: str, overflows: int | None
+) -> Iterator[Finding]:
+    """Norms, verdicts and losses. Where the update `overflows`, norms are compared between ranks only."""
     ranks = tuple(rank.rank for rank in measures)
     for update in sorted({update for rank in measures for update, _, what in rank.figures if what == "lr"}):
         for name in ("grad_norm", "skipped", "loss_scale", "lr"):
@@ -135,7 +137,7 @@ def _figures(store: Store, measures: Sequence[Measures], limits: Limits, reducti
             if unlike:
                 text = f"{name} is {mine} on rank {ranks[0]}, but {values[ranks.index(unlike[0])]}"
                 yield Finding(0, key, math.inf, 0.0, unlike, text)
-            elif theirs is not None:
+            elif theirs is not None and (update, key.what) != (overflows, "norm"):
                 allowed = limits.allowed(key._replace(name="")) if key.what == "norm" else 0.0
                 if not (distance := _distance(float(mine or 0), float(theirs))) <= allowed:
                     text = f"{name} is {mine}, and in the reference {theirs}"

@@ -126,6 +126,8 @@ class Given:
         batches of several ranks can be joined, and the names of BatchNorms. Raises InputError if the builder is wrong.
         """
         subject = make_subject(self.build, self.optimizer, None, 0, 1)
+        if not any(param.requires_grad for param in subject.model.parameters()):
+            raise InputError("the model has no parameters that require gradients, so there is nothing to train")
         torch.save((dict(named_tensors(subject.model)), subject.batches), case.start / "model")
         rows = count_rows(subject.batches[0])
         if len(subject.batches) == 1 and rows < 2 and case.chunks > 1:

@@ -37,6 +37,12 @@ from .record import EngineRecorder
 from .run import Case, MakeSink, find_batch_norms
 from .subject import Undropped, cast, join, perturb, prepare, split_rows
 
+_EXCHANGES = (
+    "in one process the model gets the batches of all data ranks, and verify exchanges only what engine.dataloader "
+    "gives, and what engine(...) and engine.criterion(...) are given: let engine.criterion(output, target) compute the "
+    "loss, or give the loader to initialize"
+)
+
 
 @dataclass(frozen=True)
 class Script:
@@ -133,6 +139,10 @@ class ScriptRun:
             except SystemExit as error:
                 written.seek(0)
                 end = f"it calls sys.exit({error.code!r})\n{written.read()[-1000:]}".rstrip()
+            except Exception as error:
+                if self._exchanged:
+                    error.add_note(_EXCHANGES)
+                raise
             gc.collect()  # ends the workers of its loaders
             atexit._run_exitfuncs()  # which processes of multiprocessing do not call
         if self._updates < self.case.updates:
@@ -219,12 +229,7 @@ class ScriptRun:
     def check(self) -> None:
         """Before backward. Raises InputError if the loss may be of tensors that could not be exchanged."""
         if self._exchanged and not self._has_loss:
-            raise InputError(
-                f"{self.script.path} computes its loss itself, but in one process the model gets the batches of all "
-                "data ranks, and verify exchanges only what engine.dataloader gives, and what engine(...) and "
-                "engine.criterion(...) are given: let engine.criterion(output, target) compute the loss, or give the "
-                "loader to initialize"
-            )
+            raise InputError(f"{self.script.path} computes its loss itself, but {_EXCHANGES}")
 
     def stepped(self, result: Any) -> Any:
         """`result` of a step, which ends a microbatch, and may end the run."""

@@ -102,7 +102,7 @@ def verify(folder: Path) -> Callable[..., dict[str, Any]]:
         ("fails", "bad_models.py:19). It is called without arguments"),
         ("text", "it returned str; let it return the model"),
         ("alone", "it returned no batch"),
-        ("frozen", "does not require grad"),
+        ("frozen", "no parameters that require gradients, so there is nothing to train"),
         ("on_meta", "build the model under halfmesh.deferred_init()"),
         ("deferred_data", "and the batch outside of it"),
         ("lacks_targets", "Expected input batch_size (16) to match target batch_size (5)"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -29,6 +31,16 @@ def test_of_a_step_by_signs_only_what_is_noise_may_turn(signs, turned, is_equal)
     measures = Measures(0, {})
     measures.parameters = {GRADIENT: Measure(0.0, 100.0), AFTER: Measure(4.0 * turned, 101.0)}
     assert (judge(signs, [measures], limits, "mean").first is None) == is_equal
+
+
+@pytest.mark.parametrize(("norms", "what"), [([math.inf, math.inf], None), ([math.inf, 1.0], "norm")])
+def test_ranks_agree_about_the_norm_of_an_update_that_overflows(signs, norms, what):
+    signs.figures[0, 0, "grad_norm"] = math.nan
+    measures = [Measures(rank, {}) for rank in (0, 1)]
+    for rank, norm in zip(measures, norms, strict=True):
+        rank.figures |= {(0, 0, "lr"): 0.1, (0, 0, "grad_norm"): norm}
+    first = judge(signs, measures, Limits(1e-3, 1e-3, {}), "mean", overflows=0, is_complete=False).first
+    assert (first and first.what) == what
 
 
 def test_in_float64_nothing_may_turn(signs):

@@ -50,7 +50,7 @@ generator = None if kind in ("unseeded", "unseeded loss") else torch.Generator()
 count = 8 if kind == "short" else 64
 data = torch.randn(count, 8, generator=generator), torch.randint(4, (count,), generator=generator)
 loader = DataLoader(TensorDataset(*data), batch_size=4, shuffle=True, num_workers=2 * (kind == "workers"))
-has_own_loader = kind in ("own loader", "unseeded loss")
+has_own_loader = kind in ("own loader", "unseeded loss", "other rows")
 
 def criterion(output, target):
     output = output - output.mean(0) if kind == "in batch" else output
@@ -58,6 +58,7 @@ def criterion(output, target):
 
 model = Model()
 if kind == "batchnorm": model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+if kind == "other rows": model = nn.Linear(8, 4)
 if kind == "deferred":
     with halfmesh.deferred_init(): model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -69,6 +70,7 @@ own = [(data[0][i::size][:4], data[1][i::size][:4]) for i in range(rank, 64, 8)]
 for x, y in own if has_own_loader else engine.dataloader:
     engine.zero_grad()
     output = engine(x)
+    if kind == "other rows" and not torch.equal(output, engine.model(x.to(output.dtype))): raise ValueError(kind)
     if kind == "dtypes": output = output @ torch.eye(4)
     loss = F.cross_entropy(output, y) if kind == "unseeded loss" else engine.criterion(output, y)
     engine.backward(loss)
@@ -122,8 +124,16 @@ def test_a_script_without_seeds_is_compared_on_the_batches_of_its_first_run(veri
 
 
 def test_a_loss_of_tensors_that_cannot_be_exchanged_is_refused(verify):
-    with pytest.raises(InputError, match=r"computes its loss itself.*let engine.criterion\(output, target\) compute"):
+    with pytest.raises(InputError, match=r"computes its loss itself.*let engine.criterion\(output, target\)") as raised:
         verify("unseeded loss")
+    assert str(raised.value).count("verify exchanges only") == 1
+
+
+def test_another_error_after_an_exchange_says_what_is_exchanged(verify):
+    with pytest.raises(
+        InputError, match=r"(?s)ValueError: other rows.*in one process the model gets the batches of all"
+    ):
+        verify("other rows")
 
 
 def test_a_loop_with_dtypes_of_its_own_is_compared_in_float32(verify):
@@ -138,7 +148,7 @@ def test_a_sum_is_found_with_its_factor(verify):
     report = verify("sum")
     assert not report.equal
     assert report.first is not None
-    assert "sum" in report.first.cause
+    assert report.first.cause == "the loss is a sum over samples, and ranks average theirs"
 
 
 def test_rows_that_are_mixed_are_found_in_their_module(verify):
