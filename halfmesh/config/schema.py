@@ -79,7 +79,8 @@ def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _FROM_PATH = BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
-"""A validator that makes a string of a path."""
+Folder = Annotated[str, _FROM_PATH]
+"""A string, or a path, which becomes one."""
 
 
 class CheckpointConfig(Options):
@@ -347,7 +348,7 @@ class Settings(Options):
         _shorthand(
             "directory",
             (str, os.PathLike),
-            "a folder; write 'checkpoints' (activation_checkpoint is the key that computes activations again)",
+            "a folder; write 'checkpoints' (to recompute activations: activation_checkpoint)",
             none=None,
         ),
     ] = None
@@ -356,6 +357,6 @@ class Settings(Options):
     every update."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """The name of the engine, if a program has several: shown in messages, and required to match when loading."""
-    resume: Annotated[str, _FROM_PATH] | None = None
+    resume: Folder | None = None
     """A folder to load; or "auto": the newest checkpoint in `checkpoint.directory`, if there is one."""
     track_grad_norm: bool = False

@@ -169,7 +169,10 @@ MISTAKES = [
         "'bf16': Input should be 'float32', 'float16' or 'bfloat16'",
     ),
     # checkpoints
-    ({"checkpoint": True}, "checkpoint: True is not a folder; write 'checkpoints' (activation_checkpoint is the key"),
+    (
+        {"checkpoint": True},
+        "checkpoint: True is not a folder; write 'checkpoints' (to recompute activations: activation_checkpoint)",
+    ),
     ({"checkpoint": ""}, "checkpoint: '': String should have at least 1 character"),
     ({"compile": {4: 4}}, "compile.4: Keys should be strings"),
     ({"checkpoint": {"every": 3}}, "checkpoint.directory: Field required"),
