@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from halfmesh.parallel import collectives
+from halfmesh.parallel import collectives, expert
 from halfmesh.parallel.batch_shard import shard as losses
 from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import axis as attention
 from halfmesh.parallel.context.axis import ContextParallel
-from halfmesh.parallel.expert import axis
 from halfmesh.parallel.reducer import SharedGradients
 
 from . import trains
@@ -146,14 +145,14 @@ def expert_gradients_too_large(patch: pytest.MonkeyPatch) -> None:
 
 def _weigh(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Experts' results are weighed by what `change` makes of the router's weights."""
-    inner = axis.dispatch
+    inner = expert.dispatch
 
     def dispatched(
         experts: Any, count: int, group: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         return inner(experts, count, group, x, index, change(weights) if trains() else weights)
 
-    patch.setattr(axis, "dispatch", dispatched)
+    patch.setattr(expert, "dispatch", dispatched)
 
 
 def weights_of_another_expert(patch: pytest.MonkeyPatch) -> None:
