@@ -18,7 +18,7 @@ EXIT_PREEMPTED = 75
 """Exit status of a preempted process that has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 NO_BATCH = (
-    "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
+    "the dataloader gave no batch on this rank; give it at least batch_size x data ranks samples, or set "
     "drop_last=False"
 )
 

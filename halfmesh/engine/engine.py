@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn, optim
@@ -564,6 +564,12 @@ class Engine:
         finally:
             if was_error:
                 self._ends.callback(self.context.close)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
+            "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
+        )
 
     # -- checks ------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class PipelineParallelism(Axis):
             *_find_optimizer_problem(inputs.optimizer),
             *_find_module_problems(model),
             *_find_criterion_problem(model, inputs.criterion),
-            *(f"parallel.pipeline: {problem}" for problem in problems),
+            *(p if p.startswith("parallel.pipeline") else f"parallel.pipeline: {p}" for p in problems),
             *_find_unknown_arguments(model, inputs.criterion, options.non_split),
             *find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1),
         ]

@@ -18,7 +18,9 @@ from ..shard_spec import Split
 from .layers import ShardedLayer, TensorAxis
 from .styles import (
     Attention,
+    Colwise,
     ColwiseGather,
+    Heads,
     Rowwise,
     RowwiseSplit,
     SequenceBegin,
@@ -195,7 +197,7 @@ def resolve(
     if not problems and not any(a.splits() for a in assignments):
         problems.append(_no_plan(model, plan))
     if not problems:
-        problems += _find_inconsistent_ties(model, assignments)
+        problems += [*_find_inconsistent_ties(model, assignments), *_find_heads(model, assignments, plan)]
         shards_sequence = any(isinstance(a.style, (SequenceBegin, SequenceEnd)) for a in assignments)
         if sequence_parallel or shards_sequence:
             problems += _find_sequence_problems(model, assignments)
@@ -237,6 +239,24 @@ def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment])
             yield (
                 f"one weight is shared by {' and '.join(uses)}, which would shard it differently; give these modules "
                 "the same style ('vocab' for an embedding and its head), or leave all of them whole"
+            )
+
+
+def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str | Mapping[str, str]) -> Iterator[str]:
+    """Modules with a sharded projection and a number of heads that no style of the config's patterns has."""
+    if isinstance(plan, str):
+        return
+    counted = {a.name for a in assignments if isinstance(a.style, Heads)}
+    parents = {a.name.rpartition(".")[0] for a in assignments if isinstance(a.style, Colwise) and a.style.opens_fork}
+    for parent in sorted(parents - counted):
+        numbers = {name: n for name, n in vars(model.get_submodule(parent)).items() if type(n) is int}
+        # num_heads, n_kv_heads, nhead, heads; but not head_dim
+        found = [n for n in numbers if "head" in n and not any(w in n for w in ("dim", "size", "width", "features"))]
+        if found:
+            yield (
+                f"{parent!r} has {found[0]}={numbers[found[0]]}, and its features are sharded; add "
+                f"{generalise(parent)!r}: 'heads({', '.join(found)})' if its forward reads that number, or 'heads()' "
+                "if it takes the number of heads from the shape (-1)"
             )
 
 

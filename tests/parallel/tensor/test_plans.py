@@ -275,6 +275,12 @@ def test_shared_weights_are_divided_alike_or_refused():
     assert "words.weight (dim 0) and head.weight (dim 1)" in message
 
 
+@pytest.mark.parametrize("name", ["num_heads", "n_head", "nhead", "num_kv_heads", "heads"])
+def test_counts_of_heads_that_nobody_divides(name):
+    words = f"'attention' has {name}=4, and its features are sharded; add 'attention': 'heads({name})' if its forward"
+    assert words in refused(Language(**{name: 4}), LANGUAGE)
+
+
 def test_all_problems_are_told_together():
     plan = {**LANGUAGE, "attention": "heads(num_heads)", "head": "colwise_gather"}
     message = refused(Language(num_heads=3), plan, size=8)
