@@ -280,7 +280,7 @@ def current_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[t
     if not pairs:
         return []
     device = pairs[0][0].device
-    changed = torch.stack([(tensor != full.to(tensor.dtype)).any().to(device) for tensor, full in pairs]).tolist()
+    changed = torch.stack([(tensor != full.to(tensor.dtype)).any().to(device) for tensor, full in pairs]).cpu().tolist()
     return [
         torch.where(tensor != full.to(tensor.dtype), tensor.float(), full) if is_changed else full.detach()
         for (tensor, full), is_changed in zip(pairs, changed, strict=True)
