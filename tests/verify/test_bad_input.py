@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad_models.py").write_text(MODELS)
     (tmp_path / "temporary").mkdir()
     (tmp_path / "seen").mkdir()
+    get_temp_dir()  # of multiprocessing, now: its sockets need a short path
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     monkeypatch.syspath_prepend(str(tmp_path))
