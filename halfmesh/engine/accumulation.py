@@ -195,7 +195,7 @@ class Accumulation:
             self.reducer.finish()
         return divisor
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         """`Engine.zero_grad`."""
         if not self.index:
             self.clear()

@@ -215,7 +215,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients; does nothing inside an accumulation cycle. (`set_to_none` is there for code of torch.)"""
-        self._accumulation.zero_grad(set_to_none)
+        self._accumulation.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
