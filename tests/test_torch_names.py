@@ -52,7 +52,7 @@ ALLOWED = {
     "data/sharding.py": {"_iterator"},
     "engine/ema.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
-    "parallel/context/axis.py": {"_get_current_dispatch_mode"},
+    "parallel/context/attention.py": {"_get_current_dispatch_mode"},
     "parallel/activations/offload.py": {"_base"},
     "parallel/sharding/zero1.py": {"_foreach_add_"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},

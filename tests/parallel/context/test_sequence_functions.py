@@ -101,8 +101,8 @@ def wrong_attention(rank, world_size):
 
 def test_other_attention_is_refused():
     said = run_ranks(wrong_attention, 2)[0]
-    assert "they have to be [batch, heads, 4, features]" in said["a query"]
-    assert "they have to be [batch, heads, 4, features]" in said["no heads"]
+    assert "they have to be [batch, heads, tokens, features] of this rank's" in said["a query"]
+    assert "they have to be [batch, heads, tokens, features] of this rank's" in said["no heads"]
     assert "a mask has to be [..., 8, 8] or [..., 1, 8]" in said["a mask of own tokens"]
 
 

@@ -13,7 +13,7 @@ from halfmesh.parallel import collectives, expert
 from halfmesh.parallel.batch_shard import shard as losses
 from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
-from halfmesh.parallel.context import axis as attention
+from halfmesh.parallel.context import attention
 from halfmesh.parallel.context.axis import ContextParallel
 from halfmesh.parallel.reducer import SharedGradients
 
@@ -45,7 +45,8 @@ def heads_in_other_order(patch: pytest.MonkeyPatch) -> None:
 
 def own_tokens_only(patch: pytest.MonkeyPatch) -> None:
     """Each rank attends to its own tokens."""
-    sdpa, attend = F.scaled_dot_product_attention, attention.attend
+    sdpa = F.scaled_dot_product_attention
+    attend = ContextParallel.functions[sdpa]
 
     def alone(sequence: BatchShard, function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return function(*args, **kwargs) if trains() else attend(sequence, function, *args, **kwargs)
