@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -76,23 +77,23 @@ def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 class NamedCalls:
     """Compares the collective calls of one engine over its ranks, by name, before anything is sent: the messages of
-    `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses the store of the
-    process group, and no collective.
+    `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses no collective.
+
+    The last rank that comes compares the calls of all. Until then the first one looks who is missing, and the others
+    block on one key of the store: so the number of requests does not grow with ranks x seconds.
 
     Args:
-        name: the engine's, the same on all ranks.
+        store: of this engine alone, over a connection that nobody else uses: a rank blocks in it.
         timeout_s: the seconds that a rank waits for the other ranks.
         told: the last word of each other rank that has told one: see `FailureWatch.told`.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout_s: float, told: Callable[[], dict[int, str]]) -> None:
-        group: Any = dist.group.WORLD
-        store = group.get_group_store().clone()  # a separate connection: the other one may be blocked in a wait
-        self._store = dist.PrefixStore(f"halfmesh/calls/{name}", store)
-        self._rank, self._size = rank, size
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, told: Callable[[], dict[int, str]]) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._timeout_s = timeout_s
         self._told = told
         self._number = 0
+        store.set_timeout(timedelta(seconds=timeout_s + PATIENCE_S))  # the first rank's look ends earlier
 
     def agree_on(self, call: str) -> None:
         """Return when all ranks make this `call`.
@@ -102,53 +103,68 @@ class NamedCalls:
             ConnectionResetError: some have failed.
         """
         self._number += 1
-        everyone = f"everyone_{self._number}"
-        self._store.set(f"call_{self._rank}", f"{self._number} {call}")
-        if self._store.add(f"came_{self._number}", 1) == self._size:  # the last one reads the calls of all
-            said = [self._store.get(f"call_{rank}").decode().partition(" ")[2] for rank in range(self._size)]
-            self._store.set(everyone, json.dumps(said))
-        self._wait_for(everyone, call)
-        calls: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(json.loads(self._store.get(everyone))):
-            calls.setdefault(theirs, []).append(rank)
-        if len(calls) > 1:
-            (first, ranks), *rest = calls.items()
-            others = ", and ".join(f"{other} on {list_ranks(theirs)}" for other, theirs in rest)
-            raise InputError(
-                f"{first} was called on {list_ranks(ranks)}, and {others}; call each on every rank, in the same order"
-            )
+        self._store.append(f"calls_{self._number}", f"{self._rank} {call}\n")
+        came = self._store.add(f"came_{self._number}", 1)
+        if came == self._size:
+            self._end_with(self._compare())
+            for key in ("calls", "came", "end"):  # all ranks have read those of the last call
+                self._store.delete_key(f"{key}_{self._number - 1}")
+        elif came == 1:
+            try:
+                self._wait_for_others(call)
+            except BaseException:  # Ctrl-C, or the store is gone
+                self._end_with(f"{call}: connection reset by peer: {list_ranks([self._rank])} failed meanwhile", True)
+                raise
+        is_lost, problem = json.loads(self._store.get(f"end_{self._number}"))
+        if problem:
+            raise ConnectionResetError(problem) if is_lost else InputError(problem)
 
-    def _wait_for(self, key: str, call: str) -> None:
+    def _end_with(self, problem: str, is_lost: bool = False) -> None:
+        """End the wait of all ranks, unless another rank has: with an error if there is a `problem`."""
+        self._store.compare_set(f"end_{self._number}", "", json.dumps((is_lost, problem)))
+
+    def _calls(self) -> dict[int, str]:
+        """The call of each rank that has come, by rank."""
+        lines = self._store.get(f"calls_{self._number}").decode().splitlines()
+        return dict(sorted((int(rank), call) for rank, _, call in (line.partition(" ") for line in lines)))
+
+    def _compare(self) -> str:
+        """What is wrong with the calls of all ranks."""
+        calls: dict[str, list[int]] = {}
+        for rank, theirs in self._calls().items():
+            calls.setdefault(theirs, []).append(rank)
+        (first, ranks), *rest = calls.items()
+        others = ", and ".join(f"{other} on {list_ranks(theirs)}" for other, theirs in rest)
+        advice = "call each on every rank, in the same order"
+        return f"{first} was called on {list_ranks(ranks)}, and {others}; {advice}" if others else ""
+
+    def _wait_for_others(self, call: str) -> None:
+        """Until the last rank has come, or it is clear that some do not: the others are told which, and why."""
         begun, look, gone_since, has_warned = time.monotonic(), LOOK_S, 0.0, False
-        while not self._store.check([key]):  # no `wait`: torch prints each time that it ends without the key
+        lost = f"{call}: connection reset by peer: "
+        while not self._store.check([f"end_{self._number}"]):  # no `wait`: torch prints each time that it fails
             waited = time.monotonic() - begun
-            time.sleep(0.001 if waited < 0.02 else 0.02)
+            time.sleep(min(0.1, max(0.001, waited / 10)))
             if waited < look:
                 continue
-            look = waited + LOOK_S
-            told, missing = self._told(), list(filter(self._is_missing, range(self._size)))
-            if failed := [rank for rank, word in told.items() if word == "failed"]:  # the report of failures says why
-                raise ConnectionResetError(f"{call}: connection reset by peer: {list_ranks(failed)} failed meanwhile")
+            look, told, here = waited + LOOK_S, self._told(), list(self._calls())
+            failed = [rank for rank, word in told.items() if word == "failed"]
+            missing = sorted(set(range(self._size)).difference(here))
+            silent = [rank for rank in missing if rank not in told]
             if any(told.get(rank, "running") != "running" for rank in missing):
                 gone_since = gone_since or waited
-            if gone_since and waited > gone_since + ANSWER_S:
-                if silent := [rank for rank in missing if rank not in told]:  # killed?
-                    raise ConnectionResetError(f"{call}: connection reset by peer: no answer from {list_ranks(silent)}")
-                raise self._refuse(call, "ended, or waited elsewhere, without it")
-            if waited > self._timeout_s:
-                raise self._refuse(call, f"did not within {self._timeout_s:g} s (config key timeout)")
-            if waited > PATIENCE_S and not has_warned:
+            is_over = gone_since and waited > gone_since + ANSWER_S
+            if failed:  # the report of failures says why
+                self._end_with(f"{lost}{list_ranks(failed)} failed meanwhile", is_lost=True)
+            elif is_over and silent:  # killed?
+                self._end_with(f"{lost}no answer from {list_ranks(silent)}", is_lost=True)
+            elif is_over or waited > self._timeout_s:
+                late = f"did not within {self._timeout_s:g} s (config key timeout)"
+                self._end_with(
+                    f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
+                    "which rank writes is chosen inside "
+                    f"({list_ranks(missing)} {'ended, or waited elsewhere, without it' if is_over else late})"
+                )
+            elif waited > PATIENCE_S and not has_warned:
                 has_warned, text = True, "%s waits for %s to call it, too, since %g s; call it on all ranks, or on none"
                 _log.warning(text, call, list_ranks(missing), PATIENCE_S, ranks=None)
-
-    def _is_missing(self, rank: int) -> bool:
-        key = f"call_{rank}"
-        return not (self._store.check([key]) and self._store.get(key).decode().startswith(f"{self._number} "))
-
-    def _refuse(self, call: str, why: str) -> InputError:
-        missing = [rank for rank in range(self._size) if self._is_missing(rank)]
-        here = sorted({*range(self._size)}.difference(missing))
-        return InputError(
-            f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: which "
-            f"rank writes is chosen inside ({list_ranks(missing)} {why})"
-        )

@@ -242,7 +242,9 @@ class ParallelContext:
         if self.size > 1 and not is_simulated():  # a dry run has one process
             name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
             told = dict if owner is None else owner.failures.told
-            self._calls = NamedCalls(name, self.rank, self.size, self._timeout.total_seconds(), told)
+            world: Any = dist.group.WORLD
+            store = dist.PrefixStore(f"halfmesh/calls/{name}", world.get_group_store().clone())
+            self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds(), told)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""

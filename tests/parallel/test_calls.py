@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -109,10 +111,59 @@ def waits(rank, world_size):
 
 @pytest.mark.distributed
 def test_who_is_waited_for():
-    (heard, found), _, (_, twice) = run_ranks(waits, 3, fresh=True)
-    assert "engine.save waits for rank 1 to call it, too" in heard[0]
+    (heard, found), _, (heard_too, twice) = run_ranks(waits, 3, fresh=True)
+    heard = [text.partition("] ")[2] for text in (*heard, *heard_too)]  # of the rank that came first
+    warned = sorted(text.partition(" to call it, too")[0] for text in heard)
+    assert warned == ["engine.save waits for rank 1"] * 2 + ["engine.save waits for ranks 1, 2"]
     assert found[0].startswith("InputError engine.save was called on ranks 0, 2 only;")
     assert "(rank 1 ended, or waited elsewhere, without it)" in found[1]
     assert found[2] == "ConnectionResetError engine.save: connection reset by peer: no answer from rank 1"
     assert found[3] == "ConnectionResetError engine.save: connection reset by peer: rank 2 failed meanwhile"
     assert twice == [*found[:2], found[3]]
+
+
+class _CountingStore:
+    """A store of one process, which threads use as ranks use that of a launch; counts their requests."""
+
+    def __init__(self):
+        self._store, self.requests = dist.HashStore(), Counter()
+
+    def __getattr__(self, name):
+        self.requests[name] += 1
+        return getattr(self._store, name)
+
+
+def agree_in_threads(size, late_s, calls=("engine.save",), told=dict):
+    """The requests for each of `calls`, and what `size` ranks are told of them, the last of which comes late."""
+    store, counts, found = _CountingStore(), [], []
+    ranks = [comm.NamedCalls(store, rank, size, 60.0, told) for rank in range(size)]
+
+    def agree(rank, call):
+        time.sleep(late_s if rank == size - 1 else 0)
+        try:
+            return said(ranks[rank].agree_on, call)
+        except ConnectionResetError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(size) as threads:
+        for call in calls:
+            store.requests.clear()
+            found.append(list(threads.map(agree, range(size), [call] * size)))
+            counts.append(store.requests.total())
+    return counts, found, store
+
+
+def test_requests_to_the_store_are_a_few_for_each_rank():
+    counts, found, store = agree_in_threads(64, 0.0, ["engine.save"] * 3)
+    assert found == [["nothing"] * 64] * 3
+    assert all(count <= 4 * 64 + 30 for count in counts)
+    assert store.num_keys() == 3  # of the last call only
+    (late,), found, _ = agree_in_threads(64, 3.0)
+    assert found == [["nothing"] * 64]
+    assert late <= 4 * 64 + 80  # those of one rank that looks: about 10 in a second
+
+
+def test_ranks_that_block_are_told_by_the_one_that_looks():
+    _, ((*early, late),), _ = agree_in_threads(8, 2.0, told=lambda: {3: "failed"})
+    assert set(early) == {"engine.save: connection reset by peer: rank 3 failed meanwhile"}
+    assert late == early[0]  # not that it goes on alone
