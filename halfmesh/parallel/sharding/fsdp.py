@@ -82,8 +82,8 @@ class FSDP(DataStrategy):
         for module in {module for module, _ in self.slots}:
             module.register_load_state_dict_pre_hook(self._load)
         inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state)
-        if not data.reshard_after_forward:  # writes into weights after an evaluation have to reach the shards
-            model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.reshard())
+        # Writes into weights after an evaluation have to reach the shards.
+        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.reshard())
         inputs.make(model)
         self._move(device)
         self.sharded: list[tuple[ParamShard, Any]] = [(s, s.source.param) for s in self.originals.values() if s.source]
@@ -181,7 +181,8 @@ class FSDP(DataStrategy):
             self._writes.add(unit)
             inputs.make(unit)  # materializes a deferred unit
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is inputs.model else policy
-            wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, replicated))
+            has_root = inputs.not_called is None
+            wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, replicated, has_root))
             self._free_originals(unit)
         prefetch(wrapped[: len(inputs.blocks)], data.prefetch)
         return wrapped
@@ -319,8 +320,7 @@ class FSDP(DataStrategy):
 
     def finish(self) -> None:
         """Free the gathered weights, which are stale."""
-        if not self.inputs.options.reshard_after_forward:
-            self.reshard()
+        self.reshard()
 
     def reshard(self) -> None:
         """Free gathered weights."""

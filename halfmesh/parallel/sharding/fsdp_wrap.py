@@ -80,18 +80,20 @@ def wrap(
     options: Any,
     mean: bool,
     replicated: set[nn.Parameter],
+    has_root: bool,
 ) -> FSDPModule:
     """Shard the parameters of `unit`, in place, except those of units inside it and those in `replicated`.
 
     Args:
         options: the config's `parallel.data`.
         mean: gradients are averaged over the ranks; False: summed.
+        has_root: one unit contains all others. Backward begins with it, so it stays gathered from forward on.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
     sharded = fully_shard(
         unit,
         mesh=mesh,
-        reshard_after_forward=options.reshard_after_forward,
+        reshard_after_forward=(None if has_root else True) if options.reshard_after_forward else False,
         mp_policy=policy,
         offload_policy=offload,
         ignored_params=replicated,
@@ -215,8 +217,8 @@ class CastGather:
 
 
 class WriteWatch:
-    """Detects writes into gathered weights, which FSDP2 frees after forward: they never reach its shards. Compares the
-    weights of each unit before and after its forward, in training.
+    """Detects writes into gathered weights, which FSDP2 frees: they never reach its shards. Compares the weights of each
+    unit before and after its forward, in training; writes until the update that torch counts are seen, too.
 
     Args:
         names: of the parameters, by module and attribute.
@@ -230,8 +232,7 @@ class WriteWatch:
         self._names, self._device = names, device
         self._taken: set[nn.Module] = set()
         self._open: dict[nn.Module, tuple[dict[str, torch.Tensor], list[Any], torch.Tensor]] = {}
-        self._edited: set[str] = set()
-        self._changed: list[tuple[list[str], torch.Tensor]] = []
+        self._done: list[tuple[dict[str, torch.Tensor], list[Any], torch.Tensor]] = []
 
     def add(self, unit: nn.Module) -> None:
         """Watch `unit`, whose inner units are watched. Call it before FSDP2 adds its hooks: they are outside."""
@@ -249,16 +250,17 @@ class WriteWatch:
         def after(*_: Any) -> None:
             if unit in self._open:
                 held, stamps, values = self._open.pop(unit)
-                now = write_stamps(list(held.values()))
-                self._edited.update(text for text, a, b in zip(held, stamps, now, strict=True) if a != b)
-                self._changed.append((list(held), norms(held.values(), self._device) != values))
+                self._done.append((held, stamps, norms(held.values(), self._device) != values))
 
         unit.register_forward_pre_hook(before, prepend=True)
         unit.register_forward_hook(after)
 
     def take(self) -> Collection[str]:
         """The names of the parameters that were written since the last call. Reads the device."""
-        for held, changed in self._changed:
-            self._edited.update(text for text, is_other in zip(held, changed.tolist(), strict=True) if is_other)
-        edited, self._edited, self._changed = self._edited, set(), []
+        edited = set[str]()
+        for held, stamps, changed in self._done:
+            now = write_stamps(list(held.values()))
+            either = zip(held, stamps, now, changed.tolist(), strict=True)
+            edited.update(text for text, before, after, is_other in either if before != after or is_other)
+        self._done = []
         return sorted(edited)

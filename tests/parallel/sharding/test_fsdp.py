@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +14,7 @@ import halfmesh
 from halfmesh.compat import check, raise_for
 from halfmesh.distributed.rank_process import RankError
 from halfmesh.errors import IncompatibleConfigError, InputError
-from tests.support.ranks import rank_device, run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.sharding import (
     CASES,
     MODES,
@@ -142,31 +142,39 @@ def test_whole_weights_can_be_loaded():
         assert (inside, after) == ({"torch.float32"}, {"torch.float32"})
 
 
+class Seen(TorchDispatchMode):
+    """Notes collectives, and the dtypes of what they carry."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            name = name.partition("::")[2].replace("_base", "").strip("_")
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            self.calls.append((name, str(tensors[0].dtype).removeprefix("torch.")))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def gathers(self):
+        return [dtype for kind, dtype in self.calls if "allgather" in kind or "all_gather" in kind]
+
+
 def sends(rank, world_size, options):
-    """Collectives of a step with two microbatches, and the dtypes of what they carry."""
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name = func._schema.name
-            if name.startswith(("c10d::", "_c10d_functional::")):
-                name = name.partition("::")[2].replace("_base", "").strip("_")
-                tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-                seen.append((name, str(tensors[0].dtype).removeprefix("torch.")))
-            return func(*args, **(kwargs or {}))
-
+    """Collectives of a step with two microbatches."""
     found = {}
     for name, data in options.items():
         config = MODES["naive_bf16"] | {"gradient_dtype": "auto", "gradient_accumulation": 2}
         engine = make_engine({"strategy": "fsdp", **data}, model=Blocks(), **config)
         for micro in range(2):
             take_step(engine, rank, micro)
-        seen = []
-        with Seen():
-            for micro in range(2):
-                seen.append("microbatch")
+        found[name] = []
+        for micro in range(2):
+            with Seen() as seen:
                 take_step(engine, rank, micro)
-        second = seen[1:].index("microbatch") + 1
-        found[name] = seen[1:second], seen[second + 1 :]
+            found[name].append(seen)
         engine.close()
     return found
 
@@ -180,14 +188,47 @@ def test_what_is_sent():
     }
     for found in run_ranks(sends, 2, options, timeout=60):
         for name, (first, second) in found.items():
-            scatters = [dtype for kind, dtype in second if "reduce_scatter" in kind]
-            gathers = [dtype for kind, dtype in first if "allgather" in kind or "all_gather" in kind]
-            assert not [kind for kind, _ in first if "reduce_scatter" in kind], "reduced while accumulating"
+            scatters = [dtype for kind, dtype in second.calls if "reduce_scatter" in kind]
+            assert not [kind for kind, _ in first.calls if "reduce_scatter" in kind], "reduced while accumulating"
             assert scatters == ["bfloat16" if name == "bf16" else "float32"] * 5
-            assert set(gathers) == {"bfloat16"}, "weights travel in the dtype that computes"
-            # Each unit before its forward, and again before its backward, where it gave its weights up. (FSDP2 keeps
-            # those of the last unit that it knows to come first in backward.)
-            assert len(gathers) == 5 if name == "kept" else len(gathers) > 5
+            # Each unit before its forward, and each but the root again before its backward. Weights travel in the dtype
+            # that computes.
+            assert first.gathers == second.gathers == ["bfloat16"] * (5 if name == "kept" else 9)
+
+
+def gathers_beside_torch(rank, world_size):
+    engine, plain = make_engine("fsdp", model=Blocks()), here(Blocks())
+    for unit in (*plain.blocks, plain):
+        fully_shard(unit)
+    take_step(engine, rank, 0)  # the ranks also compare what was written before it
+    with Seen() as ours:
+        take_step(engine, rank, 1)
+    x, y = batch(rank, 1)
+    with Seen() as theirs:
+        nn.functional.cross_entropy(plain(x), y).backward()
+    return len(ours.gathers), len(theirs.gathers)
+
+
+def test_gathers_as_often_as_fully_shard_does():
+    """By torch's defaults: the root, with which backward begins, is gathered once."""
+    assert run_ranks(gathers_beside_torch, 2) == [(9, 9)] * 2
+
+
+def written_late(rank, world_size):
+    """Into gathered weights that stay until backward, which no matrix product has saved for it."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    config = {"parallel": {"data": "fsdp"}}
+    engine = halfmesh.initialize(model, OPTIMIZERS["adamw"], nn.CrossEntropyLoss(), config=config, device=rank_device())
+    output = engine(here(torch.arange(4)))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    engine.backward(engine.criterion(output, here(torch.arange(4))))
+    with pytest.raises(InputError, match=r"writes into 0\.weight, but .* what is written is lost"):
+        engine.step()
+
+
+def test_a_write_between_forward_and_backward_is_refused():
+    run_ranks(written_late, 2)
 
 
 def hybrid(rank, world_size):

@@ -54,8 +54,13 @@ class Model(nn.Module):
 
 def make(kind: str) -> tuple[Model, Callable[..., Any]]:
     torch.manual_seed(0)
-    model = Model(applies_head=kind == "part of the model")
-    return model, model.loss if kind == "part of the model" else HeadLoss(model.head)
+    model = Model(applies_head=kind != "has a part")
+    criteria = {
+        "part of the model": model.loss,
+        "has a part": HeadLoss(model.head),
+        "function": lambda output, labels: F.cross_entropy(model.loss.project(output), labels),  # of the root's weights
+    }
+    return model, criteria[kind]
 
 
 def by_hand(kind: str) -> dict[str, torch.Tensor]:
@@ -81,7 +86,7 @@ def train(engine: halfmesh.Engine) -> None:
         engine.step()
 
 
-KINDS = "part of the model", "has a part"
+KINDS = "part of the model", "has a part", "function"
 
 
 def with_weights(rank: int, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -146,8 +151,8 @@ class Looked(nn.Module):
 
 def refused(rank: int, world_size: int) -> list[str]:
     said = []
-    model, _ = make("part of the model")
-    engine = engine_of(model, lambda output, labels: F.cross_entropy(model.loss.project(output), labels))
+    model = Nested()
+    engine = engine_of(model, lambda output, labels: F.cross_entropy(output @ model[0][0][0].weight[:4], labels))
     with pytest.raises(InputError) as caught:
         train(engine)
     engine.close()

@@ -203,11 +203,13 @@ def freed(rank, world_size):
     """Backwards that need weights which FSDP2 has freed."""
     found = {}
     for name in ("object", "penalty", "dict"):
-        wrap = Wrapped if name == "object" else lambda x: {"out": x}
-        engine = make_engine("fsdp", optimizer=sgd, model=Opaque(wrap))
+        model = Opaque(lambda x: {"out": x})
+        if name == "object":
+            model.blocks[1].register_forward_hook(lambda module, args, output: Wrapped(output))
+            model.blocks[2].register_forward_pre_hook(lambda module, args: (args[0].logits, *args[1:]))
+        engine = make_engine("fsdp", optimizer=sgd, model=model)
         x = batch(rank, 0).requires_grad_()
-        output = engine(x)
-        output = output.logits if name == "object" else output["out"]
+        output = engine(x)["out"]
         loss = output.square().mean()
         if name == "penalty":
             (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -221,6 +223,24 @@ def test_weights_that_were_freed_are_explained():
         assert "returns tensors inside an object that FSDP2 cannot look into: return tensors" in found["object"]
         assert "the loss contains gradients" in found["penalty"]
         assert found["dict"] == "nothing"
+
+
+def opaque(rank, world_size):
+    runs = []
+    for strategy in ("fsdp", "replicate"):
+        engine = make_engine(strategy, optimizer=sgd, model=Opaque(Wrapped))
+        for step in range(3):
+            engine.zero_grad()
+            engine.backward(engine(batch(rank, step)).logits.square().mean())
+            engine.step()
+        runs.append(whole(engine))
+    ours, theirs = ([weights, without_zeros(state), groups] for weights, state, groups in runs)
+    return max(differences(ours, theirs).values())
+
+
+def test_an_object_may_come_out_of_the_model():
+    """FSDP2 cannot look into it, but the root's weights are still gathered."""
+    assert max(run_ranks(opaque, 2)) < 2e-6
 
 
 def freezes_and_writes(rank, world_size, strategy):
