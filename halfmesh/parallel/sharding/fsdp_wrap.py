@@ -217,8 +217,8 @@ class CastGather:
 
 
 class WriteWatch:
-    """Detects writes into gathered weights, which FSDP2 frees: they never reach its shards. Compares the weights of each
-    unit before and after its forward, in training; writes until the update that torch counts are seen, too.
+    """Detects writes into gathered weights, which FSDP2 frees: they never reach its shards. Compares the weights of
+    each unit before and after its forward, in training; later writes are seen, too, if torch counts them.
 
     Args:
         names: of the parameters, by module and attribute.
