@@ -77,7 +77,7 @@ def check(
         if loaded and right and model is not None:
             with workers(is_fresh=bool(context.obj)) as over:
                 (run,) = dry_runs(over, [(loaded, None)], world_size, model, tuple(batch or ()))
-        if setup and setup.dims.dp > 1:
+        if setup:
             findings += find_advice(setup)
     described = _describe(setup) if setup and right and not (run and run.problems) else None
     answer = {"ok": described is not None, "problems": problems, "findings": list(map(asdict, findings))}

@@ -74,8 +74,12 @@ def find_key_problems(setup: Setup) -> Iterator[Finding]:
 
 def find_advice(setup: Setup) -> Iterator[Finding]:
     """Advice on configs that run, and could run better."""
-    strategy = DATA_STRATEGIES.get(setup.config.parallel.data.strategy)
-    for key, message in strategy.find_advice(setup.config, setup.recipe.param_dtype):
+    asked = setup.config.parallel.data.strategy
+    strategy = DATA_STRATEGIES.get(asked)
+    if setup.strategy is not strategy:
+        message = f"{asked!r} has nothing to shard over one data rank; the run is one of 'replicate'"
+        yield Finding("parallel.data.strategy", message, "advice")
+    for key, message in strategy.find_advice(setup.config, setup.recipe.param_dtype) if setup.dims.dp > 1 else ():
         yield Finding(key, message, "advice")
 
 

@@ -32,6 +32,16 @@ def test_a_config_that_can_run(run):
     assert apex.stdout.splitlines()[1] == "  mode apex O0, float32"
 
 
+def test_a_strategy_that_shards_nothing_over_one_data_rank(run):
+    said = "  advice: parallel.data.strategy: 'zero1' has nothing to shard over one data rank"
+    for parallel, ranks in (("data='zero1'", "1"), ("data='zero1', tensor=2", "2")):
+        *_, mesh, _, advice = run(f"parallel = dict({parallel})\n", "--world-size", ranks).stdout.splitlines()
+        assert mesh.endswith("data strategy replicate")
+        assert advice.startswith(said)
+    *_, mesh, _ = run("parallel = dict(data='fsdp')\n", "--world-size", "1").stdout.splitlines()
+    assert mesh.endswith("data strategy fsdp")
+
+
 def test_json(run):
     result = run("print('noise')\n", "--world-size", "2", "--device", "cpu", "--json")
     assert result.exit_code == 0
