@@ -73,7 +73,7 @@ class Tracker(TorchDispatchMode):
         peak: the most bytes at once since `begin`.
         sent: the messages by axis; "all" for groups that are not in `axes`.
         axes: the axis of each process group, by the group's name.
-        transfers: axes whose messages are labelled "communication".
+        transfers: axes whose messages are labelled "communication", also those over further axes.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Tracker(TorchDispatchMode):
             return
         axis = self.axes.get(group, "all")
         given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
-        if axis in self.transfers:
+        if axis.partition(" x ")[0] in self.transfers:
             for tensors in given:
                 self.label(tensors, "communication", only=OTHER)
         if not func.name().partition("::")[2].startswith(_UNSENT):

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..distributed.env import RankNames, coordinates_of
+from ..errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True)
 class ParallelDims:
     """The axes of the mesh that a config makes of `world_size` ranks.
 
-    `ParallelConfig.dims` makes one; whoever needs a size or a coordinate is given it.
+    `ParallelConfig.dims` makes one; whoever needs a size or a coordinate is given it. Methods of `axes` take those of
+    `sizes` and sub-axes, several together in any order: their ranks have the order of the mesh.
 
     Attributes:
         sizes: by axis, outermost first: pp, dp, others, tp, whose coordinate changes fastest.
+        views: the sizes of sub-axes, by the axis that was split; see `split`.
     """
 
     world_size: int
     sizes: Mapping[str, int]
+    views: tuple[tuple[str, Mapping[str, int]], ...] = ()
 
     @property
     def pp(self) -> int:
@@ -44,6 +51,56 @@ class ParallelDims:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis."""
         return coordinates_of(rank, self.sizes)
+
+    def split(self, axis: str, sizes: Mapping[str, int]) -> ParallelDims:
+        """These dims, in which `axis` can also be seen as sub-axes, the last of which changes fastest: dp=8 as
+        {"edp": 2, "ep": 4}. They are no axes of the mesh; an axis may be split in several ways.
+
+        Raises:
+            InputError: the sizes do not multiply to that of the axis, or a name is taken.
+        """
+        view = axis, dict(sizes)
+        if view in self.views:
+            return self
+        if math.prod(sizes.values()) != (size := len(self.row(0, axis))):
+            raise InputError(f"{axis} has {size} ranks, which cannot be split into {in_words(sizes)}")
+        if taken := [name for name in sizes if name in self._digits]:
+            raise InputError(f"{axis} cannot be split into {in_words(sizes)}: {taken[0]!r} is the name of another axis")
+        return replace(self, views=(*self.views, view))
+
+    def row(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` in their coordinates on `axes` only."""
+        digits = self._chosen(axes)
+        first = rank - sum(rank // stride % size * stride for size, stride in digits)
+        steps = (range(0, size * stride, stride) for size, stride in digits)
+        return [first + sum(step) for step in itertools.product(*steps)]
+
+    def rows(self, *axes: str) -> list[list[int]]:
+        """All ranks, in rows as of `row`."""
+        return [row for rank in range(self.world_size) if (row := self.row(rank, *axes))[0] == rank]
+
+    @cached_property
+    def _digits(self) -> dict[str, tuple[int, int]]:
+        """The size of each axis and sub-axis, and the distance of neighbours on it: coordinates are digits of ranks."""
+        digits: dict[str, tuple[int, int]] = {}
+        for axis, sizes in (("", self.sizes), *self.views):
+            stride = digits[axis][1] if axis else 1
+            for name, size in reversed(list(sizes.items())):
+                digits[name] = size, stride
+                stride *= size
+        return digits
+
+    def _chosen(self, axes: Collection[str]) -> list[tuple[int, int]]:
+        """The digits of `axes`, outermost first; those of size 1 are left out."""
+        for axis in axes:
+            if axis not in self._digits:
+                known = tuple(sorted(self._digits, key=lambda name: -self._digits[name][1]))
+                raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), known)}: {known}")
+        digits = [self._digits[axis] for axis in axes if self._digits[axis][0] > 1]
+        chosen = sorted(digits, key=lambda digit: -digit[1])
+        if any(outer % (size * stride) for (_, outer), (size, stride) in itertools.pairwise(chosen)):
+            raise InputError(f"{' and '.join(axes)} share coordinates; combine axes that do not")
+        return chosen
 
 
 def in_words(sizes: Mapping[str, int]) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.env import RankNames
-from ..errors import InputError, did_you_mean
+from ..errors import InputError
 from ..utils.tensors import is_dense
 from .comm import NamedCalls, broadcast_object, gather_objects, host_backend, is_simulated, join_rows
 from .dims import ParallelDims
@@ -35,6 +35,7 @@ class ParallelContext:
         timeout: seconds that a collective within an axis may take.
 
     Attributes:
+        dims: the layout, with the sub-axes that `split` has added.
         sizes: of the axes, by their names, outermost first.
         last_stage: the coordinate on the pipeline axis that has the last stage.
     """
@@ -53,15 +54,35 @@ class ParallelContext:
         self.pp_size, self.dp_size, self.tp_size = dims.pp, dims.dp, dims.tp
         self.last_stage = dims.pp - 1
         self.sizes: Mapping[str, int] = dims.sizes
-        self._places = dims.coordinates(self.rank)
         self._group = group
         self._timeout = timedelta(seconds=timeout)
-        self._axis_groups: dict[str, Any] = {}
+        self._rows: dict[tuple[str, ...], list[int]] = {}
+        self._groups: dict[Any, tuple[str, Any]] = {}  # with their axes in words
         self._calls: NamedCalls | None = None
 
-    def coordinate(self, axis: str) -> int:
-        """This rank's coordinate on `axis`."""
-        return self._places[axis]
+    def split(self, axis: str, sizes: Mapping[str, int]) -> None:
+        """Let `axis` also be seen as sub-axes of these sizes, the last of which changes fastest: dp=8 as
+        {"edp": 2, "ep": 4}. Like axes they have a size, a coordinate and a group. All ranks together; the same split
+        again does nothing.
+
+        Raises:
+            InputError: the sizes do not multiply to that of the axis, or a name is taken.
+        """
+        self.dims = self.dims.split(axis, sizes)
+
+    def coordinate(self, *axes: str) -> int:
+        """This rank's coordinate on an axis, or its place among the ranks of `group(*axes)`."""
+        return self._row(axes).index(self.rank)
+
+    def size_of(self, *axes: str) -> int:
+        """The number of ranks of `group(*axes)`."""
+        return len(self._row(axes))
+
+    def _row(self, axes: tuple[str, ...]) -> list[int]:
+        """The ranks of `group(*axes)`."""
+        if axes not in self._rows:
+            self._rows[axes] = self.dims.row(self.rank, *axes)
+        return self._rows[axes]
 
     @property
     def rank_names(self) -> RankNames:
@@ -82,7 +103,7 @@ class ParallelContext:
     def counts_outputs(self) -> bool:
         """True if this rank counts outputs and losses for its data rank: it has the last stage, and is the first of the
         ranks that computed the same."""
-        return self.is_last_stage and all(n == 0 for axis, n in self._places.items() if axis not in ("pp", "dp"))
+        return self.is_last_stage and self.coordinate(*(axis for axis in self.sizes if axis not in ("pp", "dp"))) == 0
 
     @property
     def dp_rank(self) -> int:
@@ -100,7 +121,8 @@ class ParallelContext:
         if self.size == 1:
             raise InputError("one process has no DeviceMesh; start several with torchrun --nproc-per-node N")
         groups = [self.group(axis) for axis in self.sizes]
-        return DeviceMesh.from_group(groups, self.device.type, mesh=self._grid, mesh_dim_names=tuple(self.sizes))
+        ranks = torch.arange(self.size).view(*self.sizes.values())
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(self.sizes))
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
@@ -112,17 +134,20 @@ class ParallelContext:
         """The ranks that hold the shards of one layer and see the same data."""
         return self.group("tp")
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in their coordinate on `axis` only. Created on first use, by all ranks
-        together."""
-        return self._made(axis, lambda: self._make_group(axis))
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in their coordinates on `axes` only, in the order of the mesh. Created on
+        first use, by all ranks together; axes with the same ranks share one group."""
+        words = " x ".join([axis for axis in axes if self.size_of(axis) > 1] or axes)
+        if self.size_of(*axes) == self.size:
+            return self._made("world", words, lambda: dist.group.WORLD)
+        return self._made(tuple(self._row(axes)), words, lambda: self._new_groups(self.dims.rows(*axes)))
 
     def gloo_group(self, use: str) -> dist.ProcessGroup | None:
         """All ranks, over gloo; one for each `use`, because messages of two threads must not mix. Created on first use,
         by all ranks together; None in a world of one rank."""
         if self.size == 1:
             return None
-        return self._made(use, lambda: dist.new_group(backend=host_backend(), timeout=self._timeout))
+        return self._made(("gloo", use), use, lambda: dist.new_group(backend=host_backend(), timeout=self._timeout))
 
     @property
     def stage_ranks(self) -> list[int]:
@@ -135,67 +160,61 @@ class ParallelContext:
         """The `stage_ranks`, over gloo. Created on first use, by all ranks together."""
         if self.pp_size == 1:
             return self.gloo_group("host")
-        return self._made("stage", lambda: self._new_groups(self._grid.flatten(1).tolist(), host_backend()))
+        rows = self.dims.rows(*(axis for axis in self.sizes if axis != "pp"))
+        return self._made("stage", "stage", lambda: self._new_groups(rows, host_backend()))
 
     @property
     def groups(self) -> dict[str, str]:
-        """The axis of each group that was created so far, by the group's name."""
-        return {
-            group.group_name: key.partition("(")[0] for key, group in self._axis_groups.items() if group is not None
-        }
-
-    @property
-    def _grid(self) -> torch.Tensor:
-        """All ranks, by their coordinates on the axes."""
-        return torch.arange(self.size).view(*self.sizes.values())
+        """The axes of each group that was created so far ("dp", "dp x cp"), by the group's name."""
+        return {group.group_name: words for words, group in self._groups.values() if group is not None}
 
     def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The ranks of `group(axis)` at the coordinates `places`; None if this rank is not among them. All ranks."""
-        return self._made(f"{axis}{tuple(places)}", lambda: self._make_group(axis, places))
+        """The ranks of `group(axis)` at the coordinates `places`, in a separate group; None if this rank is not among
+        them. All ranks."""
+        rows = [[row[place] for place in places] for row in self.dims.rows(axis)]
+        return self._made((axis, *places), axis, lambda: self._new_groups(rows))
 
-    def _make_group(self, axis: str, places: Sequence[int] | None = None) -> Any:
-        if self.sizes[axis] == self.size and places is None:
-            return dist.group.WORLD
-        rows = self._grid.movedim(list(self.sizes).index(axis), -1).flatten(0, -2).tolist()
-        places = range(self.sizes[axis]) if places is None else places
-        return self._new_groups([[ranks[place] for place in places] for ranks in rows])
-
-    def _new_groups(self, ranks: list[list[int]], backend: str | None = None) -> Any:
+    def _new_groups(self, rows: list[list[int]], backend: str | None = None) -> Any:
         """Groups of these ranks; returns the one of this rank, or None. All ranks together."""
         # Not init_device_mesh: its groups have torch's time limits, not the configured one.
-        return dist.new_subgroups_by_enumeration(ranks, self._timeout, backend)[0]
+        world: Any = dist.group.WORLD
+        if backend is None and dist.get_backend() == "nccl" and world.bound_device_id is not None:
+            # One split for all rows: of groups that are made one by one each is a split that all ranks wait for.
+            made = dist.split_group(split_ranks=rows, timeout=self._timeout)
+            return made if isinstance(made, dist.ProcessGroup) else None
+        return dist.new_subgroups_by_enumeration(rows, self._timeout, backend)[0]
 
-    def _made(self, key: str, make: Callable[[], Any]) -> Any:
-        """The group of that key, created on first use."""
-        if key not in self._axis_groups:
-            self._axis_groups[key] = make()
-        return self._axis_groups[key]
+    def _made(self, key: Any, words: str, make: Callable[[], Any]) -> Any:
+        """The group of that key, created on first use; `words`: its name in `groups`."""
+        if key not in self._groups:
+            self._groups[key] = words, make()
+        return self._groups[key][1]
 
     def all_reduce(
-        self, tensor: torch.Tensor, axis: str | None = None, op: Literal["sum", "mean"] = "sum"
+        self, tensor: torch.Tensor, axis: str | Sequence[str] | None = None, op: Literal["sum", "mean"] = "sum"
     ) -> torch.Tensor:
-        """Sum `tensor` over all ranks of the engine, or over those of one axis; in place, without gradients.
+        """Sum `tensor` over all ranks of the engine, or over those of some axes; in place, without gradients.
 
         Args:
             axis: "dp" for counts that each data rank made in its own batches (the ranks of a tensor group see the same
-                batches), "tp" or "pp"; None for all ranks.
+                batches), "tp" or "pp"; several as ("dp", "cp"); None for all ranks.
             op: "mean" divides the sum by the number of these ranks.
 
         Returns:
             `tensor`.
         """
-        size = self._size_of(axis)
+        size, group = self._over(axis)
         if op not in ("sum", "mean"):
             raise InputError(f"op={op!r}: all_reduce gives the 'sum' or the 'mean'")
         if size > 1:
-            dist.all_reduce(tensor, group=None if axis is None else self.group(axis))
+            dist.all_reduce(tensor, group=group)
             if op == "mean":
                 tensor.detach().div_(size)
         return tensor
 
-    def gather(self, tensor: torch.Tensor, axis: str | None = None) -> torch.Tensor:
-        """The tensors of all ranks of the engine, or of those of one axis, joined along dim 0 in order of rank; without
-        gradients. It reads shapes on the host, and waits for the device.
+    def gather(self, tensor: torch.Tensor, axis: str | Sequence[str] | None = None) -> torch.Tensor:
+        """The tensors of all ranks of the engine, or of those of some axes, joined along dim 0 in order of rank;
+        without gradients. It reads shapes on the host, and waits for the device.
 
         Args:
             tensor: [rows, ...], of which ranks may have different numbers; a 0-dim tensor is one row.
@@ -204,15 +223,17 @@ class ParallelContext:
         Raises:
             InputError: dtypes, or shapes beyond dim 0, differ between the ranks; raised on all of them.
         """
+        size, group = self._over(axis)
         rows = tensor.detach().reshape(-1, *tensor.shape[1:])
-        return rows if self._size_of(axis) == 1 else join_rows(rows, None if axis is None else self.group(axis))
+        return rows if size == 1 else join_rows(rows, group)
 
-    def _size_of(self, axis: str | None) -> int:
-        """The number of ranks of an axis; None: of all ranks."""
-        if axis is not None and axis not in self.sizes:
-            axes = tuple(self.sizes)
-            raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), axes)}: {axes}")
-        return self.size if axis is None else self.sizes[axis]
+    def _over(self, axis: str | Sequence[str] | None) -> tuple[int, dist.ProcessGroup | None]:
+        """The number of ranks of these axes and their group; None: all ranks."""
+        if axis is None:
+            return self.size, None
+        axes = (axis,) if isinstance(axis, str) else axis
+        size = self.size_of(*axes)
+        return size, self.group(*axes) if size > 1 else None
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
@@ -263,10 +284,10 @@ class ParallelContext:
     def close(self) -> None:
         """Free the groups that this context created, and the process group if no other context needs it."""
         self.__dict__.pop("mesh", None)
-        groups, self._axis_groups = self._axis_groups, {}
+        groups, self._groups = self._groups, {}
         if not dist.is_initialized():
             return
-        for group in groups.values():
+        for _, group in groups.values():
             if group is not None and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         if self._group is not None:

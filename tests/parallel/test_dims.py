@@ -1,0 +1,96 @@
+"""Coordinates and rows of ranks: of axes, of several together, and of sub-axes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from halfmesh import ParallelContext
+from halfmesh.errors import InputError
+from halfmesh.parallel.dims import ParallelDims
+from tests.support.ranks import here, rank_device, run_ranks
+
+DIMS = ParallelDims(32, {"pp": 2, "dp": 4, "cp": 2, "tp": 2})
+SPLIT = DIMS.split("dp", {"edp": 2, "ep": 2})
+
+
+@pytest.mark.parametrize(
+    ("axes", "row"),
+    [
+        (("pp",), [13, 29]),
+        (("dp",), [1 + 4, 1 + 0, 1 + 8, 1 + 12]),
+        (("cp",), [13, 15]),
+        (("dp", "cp"), [1, 3, 5, 7, 9, 11, 13, 15]),
+        (("cp", "pp"), [13, 15, 29, 31]),
+        (("pp", "tp"), [12, 13, 28, 29]),
+        (("dp", "cp", "tp"), list(range(16))),
+        (("pp", "dp", "cp", "tp"), list(range(32))),
+        (("edp",), [5, 13]),
+        (("ep",), [9, 13]),
+        (("ep", "edp"), [1, 5, 9, 13]),
+        (("cp", "edp"), [5, 7, 13, 15]),
+        (("pp", "ep", "tp"), [8, 9, 12, 13, 24, 25, 28, 29]),
+        ((), [13]),
+    ],
+)
+def test_ranks_of_axes_and_sub_axes_in_the_order_of_the_mesh(axes, row):
+    """Rank 13 has the coordinates pp 0, dp 3 (edp 1, ep 1), cp 0, tp 1."""
+    assert SPLIT.coordinates(13) == {"pp": 0, "dp": 3, "cp": 0, "tp": 1}
+    assert SPLIT.row(13, *axes) == sorted(row)
+    rows = SPLIT.rows(*axes)
+    assert sorted(rank for each in rows for rank in each) == list(range(32)), "each rank once"
+    for each in rows:
+        assert all(SPLIT.row(rank, *axes) == each for rank in each)
+        assert each == sorted(each)
+
+
+def test_a_split_leaves_the_axes_as_they_are():
+    assert SPLIT.sizes == DIMS.sizes
+    assert SPLIT.split("dp", {"edp": 2, "ep": 2}) is SPLIT
+    twice = SPLIT.split("dp", {"replica": 4, "shard": 1}).split("edp", {"a": 2, "b": 1})
+    assert twice.row(13, "replica") == twice.row(13, "dp") == DIMS.row(13, "dp")
+    assert twice.row(13, "shard") == [13]
+    assert twice.row(13, "a") == SPLIT.row(13, "edp")
+
+
+def test_what_cannot_be_split_or_combined_is_refused():
+    refused = {
+        "dp has 4 ranks, which cannot be split into edp 2 x ep 3": lambda: DIMS.split("dp", {"edp": 2, "ep": 3}),
+        "dp cannot be split into cp 2 x ep 2: 'cp' is the name of another axis": lambda: DIMS.split(
+            "dp", {"cp": 2, "ep": 2}
+        ),
+        "'ep' is the name of another axis": lambda: SPLIT.split("dp", {"ep": 4}),
+        "dp and ep share coordinates": lambda: SPLIT.row(0, "dp", "ep"),
+        "dp and dp share coordinates": lambda: SPLIT.row(0, "dp", "dp"),
+        "axis='edpp' is not an axis of the mesh; did you mean 'edp'?": lambda: SPLIT.row(0, "edpp"),
+    }
+    for message, call in refused.items():
+        with pytest.raises(InputError, match=re.escape(message)):
+            call()
+    odd = ParallelDims(12, {"dp": 12}).split("dp", {"a": 3, "b": 4}).split("dp", {"c": 4, "d": 3})
+    with pytest.raises(InputError, match="a and d share coordinates"):
+        odd.row(0, "a", "d")
+
+
+def groups(rank: int, world_size: int) -> None:
+    context = ParallelContext(ParallelDims(4, {"pp": 1, "dp": 4, "cp": 1, "tp": 1}), rank_device())
+    context.split("dp", {"edp": 2, "ep": 2})
+    world = torch.distributed.group.WORLD
+    assert context.group("dp") is context.group("cp", "dp") is context.group("ep", "edp") is context.dp_group is world
+    assert context.group("pp") is context.group("tp", "cp") is not world
+    assert context.group("ep") is context.group("ep", "cp") is not context.group("edp")
+    assert (context.size_of("edp", "tp"), context.size_of("dp", "cp"), context.size_of("tp")) == (2, 4, 1)
+    assert (context.coordinate("edp"), context.coordinate("ep")) == divmod(rank, 2)
+    assert context.coordinate("ep", "edp") == context.dp_rank == rank
+    assert sorted(context.groups.values()) == ["dp", "edp", "ep", "pp"]
+    assert torch.distributed.get_process_group_ranks(context.group("edp")) == [rank % 2, rank % 2 + 2]
+    assert context.all_reduce(here(torch.tensor(rank)), ("ep", "cp")).item() == (1 if rank < 2 else 5)
+    assert context.gather(here(torch.tensor(rank)), "edp").tolist() == [rank % 2, rank % 2 + 2]
+    context.close()
+
+
+@pytest.mark.distributed
+def test_combinations_of_the_same_ranks_share_one_group():
+    run_ranks(groups, 4)
