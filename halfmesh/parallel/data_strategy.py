@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from ..errors import InputError
@@ -47,6 +48,9 @@ class StrategyInputs:
         tied: parameters that other pipeline ranks hold, too.
         outside: parameters that the criterion computes with, outside of the model's forward.
         make: materializes the tensors of a module of a deferred model. A strategy calls it at last for `model`.
+        axes: those of the data ranks, whose losses are averaged: ("dp",), or more of the mesh.
+        fewer_axes: parameters whose gradients are reduced over other axes than `axes`, of fewer ranks (as those of
+            experts, which have seen the tokens of the other ranks), and these axes.
     """
 
     model: nn.Module
@@ -63,6 +67,22 @@ class StrategyInputs:
     tied: Collection[nn.Parameter]
     outside: Collection[nn.Parameter]
     make: Callable[[nn.Module], None]
+    axes: tuple[str, ...] = ("dp",)
+    fewer_axes: Mapping[nn.Parameter, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The data ranks."""
+        return self.context.group(*self.axes)
+
+    @property
+    def mean_over(self) -> int:
+        """The number of data ranks: gradients of the mean loss are sums over `group_of`, divided by this."""
+        return self.context.size_of(*self.axes)
+
+    def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
+        """The ranks over which the gradient of `param` is summed, and which hold equal values of it."""
+        return self.context.group(*self.fewer_axes.get(param, self.axes))
 
 
 class DataStrategy:
