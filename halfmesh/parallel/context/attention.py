@@ -1,14 +1,15 @@
 """Attention of this rank's tokens to all tokens of every sequence.
 
 An all-to-all gives each rank all tokens of some heads, which it attends with as one process does; a second one takes
-the results back (Ulysses, https://arxiv.org/abs/2309.14509 section 3). If the heads are not divisible by the number of
-ranks, each rank gathers all keys and values, and attends with its queries (https://arxiv.org/abs/2407.21783 section
-3.3.2).
+the results back (Ulysses, https://arxiv.org/abs/2309.14509 section 3). If the heads of the queries are not divisible by
+the number of ranks, each rank gathers all keys and values, and attends with its queries, or with as many others
+(https://arxiv.org/abs/2407.21783 section 3.3.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,21 +50,51 @@ def attend(
     _refuse_other_shapes(size, (query, key, value), attn_mask)
     query, key, value = (_as_computed(x) for x in (query, key, value))
     options |= {"dropout_p": dropout_p}
-    if query.shape[_HEADS] % size or key.shape[_HEADS] % size:
-        key, value = (collectives.all_gather_sequence(x, _TOKENS, group) for x in (key, value))
-        if attn_mask is not None:
-            mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask.narrow(-2, rank * own, own)
-            return attention(query, key, value, attn_mask=mask, **options)
-        if not is_causal:
-            return attention(query, key, value, **options)
-        seen = (rank + 1) * own  # no token attends to a later one
-        key, value = (x.narrow(_TOKENS, 0, seen) for x in (key, value))
-        return attention(query, key, value, attn_mask=_causal(own, seen, query.device), **options)
-    query, key, value = (collectives.exchange(x, _HEADS, _TOKENS, group) for x in (query, key, value))
-    if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:
-        attn_mask = attn_mask.chunk(size, -3)[rank]
-    whole = attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
-    return collectives.exchange(whole, _TOKENS, _HEADS, group)
+    if query.shape[_HEADS] % size == 0:
+        key, value = (_repeated(x, size) for x in (key, value))
+        query, key, value = (collectives.exchange(x, _HEADS, _TOKENS, group) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:
+            attn_mask = attn_mask.chunk(size, -3)[rank]
+        whole = attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
+        return collectives.exchange(whole, _TOKENS, _HEADS, group)
+    key, value = (collectives.all_gather_sequence(x, _TOKENS, group) for x in (key, value))
+    if is_causal and attn_mask is None:
+        return _attend_head_tail(group, attention, query, key, value, options)
+    if attn_mask is not None and attn_mask.shape[-2] > 1:
+        attn_mask = attn_mask.narrow(-2, rank * own, own)
+    return attention(query, key, value, attn_mask=attn_mask, **options)
+
+
+def _repeated(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x` with as many heads that `size` divides: each is repeated for the ranks whose queries attend to it."""
+    return x.repeat_interleave(size // math.gcd(size, x.shape[_HEADS]), _HEADS)
+
+
+def _attend_head_tail(
+    group: dist.ProcessGroup,
+    attention: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: Mapping[str, Any],
+) -> torch.Tensor:
+    """Causal attention of this rank's queries with the keys and values of whole sequences.
+
+    Late queries see more keys than early ones. So each rank computes the first half of its own queries and the second
+    half of those of the rank that has as many behind it as this one before it: as many pairs as any other."""
+    size, rank, own = group.size(), group.rank(), query.shape[_TOKENS]
+    mirror = size - 1 - rank
+    rows = [query.shape[0] if other == mirror else 0 for other in range(size)]
+    first, second = query.tensor_split([own - own // 2], _TOKENS)
+
+    def attend_until(end: int, query: torch.Tensor) -> torch.Tensor:
+        keys, values = (x.narrow(_TOKENS, 0, end) for x in (key, value))
+        mask = _causal(query.shape[_TOKENS], end, query.device)
+        return attention(query, keys, values, attn_mask=mask, **options)
+
+    first = attend_until(rank * own + first.shape[_TOKENS], first)
+    theirs = attend_until((mirror + 1) * own, collectives.send_rows(second, rows, rows, group))
+    return torch.cat([first, collectives.send_rows(theirs, rows, rows, group)], _TOKENS)
 
 
 def _as_computed(x: torch.Tensor) -> torch.Tensor:

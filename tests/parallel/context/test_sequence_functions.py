@@ -1,4 +1,4 @@
-"""Attention and losses of sharded sequences: values and gradients are those of whole ones."""
+"""Losses of sharded sequences: values and gradients are those of whole ones."""
 
 from __future__ import annotations
 
@@ -12,98 +12,17 @@ from halfmesh.parallel.batch_shard.shard import TOKENS, BatchShard
 from halfmesh.parallel.context.axis import ContextParallel
 from tests.support.ranks import here, run_ranks
 
-ROWS, LENGTH, SIZE = 2, 8, 4
+ROWS, LENGTH = 2, 8
 CLASSES = 5
 
 pytestmark = pytest.mark.distributed
 
 
-def functions(rows=ROWS):
+def functions():
     """The mode of an axis, and which part of a batch this rank has."""
     mode = _Mode({**_LOSSES, **ContextParallel.functions})
-    mode.shard = BatchShard("context", torch.distributed.group.WORLD, TOKENS, rows, LENGTH)
+    mode.shard = BatchShard("context", torch.distributed.group.WORLD, TOKENS, ROWS, LENGTH)
     return mode
-
-
-def masks():
-    torch.manual_seed(1)
-    padding = torch.ones(ROWS, 1, 1, LENGTH, dtype=torch.bool)
-    padding[0, ..., -3:], padding[1, ..., :1] = False, False
-    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    causal[:, 0] = True
-    found = {
-        "none": {},
-        "causal": {"is_causal": True},
-        "padding": {"attn_mask": padding},
-        "causal and padding": {"attn_mask": (padding & causal) | torch.eye(LENGTH, dtype=torch.bool)},
-        "a bias of each head": {"attn_mask": torch.randn(1, SIZE, LENGTH, LENGTH)},
-        "scale": {"scale": 0.3},
-    }
-    return here(found)
-
-
-def attention_gaps(rank, world_size, heads, kv_heads):
-    gaps = {}
-    for name, options in masks().items():
-        mask = options.get("attn_mask")
-        if mask is not None and mask.dim() == 4 and mask.shape[1] not in (1, heads):
-            continue
-        torch.manual_seed(0)
-        wholes = [here(torch.randn(ROWS, n, LENGTH, SIZE)).requires_grad_() for n in (heads, kv_heads, kv_heads)]
-        direction = here(torch.randn(ROWS, heads, LENGTH, SIZE))
-        expected = F.scaled_dot_product_attention(*wholes, enable_gqa=heads != kv_heads, **options)
-        expected.backward(direction)
-        mode = functions()
-        cut = mode.shard.cut
-        own = [cut(whole.detach(), 2).clone().requires_grad_() for whole in wholes]
-        with mode:
-            found = F.scaled_dot_product_attention(*own, enable_gqa=heads != kv_heads, **options)
-            found.backward(cut(direction, 2))
-        pairs = [
-            (found, cut(expected, 2)),
-            *((x.grad, cut(whole.grad, 2)) for x, whole in zip(own, wholes, strict=True)),
-        ]
-        gaps[name] = max(float((a - b).abs().max()) for a, b in pairs)
-    return gaps
-
-
-@pytest.mark.parametrize(
-    ("ranks", "heads", "kv_heads"),
-    [
-        pytest.param(2, 4, 4, id="heads are exchanged"),
-        pytest.param(2, 4, 2, id="with fewer key-value heads"),
-        pytest.param(4, 4, 2, id="keys are gathered, as there are fewer key-value heads than ranks"),
-        pytest.param(4, 2, 2, id="keys are gathered, as there are fewer heads than ranks"),
-        pytest.param(2, 1, 1, id="one head"),
-    ],
-)
-def test_attention(ranks, heads, kv_heads):
-    for gaps in run_ranks(attention_gaps, ranks, heads, kv_heads):
-        assert len(gaps) >= 5
-        assert max(gaps.values()) < 2e-6, gaps
-
-
-def wrong_attention(rank, world_size):
-    x = here(torch.randn(ROWS, 4, LENGTH // world_size, SIZE))
-    mask = here(torch.ones(LENGTH // world_size, LENGTH // world_size, dtype=torch.bool))
-    calls = {
-        "a query": lambda: F.scaled_dot_product_attention(x[:, :, :1], x, x),
-        "no heads": lambda: F.scaled_dot_product_attention(x[:, 0], x[:, 0], x[:, 0]),
-        "a mask of own tokens": lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask),
-    }
-    said = {}
-    for name, call in calls.items():
-        with functions(), pytest.raises(InputError) as caught:
-            call()
-        said[name] = str(caught.value)
-    return said
-
-
-def test_other_attention_is_refused():
-    said = run_ranks(wrong_attention, 2)[0]
-    assert "they have to be [batch, heads, tokens, features] of this rank's" in said["a query"]
-    assert "they have to be [batch, heads, tokens, features] of this rank's" in said["no heads"]
-    assert "a mask has to be [..., 8, 8] or [..., 1, 8]" in said["a mask of own tokens"]
 
 
 def loss_cases():
