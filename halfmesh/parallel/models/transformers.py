@@ -155,6 +155,18 @@ def _is_transformers(model: Any) -> bool:
     )
 
 
+_MASKS = {
+    "full_attention": ("create_bidirectional_mask", "create_causal_mask"),
+    "sliding_attention": ("create_bidirectional_sliding_window_mask", "create_sliding_window_causal_mask"),
+}
+"""transformers' functions for each kind of layer: of encoders and of decoders."""
+
+
+def _layer_kinds(config: Any) -> set[str]:
+    every = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return set(getattr(config, "layer_types", None) or [every])
+
+
 def find_context_problem(model: nn.Module) -> str | None:
     """The reason why sequences of a Hugging Face model, `model` or one within it, cannot be sharded."""
     for name, module in model.named_modules():
@@ -164,11 +176,11 @@ def find_context_problem(model: nn.Module) -> str | None:
         config, inside = config.get_text_config(), f"{name}: " if name else ""
         kind = getattr(config, "_attn_implementation", None)
         if kind != "sdpa":
-            return f"{inside}its attention {kind!r} cannot be sharded; load it with attn_implementation='sdpa'"
-        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        if kinds or getattr(config, "sliding_window", None):
-            words = ", ".join(sorted(kinds)) or "sliding_window"
-            return f"{inside}its layers have {words}, and only full attention can be sharded"
+            has_sdpa = getattr(module, "_supports_sdpa", True)
+            fix = "load it with attn_implementation='sdpa'" if has_sdpa else "transformers has no 'sdpa' for this model"
+            return f"{inside}its attention {kind!r} cannot be sharded; {fix}"
+        if other := _layer_kinds(config) - set(_MASKS):
+            return f"{inside}its layers have {', '.join(sorted(other))}, and only attention can be sharded"
         if rope := {"dynamic", "longrope"} & set(re.findall(r"\w+", str(getattr(config, "rope_parameters", "")))):
             return f"{inside}its rotations are {rope.pop()!r}, and depend on the length of what a rank has"
         if not _is_transformers(model) and "labels" in inspect.signature(model.forward).parameters:
@@ -180,20 +192,24 @@ def find_context_problem(model: nn.Module) -> str | None:
 
 
 def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, prepared as a Hugging Face model would do itself: labels are shifted, a mask of
-    padding becomes one of all pairs of tokens, and positions are counted without padding."""
+    """The arguments of a call by name, prepared as a Hugging Face model would do itself: labels are shifted, masks of
+    padding, joined sequences or windows become those of all pairs of tokens, and positions are counted without padding.
+    """
     if not _is_transformers(model):
         return given
     labels, mask, positions = given.get("labels"), given.get("attention_mask"), given.get("position_ids")
     if labels is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss":
         given.setdefault("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
-    is_of_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
-    like = mask if is_of_padding else positions if mask is None else None  # positions separate joined sequences
-    if like is not None:
+    ids = given.get("input_ids")
+    kinds = _layer_kinds(model.config.get_text_config())
+    is_made_before = mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2)
+    # Positions separate joined sequences. Without any mask attention is causal by itself.
+    if not is_made_before and (mask is not None or positions is not None or "sliding_attention" in kinds):
+        like = mask if mask is not None else ids if ids is not None else given["inputs_embeds"][..., 0]
         is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
-        maker = "create_causal_mask" if is_causal else "create_bidirectional_mask"
-        given["attention_mask"] = _make_mask(maker, model, like, mask, positions)
-    ids, count = given.get("input_ids"), "create_position_ids_from_input_ids"  # RoBERTa and others, past the padding's
+        masks = {kind: _make_mask(_MASKS[kind][is_causal], model, like, mask, positions) for kind in kinds}
+        given["attention_mask"] = masks if len(masks) > 1 else masks.popitem()[1]
+    count = "create_position_ids_from_input_ids"  # RoBERTa and others, past the padding's
     counter: Any = next((module for module in model.modules() if hasattr(module, count)), None)
     if positions is None and ids is not None and counter is not None and hasattr(counter, "padding_idx"):
         given["position_ids"] = getattr(counter, count)(ids, counter.padding_idx)

@@ -54,6 +54,14 @@ class AttendsByHand(Plain):
         return x + scores.softmax(-1) @ v
 
 
+class AttendsFlexibly(Plain):
+    def mix(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + flex_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 class Pools(Plain):
     def forward(self, ids, position_ids=None):
         return super().forward(ids, position_ids).mean(1)
@@ -110,6 +118,12 @@ def refused(rank, world_size, make, step, loss):
             plain_step,
             criterion,
         ),
+        (
+            AttendsFlexibly,
+            "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention",
+            plain_step,
+            criterion,
+        ),
         (Pools, r"the model returns something else: its output for 16 tokens", plain_step, criterion),
         (LosesTheBorder, "Shift the targets of whole sequences", own_loss, None),
         (ShiftsItself, "Shift targets of whole sequences before the call", own_loss, None),
@@ -117,7 +131,18 @@ def refused(rank, world_size, make, step, loss):
         (Plain, "ranks of a context group were given different inputs", other_inputs, criterion),
         (Plain, "a sequence of 15 tokens cannot be sharded over context=2", odd_length, criterion),
     ],
-    ids=["positions", "convolution", "by hand", "pooled", "border", "border kept", "loss by hand", "inputs", "length"],
+    ids=[
+        "positions",
+        "convolution",
+        "by hand",
+        "flex_attention",
+        "pooled",
+        "border",
+        "border kept",
+        "loss by hand",
+        "inputs",
+        "length",
+    ],
 )
 def test_what_would_train_otherwise_is_refused(make, words, step, loss):
     for message in run_ranks(refused, 2, make, step, loss):
@@ -131,6 +156,14 @@ class Wrapped(nn.Module):
 
     def forward(self, ids, labels, position_ids=None):
         return self.inner(input_ids=ids, labels=labels, position_ids=position_ids).loss
+
+
+def make_gemma2():
+    """It caps the logits of attention, which torch's function does not."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=WORDS))
 
 
 def problems(model, **config):
@@ -152,10 +185,13 @@ def test_models_that_cannot_be_sharded_are_refused_before_anything_runs(monkeypa
     assert "Sequential.forward has no argument position_ids" in problems(
         nn.Sequential(nn.Linear(2, 2)), parallel=parallel
     )
-    eager, sliding = make_llama(attn_implementation="eager"), make_llama()
-    sliding.config.sliding_window = 8
-    assert "its attention 'eager' cannot be sharded" in problems(eager, parallel=parallel)
-    assert "its layers have sliding_window" in problems(sliding, parallel=parallel)
+    for kind in ("eager", "flex_attention"):
+        other = make_llama(attn_implementation=kind)
+        assert f"its attention '{kind}' cannot be sharded" in problems(other, parallel=parallel)
+    assert "transformers has no 'sdpa' for this model" in problems(make_gemma2(), parallel=parallel)
+    recurrent = make_llama()
+    recurrent.config.layer_types = ["full_attention", "linear_attention"]
+    assert "its layers have linear_attention, and only attention can be" in problems(recurrent, parallel=parallel)
     wrapped, dynamic = Wrapped(), make_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     assert "inner would shift the labels that Wrapped gives it" in problems(wrapped, parallel=parallel)
     assert "its rotations are 'dynamic'" in problems(dynamic, parallel=parallel)
