@@ -5,7 +5,6 @@ An activation, or its gradient, is "replicated", the same on every rank; "sharde
 
 | function | forward | backward |
 |---|---|---|
-| `copy_to_tp` | replicated -> replicated | partial gradients are summed |
 | `reduce_from_tp` | partial -> replicated, summed | the gradient as it is |
 | `split` | replicated -> this rank's shard | shards are gathered |
 | `gather` | sharded -> replicated | this rank's shard (all ranks compute the same, and have the same gradient) |
@@ -25,6 +24,7 @@ of these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +34,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..utils.torch_private import all_gather, reduce_scatter
-
-
-@torch.compiler.disable
-def copy_to_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`x`, for layers that each give a partial gradient."""
-    return _Collective.apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 @torch.compiler.disable
@@ -111,6 +105,8 @@ def send_rows(x: torch.Tensor, sent: list[int], received: list[int], group: dist
 
 
 _Step = Callable[[torch.Tensor], torch.Tensor]
+Wait = Callable[[], torch.Tensor]
+"""Waits for a collective in flight, and returns its result."""
 
 
 class _Collective(Function):
@@ -143,30 +139,52 @@ class _Reduce(Function):
         return grad, None
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def start_sum(x: torch.Tensor, group: dist.ProcessGroup) -> Wait:
+    """Start the sum of `x` over the ranks."""
     total = x.clone(memory_format=torch.contiguous_format)  # a sum in place would change an `x` that is used elsewhere
-    dist.all_reduce(total, group=group)
-    return total
+    return partial(_wait, dist.all_reduce(total, group=group, async_op=True), total)
+
+
+def _wait(work: Any, result: torch.Tensor, *_sent: torch.Tensor) -> torch.Tensor:
+    if work is not None:  # tensors without memory are not sent
+        work.wait()
+    return result
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return start_sum(x, group)()
 
 
 def _shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
-def _gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = group.size()
+def start_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Wait:
+    """Start to concatenate the ranks' `x` along `dim`."""
+    size, sent = group.size(), x.contiguous()
     # The collective concatenates along dim 0: [size, ...].
     shards = x.new_empty((size * x.shape[0], *x.shape[1:])) if dim == 0 else x.new_empty((size, *x.shape))
-    all_gather(shards.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+    work = all_gather(shards.view(size * x.shape[0], *x.shape[1:]), sent, group=group, async_op=True)
+    return lambda: _joined(_wait(work, shards, sent), dim)
+
+
+def _joined(shards: torch.Tensor, dim: int) -> torch.Tensor:
     return shards if dim == 0 else shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _summed_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = group.size()
-    shards = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
+def _gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return start_gather(x, dim, group)()
+
+
+def start_sum_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Wait:
+    """Start the sum of `x` over the ranks, of which this one gets its shard along `dim`."""
+    shards = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(shards[0])
-    reduce_scatter(mine, shards.flatten(0, 1), group=group)
-    return mine
+    return partial(_wait, reduce_scatter(mine, shards.flatten(0, 1), group=group, async_op=True), mine, shards)
+
+
+def _summed_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return start_sum_shard(x, dim, group)()
 
 
 def _exchanged(x: torch.Tensor, whole: int, sharded: int, group: dist.ProcessGroup) -> torch.Tensor:

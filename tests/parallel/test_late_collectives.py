@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.parallel.collectives import copy_to_tp
+from halfmesh.parallel.tensor.colwise import SharedInput
 from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from tests.support.models import MODES, adamw
 
@@ -98,5 +98,5 @@ def test_a_gradient_that_others_hold_is_not_summed_in_place(two_ranks):
     """autograd gives both terms of a sum the same tensor as gradient; a clone is what that costs."""
     whole, other = (torch.ones(3, requires_grad=True) for _ in range(2))
     held = other * 1  # before: its backward runs after that of the copy
-    (copy_to_tp(whole * 1, dist.group.WORLD) + held).mul(1).sum().backward()
+    (SharedInput(whole * 1, dist.group.WORLD).whole() + held).mul(1).sum().backward()
     assert (whole.grad.tolist(), other.grad.tolist()) == ([2.0] * 3, [1.0] * 3)

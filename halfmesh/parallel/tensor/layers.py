@@ -16,9 +16,7 @@ from .. import collectives
 from ..axis import AppliedAxis
 from ..mesh import ParallelContext
 from ..rng import RandomFork
-
-SEQUENCE_DIM = 1
-"""The dimension of activations along which sequence parallelism shards them: [batch, sequence, ...]."""
+from .colwise import SEQUENCE_DIM, SharedInput
 
 
 class TensorAxis(AppliedAxis):
@@ -35,24 +33,42 @@ class TensorAxis(AppliedAxis):
         self.group = context.group("tp")
         self.device = context.device
         self.fork = RandomFork(self.rank, context.device)
-        self._copied: tuple[Any, ...] | None = None
+        self._shared: tuple[Any, ...] | None = None
+
+    def share(self, x: torch.Tensor) -> SharedInput | None:
+        """`x` as the input of layers that each give a partial gradient of it: of q, k and v the same; None if it needs
+        no gradient."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        stamp = edit_stamp(x)
+        if self._shared is None or self._shared[0] is not x or self._shared[1] != stamp:
+            self._shared = x, stamp, SharedInput(x, self.group)
+        return self._shared[2]
 
     @torch.compiler.disable
     def copy_to_tp(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` for layers that each give a partial gradient. Layers with the same input (q, k, v) share one sum."""
+        """`x` for a layer that gives a partial gradient."""
+        shared = self.share(x)
+        return x if shared is None else shared.whole()
+
+    @torch.compiler.disable
+    def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' shards of the sequence concatenated, for layers that each give a partial gradient. Backward
+        gathers them again for
+        `ShardedLayer.colwise`."""
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return x
-        stamp = edit_stamp(x)
-        if self._copied is None or self._copied[0] is not x or self._copied[1] != stamp:
-            self._copied = x, stamp, collectives.copy_to_tp(x, self.group)
-        return self._copied[2]
+            return collectives.all_gather_sequence(x, SEQUENCE_DIM, self.group)
+        shared = SharedInput(x, self.group, gathers=True)
+        whole = shared.branch()
+        whole.tp_input = shared  # type: ignore[attr-defined]
+        return whole
 
     @torch.compiler.disable
     def end_tp_region(self, *_: Any) -> None:
         """End a region of sharded activations: the ranks draw the same random numbers again, and the shared input is
         forgotten. Also a hook before or after a forward."""
         self.fork.close()
-        self._copied = None
+        self._shared = None
 
 
 class ShardedLayer(nn.Module):
@@ -71,6 +87,16 @@ class ShardedLayer(nn.Module):
     plan_entry: str
     product: Callable[..., torch.Tensor] = staticmethod(F.linear)
 
+    @torch.compiler.disable
+    def colwise(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product with some rows of a weight; the gradient of `x` is summed over the ranks."""
+        shared = getattr(x, "tp_input", None) if self.in_region else self.axis.share(x)
+        if shared is None or not torch.is_grad_enabled():
+            return self.product(x, weight, bias)
+        if self.product is F.linear and weight.requires_grad:
+            return shared.linear(weight, bias)
+        return self.product(x if self.in_region else shared.whole(), weight, bias)
+
 
 class ColwiseLinear(ShardedLayer, nn.Linear):
     """A linear layer of which this rank computes some output features: rows of the weight.
@@ -84,8 +110,7 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
     transposed: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.in_region else self.axis.copy_to_tp(x)
-        output = self.product(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        output = self.colwise(x, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gathers:
             return collectives.gather(output, -1, self.axis.group)
         if self.training:
@@ -178,7 +203,7 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         """Queries (row 0), keys (1) or values (2) of this rank's heads: [batch, heads, length, features of a head]."""
         weight = self.in_proj_weight.chunk(3)[row]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[row]
-        projected = F.linear(x if self.in_region else self.axis.copy_to_tp(x), weight, bias)
+        projected = self.colwise(x, weight, bias)
         if not batched:
             projected = projected.unsqueeze(0)
         elif not self.batch_first:

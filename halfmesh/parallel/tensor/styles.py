@@ -16,7 +16,8 @@ from ..modules import comes_from
 from ..registries import TENSOR_STYLES
 from ..shard_spec import Split
 from . import layers
-from .layers import SEQUENCE_DIM, ShardedLayer, TensorAxis
+from .colwise import SEQUENCE_DIM
+from .layers import ShardedLayer, TensorAxis
 
 
 class Style:
@@ -343,9 +344,8 @@ class Region(Style):
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             if args:
-                return (collectives.all_gather_sequence(args[0], SEQUENCE_DIM, axis.group), *args[1:]), kwargs
-            whole = collectives.all_gather_sequence(kwargs[self._argument], SEQUENCE_DIM, axis.group)
-            return args, {**kwargs, self._argument: whole}
+                return (axis.gather_sequence(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, self._argument: axis.gather_sequence(kwargs[self._argument])}
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
 

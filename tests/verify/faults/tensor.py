@@ -51,13 +51,13 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
 
 def input_gradient_not_summed(patch: pytest.MonkeyPatch) -> None:
     """Layers divided by columns hand back their part of the gradient: an all-reduce is missing in backward."""
-    patch.setattr(collectives, "copy_to_tp", lambda x, group: x)
+    patch.setattr(collectives, "start_sum", lambda x, group: lambda: x)
 
 
 def input_gradient_summed_twice(patch: pytest.MonkeyPatch) -> None:
     """Layers divided by columns sum the gradient of their input twice: an all-reduce too many in backward."""
-    inner = collectives.copy_to_tp
-    patch.setattr(collectives, "copy_to_tp", lambda x, group: inner(inner(x, group), group))
+    inner = collectives.start_sum
+    patch.setattr(collectives, "start_sum", lambda x, group: inner(inner(x, group)(), group))
 
 
 def gathered_in_other_order(patch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,11 @@ def partial_summed_twice(patch: pytest.MonkeyPatch) -> None:
 
 def sequence_gradient_not_summed(patch: pytest.MonkeyPatch) -> None:
     """Where a sequence is gathered, backward takes this rank's part of the gradient, and not the sum."""
-    patch.setattr(collectives, "all_gather_sequence", collectives.gather)
+
+    def own_part(x: torch.Tensor, dim: int, group: Any) -> Any:
+        return lambda: x.chunk(group.size(), dim)[group.rank()].clone()
+
+    patch.setattr(collectives, "start_sum_shard", own_part)
 
 
 def shard_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
