@@ -33,7 +33,7 @@ class SharedInput:
     def __init__(self, x: torch.Tensor, group: dist.ProcessGroup, gathers: bool = False) -> None:
         self._shard = [x] if gathers else []
         self._values = collectives.start_gather(x.detach(), SEQUENCE_DIM, group)() if gathers else x.detach()
-        self._cast, self._sent = self._values, _Sent(group, gathers)
+        self._cast, self._sent = self._values, InputSums(group, gathers)
         self._token = _EndSum.apply(x, self._sent)
         self._whole: torch.Tensor | None = None
 
@@ -62,8 +62,8 @@ class SharedInput:
         return _Product.apply(for_input, for_weight, [self._cast, weight, bias, *self._shard], product)
 
 
-class _Sent:
-    """What backward sends for an input.
+class InputSums:
+    """What backward sends for an input: sums of its gradient, and the input again.
 
     Attributes:
         gathers: the input was gathered from shards along the sequence, so that each rank keeps its shard of the sum.
@@ -103,7 +103,7 @@ class _ForBackward:
     grad: torch.Tensor | None = None
     kept: torch.Tensor | None = None
 
-    def __init__(self, sent: _Sent, dtype: torch.dtype) -> None:
+    def __init__(self, sent: InputSums, dtype: torch.dtype) -> None:
         self.sent, self.dtype = sent, dtype
 
     def begin(self, grad: torch.Tensor, kept: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ class _ForBackward:
 
 class _EndSum(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sent: _Sent) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, sent: InputSums) -> torch.Tensor:
         ctx.sent = sent
         return x.new_empty(0)
 
@@ -135,7 +135,7 @@ class _EndSum(Function):
 
 class _BeginSum(Function):
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, values: list[torch.Tensor], sent: _Sent) -> torch.Tensor:
+    def forward(ctx: Any, token: torch.Tensor, values: list[torch.Tensor], sent: InputSums) -> torch.Tensor:
         ctx.sent = sent
         return values[0].detach()
 

@@ -12,6 +12,7 @@ from halfmesh.parallel import collectives
 from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.rng import ModelRNG
 from halfmesh.parallel.tensor.apply import TensorGradients
+from halfmesh.parallel.tensor.colwise import SEQUENCE_DIM, InputSums
 from halfmesh.parallel.tensor.layers import RowwiseLinear, TensorAxis, VocabEmbedding
 from halfmesh.parallel.tensor.styles import FusedColwise
 
@@ -129,11 +130,13 @@ def partial_summed_twice(patch: pytest.MonkeyPatch) -> None:
 
 def sequence_gradient_not_summed(patch: pytest.MonkeyPatch) -> None:
     """Where a sequence is gathered, backward takes this rank's part of the gradient, and not the sum."""
+    inner = InputSums.begin_sum
 
-    def own_part(x: torch.Tensor, dim: int, group: Any) -> Any:
-        return lambda: x.chunk(group.size(), dim)[group.rank()].clone()
+    def begin_sum(self: InputSums, grad: torch.Tensor) -> None:
+        mine = grad.chunk(dist.get_world_size(), SEQUENCE_DIM)[dist.get_rank()].clone()
+        self._sums.append(lambda: mine) if self.gathers else inner(self, grad)
 
-    patch.setattr(collectives, "start_sum_shard", own_part)
+    patch.setattr(InputSums, "begin_sum", begin_sum)
 
 
 def shard_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
