@@ -55,6 +55,7 @@ class FailureWatch:
             self._store.append(key, "")
         self._rank, self._name, self._names = rank, names.name(rank), names
         self._host, self._timeout_s, self._store_is_gone = host, timeout_s, False
+        self._in_call = threading.Lock()
         self._told: dict[int, str] = {}  # the last word of each rank that has told one
         self._failed = self._lost = ""  # the first error of each kind
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -89,6 +90,9 @@ class FailureWatch:
         """Tell the others this rank's `word`, and `error` if it is the first; read what they tell."""
         if self._store_is_gone:  # torch would print a stack of its C++ code each time
             return
+        if not self._in_call.acquire(timeout=ANSWER_S):  # of a host without power or network; torch's call stays there
+            self._store_is_gone = True
+            return
         try:
             if error:
                 self._store.compare_set(word, "", error)
@@ -98,6 +102,8 @@ class FailureWatch:
         except Exception:
             self._store_is_gone = True
             return
+        finally:
+            self._in_call.release()
         self._failed, self._lost = failed, lost
         self._told = {int(rank): theirs for rank, theirs in map(str.split, log.splitlines())}
 
@@ -151,7 +157,8 @@ class FailureWatch:
         """The first error, and the ranks that may be the reason for it."""
         told, names, found = self._told, self._names, list[str]()
         if self._store_is_gone and not self._failed:
-            host = "the launcher" if self._host is None else names.name(self._host)
+            agent = f"the launcher on {os.environ.get('MASTER_ADDR')}"
+            host = agent if self._host is None else names.name(self._host)
             found = [f"no answer from {host}, which hosts the store (killed, out of memory?)"]
         elif not self._failed:
             texts = {"": "no answer from {} (killed, out of memory, or stopped?)", "running": "still running: {}"}

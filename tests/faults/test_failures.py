@@ -115,6 +115,7 @@ CASES = {  # and what the others say
     "stopped": (Case(STOP), f"no answer from rank 1 {KILLED}"),
     "host_raises": (Case(RAISE, bad=0), f"{FIRST} 0] Traceback"),  # rank 0 hosts the store
     "host_killed": (Case(KILL, bad=0), "no answer from rank 0, which hosts the store"),
+    "host_stopped": (Case(STOP, bad=0), "no answer from rank 0, which hosts the store"),
     "saves_alone": (Case(f"engine.save({PLACE})"), f"{FIRST} 1] Traceback"),
     "saves_alone_tensor": (Case(f"engine.save({PLACE})", parallel=MESH), f"{FIRST} 1 (tp 1)] Traceback"),
     "closes_alone": (Case("engine.close(); return"), f"{EARLY} 1"),
