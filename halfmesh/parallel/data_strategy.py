@@ -145,7 +145,8 @@ class DataStrategy:
             withholds: before the step gradients are not final (scaled, or partial). A strategy under which changes of
                 them cannot be detected replaces them by placeholders.
         """
-        return Reducer(shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
+        inputs = self.inputs
+        return Reducer(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         """The region of the full tensor in `shard`, a data rank's shard of the tensor at `source`."""
@@ -166,7 +167,7 @@ class DataStrategy:
         asked = self.inputs.options.strategy
         return (
             ""
-            if asked == "replicate" or self.inputs.context.dp_size > 1
+            if asked == "replicate" or self.inputs.mean_over > 1
             else f" ({asked} has nothing to shard over one data rank)"
         )
 

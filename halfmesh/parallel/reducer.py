@@ -33,7 +33,7 @@ class ReduceOptions:
     bucket_bytes: int = 25 * 2**20
     max_inflight: int = 8
     mean: bool = True
-    """Average over the ranks; False sums."""
+    """Average over the ranks of the reducer; False sums."""
 
 
 class Bucket:
@@ -42,13 +42,15 @@ class Bucket:
     A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
 
     Attributes:
+        group: the ranks over which they are summed.
         sent: the flat tensor, once it is sent.
         missing: the parameters whose gradients have not arrived yet.
         absent: indices of the shards that had no gradient on this rank.
     """
 
-    def __init__(self, shards: list[ParamShard], dtype: torch.dtype) -> None:
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
         self.shards = shards
+        self.group = group
         self.params = [shard.param for shard in shards]
         self.numel = sum(param.numel() for param in self.params)
         self.dtype = dtype
@@ -135,31 +137,38 @@ def reduce_dtype_of(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
 def make_buckets(
     shards: Sequence[ParamShard],
     options: ReduceOptions,
-    make: Callable[[list[ParamShard], torch.dtype], _B],
+    group_of: Callable[[nn.Parameter], dist.ProcessGroup],
+    make: Callable[[list[ParamShard], torch.dtype, dist.ProcessGroup], _B],
     kind: Callable[[nn.Parameter], Any] = lambda param: None,
 ) -> list[_B]:
-    """Buckets of one dtype and device each, in reverse order of the model: about the order in which gradients arrive.
-    A shard of more than `options.bucket_bytes` gets a separate one.
+    """Buckets of one dtype, device and group each, in reverse order of the model: about the order in which gradients
+    arrive. A shard of more than `options.bucket_bytes` gets a separate one.
 
     Args:
+        group_of: the ranks over which the gradient of a parameter is summed.
         kind: equal for parameters that may share a bucket.
     """
-    groups: list[tuple[list[ParamShard], torch.dtype]] = []
-    open_groups: dict[Any, tuple[list[ParamShard], int]] = {}
+    made: list[tuple[list[ParamShard], torch.dtype, dist.ProcessGroup]] = []
+    last: dict[Any, tuple[list[ParamShard], int]] = {}
     for shard in reversed(shards):
-        param, dtype = shard.param, reduce_dtype_of(shard.param, options.dtype)
-        key, size = (dtype, param.device, kind(param)), param.numel() * dtype.itemsize
-        group, room = open_groups.get(key, ([], -1))
+        param, dtype, group = shard.param, reduce_dtype_of(shard.param, options.dtype), group_of(shard.param)
+        key, size = (dtype, param.device, group, kind(param)), param.numel() * dtype.itemsize
+        held, room = last.get(key, ([], -1))
         if size > room:
-            group, room = [], options.bucket_bytes
-            groups.append((group, dtype))
-        group.append(shard)
-        open_groups[key] = group, room - size
-    return [make(group, dtype) for group, dtype in groups]
+            held, room = [], options.bucket_bytes
+            made.append((held, dtype, group))
+        held.append(shard)
+        last[key] = held, room - size
+    return [make(*each) for each in made]
+
+
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start the sum of `flat` over `group`, in place; None: it is complete, over one rank."""
+    return None if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
 
 
 class Reducer:
-    """All-reduces the gradients of `shards` over `group`, once per optimizer step.
+    """All-reduces the gradients of `shards` over `group`, or fewer of its ranks, once per optimizer step.
 
     Call `open` before each backward. In the last one of an accumulation cycle a complete bucket is sent when the next
     gradient arrives: then all hooks of its parameters have run, also those registered after this reducer's.
@@ -171,6 +180,8 @@ class Reducer:
     Args:
         shards: in the order of the model. Only those that require gradients take part.
         buffers: the model's, by name. Running statistics are averaged, the others may differ between ranks.
+        group: the data ranks. A mean is a sum divided by their number, also where fewer of them are summed over.
+        group_of: the ranks over which the gradient of a parameter is summed; None: all of `group`.
 
     Attributes:
         state: of the gradients: "none" since the last update; "local" since `open`; "reduced" since `finish`; "stale"
@@ -184,9 +195,12 @@ class Reducer:
         buffers: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         options: ReduceOptions,
+        group_of: Callable[[nn.Parameter], dist.ProcessGroup] | None = None,
     ) -> None:
         self.options = options
         self.group = group
+        self.divisor = group.size() if options.mean else 1
+        self._group_of = group_of or (lambda param: group)
         self.state: Literal["none", "local", "reduced", "stale"] = "none"
         own = {name: name.rpartition(".")[2] for name in buffers}
         self._statistics = [b for name, b in buffers.items() if own[name] in STATISTICS and b.is_floating_point()]
@@ -219,12 +233,12 @@ class Reducer:
             InputError: as `finish`.
         """
         self._refuse_mixed_sums()
-        if self.state == "reduced" and not self.options.mean:
-            # These sums will be summed again. A mean of equal values changes nothing, a sum does.
-            grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
-            if grads:
-                share = torch.full((), 1 / self.group.size(), dtype=torch.float64, device=grads[0].device)
-                foreach_mul_(grads, share)
+        for bucket in self._buckets if self.state == "reduced" else ():
+            # These sums will be divided and summed again. A mean of equal values changes nothing, a sum does.
+            grads = [grad for param in bucket.params if (grad := param.grad) is not None]
+            if grads and self.divisor != bucket.group.size():
+                share = self.divisor / bucket.group.size()
+                foreach_mul_(grads, torch.full((), share, dtype=torch.float64, device=grads[0].device))
         self.state = "local"
         self._sends = last
 
@@ -271,7 +285,7 @@ class Reducer:
         self._hooks = []
 
     def _refuse_mixed_sums(self) -> None:
-        if self.state == "stale" and not self.options.mean:
+        if self.state == "stale" and any(bucket.group.size() != self.divisor for bucket in self._buckets):
             raise InputError(
                 "gradients were added by a backward outside this engine after they had been summed over ranks; call "
                 "engine.backward(loss) for every loss (or, without sequence parallelism, use loss_reduction='mean')"
@@ -319,21 +333,21 @@ class Reducer:
         while self._unsent and (everything or not self._unsent[0].missing):
             if len(self._inflight) >= self.options.max_inflight:
                 self._inflight.popleft().wait()
-            self._inflight.append(self._send(self._unsent.popleft()))
+            self._start(self._send(self._unsent.popleft()))
+
+    def _start(self, work: dist.Work | None) -> None:
+        """Wait for it in `_receive`; None: it is complete."""
+        if work is not None:
+            self._inflight.append(work)
 
     def _make_buckets(self) -> list[Any]:
-        return make_buckets(self._shards, self.options, Bucket)
+        return make_buckets(self._shards, self.options, self._group_of, Bucket)
 
-    def _send(self, bucket: Any) -> dist.Work:
+    def _send(self, bucket: Any) -> dist.Work | None:
         flat = bucket.pack()
-        if self.options.mean:
-            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
-        return self._sum(flat)
-
-    def _sum(self, flat: torch.Tensor) -> dist.Work:
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        return work
+        if self.divisor != 1:
+            flat.div_(self.divisor)  # before the sum, which could overflow in half precision
+        return all_reduce(flat, bucket.group)
 
     def _receive(self) -> None:
         """Wait for all buckets in flight, and set their gradients."""
@@ -346,7 +360,8 @@ class Reducer:
         held = self._statistics
         flat = torch.cat([b.reshape(-1).to(torch.promote_types(b.dtype, torch.float32)) for b in held])
         flat /= self.group.size()
-        dist.all_reduce(flat, group=self.group)
+        if (work := all_reduce(flat, self.group)) is not None:
+            work.wait()
         averaged = flat.split([buffer.numel() for buffer in held])
         foreach_copy_(held, [one.view_as(buffer) for one, buffer in zip(averaged, held, strict=True)])
 

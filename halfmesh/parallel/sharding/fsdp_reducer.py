@@ -12,7 +12,7 @@ from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
 from ...utils.torch_private import has_grad_hooks
 from ..data_strategy import UNFINISHED, WithheldGradient
-from ..reducer import Reducer
+from ..reducer import Reducer, all_reduce
 from .fsdp_wrap import add_missing_grads, watch_grads
 
 
@@ -88,9 +88,10 @@ class FSDPReducer(Reducer):
             )
         used = [id(shard) in self._used for shard, _ in self._sharded]
         counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
-        work = self._sum(counts)
+        work = all_reduce(counts, self.group)
         super().finish()
-        work.wait()
+        if work is not None:
+            work.wait()
         self._take_grads([1.0] * len(used) if all(used) else counts.tolist())
 
     def forget(self) -> None:

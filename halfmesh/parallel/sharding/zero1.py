@@ -7,9 +7,9 @@ replicated data parallelism. Rajbhandari et al., "ZeRO" (2020), section 5.1.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
-from ..reducer import Bucket, Reducer, give_grads, make_buckets
+from ..reducer import Bucket, Reducer, all_reduce, give_grads, make_buckets
 from ..shard_spec import Placement
 
 
@@ -46,7 +46,6 @@ class Zero1(DataStrategy):
         super().__init__(inputs)
         self.publisher = self
         optimizer = inputs.optimizer
-        self._group = inputs.context.dp_group
         held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
         mine = [shard for shard in inputs.shards if id(shard.param) in held]
         gaps = [shard.name for shard in mine if not is_dense(shard.param)]
@@ -55,13 +54,11 @@ class Zero1(DataStrategy):
                 f"parallel.data='zero1' splits parameters in memory order, but {shorten(gaps)} have gaps or overlaps "
                 "in memory (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
             )
-        make = partial(SliceBucket, rank=self._group.rank(), size=self._group.size())
-
         def kind(param: nn.Parameter) -> Any:
             """Of one dtype also after a cast; frozen ones need not be sent; other stages shard `tied` ones, too."""
             return id(param) if param in inputs.tied else (param.dtype, param.requires_grad)
 
-        self.buckets = make_buckets(mine, inputs.reduce, make, kind)
+        self.buckets = make_buckets(mine, inputs.reduce, inputs.group_of, SliceBucket, kind)
         shard_of = {part.source: part for bucket in self.buckets for part in bucket.slices}
         self.shards = [shard_of.get(shard, shard) for shard in inputs.shards]
         self._pairs = [(shard, shard_of[shard], shard.param.stride()) for shard in mine]
@@ -91,7 +88,7 @@ class Zero1(DataStrategy):
 
     @property
     def text(self) -> str:
-        return f", each data rank steps 1/{self._group.size()} of it (zero1)"
+        return f", each data rank steps 1/{self.inputs.mean_over} of it (zero1)"
 
     # -- while training ----------------------------------------------------------------------------------------
 
@@ -120,7 +117,7 @@ class Zero1(DataStrategy):
     def join(self, names: list[str]) -> list[str]:
         if self.inputs.context.pp_size == 1:  # else other stages have other shards
             self.inputs.context.agree_on_call("engine(...) after writes into engine.master_params()")
-        return sorted({name for theirs in gather_objects(names, self._group) for name in theirs})
+        return sorted({name for theirs in gather_objects(names, self.inputs.group) for name in theirs})
 
     def begin(self) -> None:
         """Do nothing: only an update reads the shards. (`halfmesh.utils.param_shard.Publisher`.)"""
@@ -141,11 +138,12 @@ class Zero1(DataStrategy):
         self._stepped.clear()
 
     def _gather(self, bucket: SliceBucket) -> None:
-        if self._stepped.isdisjoint(bucket.slices):  # the same on all ranks
+        # The first is the same on all ranks. One rank's slices are all of the model's memory.
+        if self._stepped.isdisjoint(bucket.slices) or bucket.group.size() == 1:
             return
         if len(self._inflight) >= self.inputs.reduce.max_inflight:
             self._wait_oldest()
-        work, flat = bucket.gather([part.param for part in bucket.slices], self._group)
+        work, flat = bucket.gather([part.param for part in bucket.slices])
         self._inflight.append((work, bucket, flat))
 
     def _wait_oldest(self) -> None:
@@ -161,7 +159,7 @@ def _cut(value: torch.Tensor, param: nn.Parameter, part: ParamShard) -> torch.Te
 
 
 class SliceBucket(Bucket):
-    """Parameters whose elements, in memory order, are split into one chunk per data rank.
+    """Parameters whose elements, in memory order, are split into one chunk per rank of their group.
 
     A rank steps all of some parameters, a slice of at most two, and nothing of the others. It holds a slice of each,
     often an empty one, so that the optimizer's groups are equal on all ranks.
@@ -171,13 +169,13 @@ class SliceBucket(Bucket):
         chunk: elements of a chunk.
     """
 
-    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, rank: int, size: int) -> None:
-        super().__init__(shards, dtype)
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        super().__init__(shards, dtype, group)
+        size = group.size()
         self.chunk = -(-self.numel // size)
-        self._size = size
         self._withheld: list[WithheldGradient] = []
         self.slices: list[ParamShard] = []
-        offset = -rank * self.chunk
+        offset = -group.rank() * self.chunk
         for shard in shards:
             numel = shard.param.numel()
             start, stop = (min(max(edge, 0), numel) for edge in (-offset, self.chunk - offset))
@@ -186,17 +184,18 @@ class SliceBucket(Bucket):
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.slices.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
-    def scatter(self, group: dist.ProcessGroup, divisor: int) -> dist.Work:
-        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
-        flat = self._take_grads(self.chunk * self._size)
+    def scatter(self, divisor: int) -> dist.Work | None:
+        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them; None: it is complete."""
+        flat = self._take_grads(self.chunk * self.group.size())
         if len(flat) > self.numel:
             flat[self.numel :].zero_()
         if divisor != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
+        if self.group.size() == 1:
+            self.sent = flat
+            return None
         self.sent = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        work = reduce_scatter(self.sent, flat, group=group, async_op=True)
-        assert work is not None
-        return work
+        return reduce_scatter(self.sent, flat, group=self.group, async_op=True)
 
     def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
         """Add the reduced chunk to the gradients of `slices`; `unused`: shards without a gradient on any rank."""
@@ -219,14 +218,14 @@ class SliceBucket(Bucket):
         sizes = [part.param.numel() for part in self.slices]
         return list(chunk[: sum(sizes)].split(sizes))
 
-    def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+    def gather(self, values: Sequence[torch.Tensor]) -> tuple[dist.Work, torch.Tensor]:
         """Start an all-gather of `values`, of one dtype, one for each of `slices`. `views` splits the result."""
         own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
         if len(rest := own[sum(value.numel() for value in values) :]):
             rest.zero_()
-        flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
-        work = all_gather(flat, own, group=group, async_op=True)
+        flat = torch.empty(self.chunk * self.group.size(), dtype=own.dtype, device=own.device)
+        work = all_gather(flat, own, group=self.group, async_op=True)
         assert work is not None
         return work, flat
 
@@ -243,7 +242,7 @@ class Zero1Reducer(Reducer):
     def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:
         self._strategy = strategy
         strategy.follow()  # weights were cast
-        super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
+        super().__init__(shards, buffers, strategy.inputs.group, strategy.inputs.reduce)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         for shard in shards:
@@ -271,20 +270,25 @@ class Zero1Reducer(Reducer):
     def _make_buckets(self) -> list[SliceBucket]:
         return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
 
-    def _send(self, bucket: SliceBucket) -> dist.Work:
-        return bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
+    def _send(self, bucket: SliceBucket) -> dist.Work | None:
+        return bucket.scatter(self.divisor)
 
     def _receive(self) -> None:
-        if not self._buckets:  # a stage of which nothing is trained
-            return
-        had = [0.0 if i in b.absent else 1.0 for b in self._buckets for i in range(len(b.shards))]
-        flags = torch.tensor(had).to(self._shards[0].param.device, non_blocking=True)
-        self._inflight.append(self._sum(flags))
+        groups: dict[dist.ProcessGroup, list[SliceBucket]] = {}
+        for bucket in self._buckets:
+            groups.setdefault(bucket.group, []).append(bucket)
+        flags = []
+        for group, buckets in groups.items():
+            had = [0.0 if index in b.absent else 1.0 for b in buckets for index in range(len(b.shards))]
+            counts = torch.tensor(had).to(buckets[0].params[0].device, non_blocking=True)
+            self._start(all_reduce(counts, group))
+            flags.append((buckets, had, counts))
         while self._inflight:
             self._inflight.popleft().wait()
-        counts = flags.tolist() if 0.0 in had else had
-        for bucket in self._buckets:
-            own, counts = counts[: len(bucket.shards)], counts[len(bucket.shards) :]
-            assert bucket.sent is not None
-            bucket.assign_grads(bucket.sent, [index for index in bucket.absent if own[index] == 0])
-            bucket.withhold()
+        for buckets, had, counts in flags:
+            ranks = iter(counts.tolist() if 0.0 in had else had)
+            for bucket in buckets:
+                used = list(itertools.islice(ranks, len(bucket.shards)))
+                assert bucket.sent is not None
+                bucket.assign_grads(bucket.sent, [index for index in bucket.absent if used[index] == 0])
+                bucket.withhold()
