@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -162,9 +163,18 @@ def make_buckets(
     return [make(*each) for each in made]
 
 
-def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Start the sum of `flat` over `group`, in place; None: it is complete, over one rank."""
-    return None if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
+class NothingSent(dist.Work):
+    """The work of a group of one rank."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the sum of `flat` over `group`, in place."""
+    work = NothingSent() if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 class Reducer:
@@ -333,17 +343,12 @@ class Reducer:
         while self._unsent and (everything or not self._unsent[0].missing):
             if len(self._inflight) >= self.options.max_inflight:
                 self._inflight.popleft().wait()
-            self._start(self._send(self._unsent.popleft()))
-
-    def _start(self, work: dist.Work | None) -> None:
-        """Wait for it in `_receive`; None: it is complete."""
-        if work is not None:
-            self._inflight.append(work)
+            self._inflight.append(self._send(self._unsent.popleft()))
 
     def _make_buckets(self) -> list[Any]:
         return make_buckets(self._shards, self.options, self._group_of, Bucket)
 
-    def _send(self, bucket: Any) -> dist.Work | None:
+    def _send(self, bucket: Any) -> dist.Work:
         flat = bucket.pack()
         if self.divisor != 1:
             flat.div_(self.divisor)  # before the sum, which could overflow in half precision
@@ -360,8 +365,7 @@ class Reducer:
         held = self._statistics
         flat = torch.cat([b.reshape(-1).to(torch.promote_types(b.dtype, torch.float32)) for b in held])
         flat /= self.group.size()
-        if (work := all_reduce(flat, self.group)) is not None:
-            work.wait()
+        all_reduce(flat, self.group).wait()
         averaged = flat.split([buffer.numel() for buffer in held])
         foreach_copy_(held, [one.view_as(buffer) for one, buffer in zip(averaged, held, strict=True)])
 

@@ -66,5 +66,5 @@ def test_an_update_keeps_to_the_devices(no_memory, recipe, optimizer, norm_type)
 
 
 def test_no_bucket_has_two_devices(no_memory):
-    buckets = make_buckets(make_shards(), ReduceOptions(), Bucket)
+    buckets = make_buckets(make_shards(), ReduceOptions(), lambda param: None, Bucket)
     assert [[shard.name for shard in bucket.shards] for bucket in buckets] == [["other part", "part"], ["scale"]]

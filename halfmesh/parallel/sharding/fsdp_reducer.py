@@ -90,8 +90,7 @@ class FSDPReducer(Reducer):
         counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
         work = all_reduce(counts, self.group)
         super().finish()
-        if work is not None:
-            work.wait()
+        work.wait()
         self._take_grads([1.0] * len(used) if all(used) else counts.tolist())
 
     def forget(self) -> None:

@@ -23,7 +23,7 @@ from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
-from ..reducer import Bucket, Reducer, all_reduce, give_grads, make_buckets
+from ..reducer import Bucket, NothingSent, Reducer, all_reduce, give_grads, make_buckets
 from ..shard_spec import Placement
 
 
@@ -54,6 +54,7 @@ class Zero1(DataStrategy):
                 f"parallel.data='zero1' splits parameters in memory order, but {shorten(gaps)} have gaps or overlaps "
                 "in memory (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
             )
+
         def kind(param: nn.Parameter) -> Any:
             """Of one dtype also after a cast; frozen ones need not be sent; other stages shard `tied` ones, too."""
             return id(param) if param in inputs.tied else (param.dtype, param.requires_grad)
@@ -184,8 +185,8 @@ class SliceBucket(Bucket):
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.slices.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
-    def scatter(self, divisor: int) -> dist.Work | None:
-        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them; None: it is complete."""
+    def scatter(self, divisor: int) -> dist.Work:
+        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
         flat = self._take_grads(self.chunk * self.group.size())
         if len(flat) > self.numel:
             flat[self.numel :].zero_()
@@ -193,9 +194,11 @@ class SliceBucket(Bucket):
             flat.div_(divisor)  # before the sum, which could overflow in half precision
         if self.group.size() == 1:
             self.sent = flat
-            return None
+            return NothingSent()
         self.sent = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        return reduce_scatter(self.sent, flat, group=self.group, async_op=True)
+        work = reduce_scatter(self.sent, flat, group=self.group, async_op=True)
+        assert work is not None
+        return work
 
     def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
         """Add the reduced chunk to the gradients of `slices`; `unused`: shards without a gradient on any rank."""
@@ -270,7 +273,7 @@ class Zero1Reducer(Reducer):
     def _make_buckets(self) -> list[SliceBucket]:
         return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
 
-    def _send(self, bucket: SliceBucket) -> dist.Work | None:
+    def _send(self, bucket: SliceBucket) -> dist.Work:
         return bucket.scatter(self.divisor)
 
     def _receive(self) -> None:
@@ -281,7 +284,7 @@ class Zero1Reducer(Reducer):
         for group, buckets in groups.items():
             had = [0.0 if index in b.absent else 1.0 for b in buckets for index in range(len(b.shards))]
             counts = torch.tensor(had).to(buckets[0].params[0].device, non_blocking=True)
-            self._start(all_reduce(counts, group))
+            self._inflight.append(all_reduce(counts, group))
             flags.append((buckets, had, counts))
         while self._inflight:
             self._inflight.popleft().wait()
