@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from ..distributed.process_group import OwnedGroup
 
 
+def splits_world() -> bool:
+    """Return True if NCCL makes a group by splitting the communicator of all ranks, for which all ranks have to wait:
+    then one split makes all groups of an axis. Groups that are made one by one would need one each."""
+    world: Any = dist.group.WORLD
+    return dist.get_backend() == "nccl" and world.bound_device_id is not None
+
+
 class ParallelContext:
     """The layout of one engine: pp * dp * tp == world size, tp fastest. Other packages' axes lie between dp and tp.
 
@@ -177,11 +184,10 @@ class ParallelContext:
     def _new_groups(self, rows: list[list[int]], backend: str | None = None) -> Any:
         """Groups of these ranks; returns the one of this rank, or None. All ranks together."""
         # Not init_device_mesh: its groups have torch's time limits, not the configured one.
-        world: Any = dist.group.WORLD
-        if backend is None and dist.get_backend() == "nccl" and world.bound_device_id is not None:
-            # One split for all rows: of groups that are made one by one each is a split that all ranks wait for.
-            made = dist.split_group(split_ranks=rows, timeout=self._timeout)
-            return made if isinstance(made, dist.ProcessGroup) else None
+        if backend is None and splits_world():
+            rest = sorted({*range(self.size)}.difference(*rows))  # torch names groups by how many a rank has made
+            made = dist.split_group(split_ranks=[*rows, rest] if rest else rows, timeout=self._timeout)
+            return None if self.rank in rest else made
         return dist.new_subgroups_by_enumeration(rows, self._timeout, backend)[0]
 
     def _made(self, key: Any, words: str, make: Callable[[], Any]) -> Any:
