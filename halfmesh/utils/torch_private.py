@@ -83,11 +83,15 @@ BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.auto
 """Functions that a TorchFunctionMode sees, and that call autograd."""
 
 
-def without_override(func: FunctionType) -> FunctionType:
+def without_override(func: FunctionType, **replaced: Any) -> FunctionType:
     """A copy of a Python function of torch that does not dispatch to overrides of itself: a TorchFunctionMode can call
-    it and see each function that it calls."""
+    it and see each function that it calls.
+
+    Args:
+        replaced: functions that it calls, by name, in place of those of its module.
+    """
     asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
-    names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False), **replaced}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy

@@ -99,7 +99,11 @@ class SplitBatch(AppliedAxis):
             InputError: they differ.
         """
         few = shard.for_trial()
-        short = {name: map_tensors(lambda t: shard.shorten(t, few.full_size), value) for name, value in given.items()}
+
+        def shorten(name: str, value: Any) -> Any:
+            return map_tensors(lambda t: shard.shorten(t, few.full_size, name in self.non_split), value)
+
+        short = {name: shorten(name, value) for name, value in given.items()}
         whole, sharded = list[int](), list[int]()
         try:
             with no_side_effects(model.modules(), self._context.device):
@@ -189,8 +193,9 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CALL_OTHERS:
+            inner = self._functions.get(func)
             with self:
-                return without_override(func)(*args, **kwargs)
+                return inner(func, *args, **kwargs) if inner else without_override(func)(*args, **kwargs)
         function = self._functions.get(func)
         if self.counts is not None:
             tensors = [value for value in args if isinstance(value, torch.Tensor) and not value.is_meta]

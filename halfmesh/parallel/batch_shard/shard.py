@@ -91,10 +91,9 @@ class BatchShard:
         kept = min(self.full_size, self.size * TRIAL[self.dim])
         return replace(self, full_size=kept, rows=kept if self.dim == ROWS else self.rows)
 
-    def shorten(self, tensor: torch.Tensor, kept: int) -> torch.Tensor:
+    def shorten(self, tensor: torch.Tensor, kept: int, is_mask: bool) -> torch.Tensor:
         """The first rows or tokens of a tensor that has all: [batch, sequence, ...], or a mask [..., sequence]."""
-        is_mask = self.dim != ROWS and tensor.dim() > 3
-        for dim in (tensor.dim() - 2, tensor.dim() - 1) if is_mask else (self.dim,):
+        for dim in (max(0, tensor.dim() - 2), tensor.dim() - 1) if is_mask else (self.dim,):
             if tensor.dim() > dim and tensor.shape[dim] == self.full_size:
                 tensor = tensor.narrow(dim, 0, kept)
         return tensor

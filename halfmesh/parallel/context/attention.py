@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...errors import InputError
-from ...utils.torch_private import has_no_memory
+from ...utils.torch_private import has_no_memory, without_override
 from .. import collectives
 
 _HEADS, _TOKENS = 1, 2  # of [batch, heads, sequence, features of a head]
@@ -125,3 +127,46 @@ def _refuse_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.
             f"and a mask has to be [..., {length}, {length}] or [..., 1, {length}], of whole sequences "
             "(name the argument that it comes from in parallel.context.non_split, or use is_causal=True)"
         )
+
+
+def attend_in_layer(
+    layer: FunctionType,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    width: int,
+    heads: int,
+    *args: Any,
+    attn_mask: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    need_weights: bool = True,
+    **options: Any,
+) -> Any:
+    """`layer`, which is torch's multi_head_attention_forward, with masks of whole sequences. It would not take them for
+    this rank's tokens, so that only its attention gets them.
+
+    Raises:
+        InputError: the weights of attention are asked for.
+    """
+    if need_weights:
+        raise InputError(
+            "with parallel.context no rank has the weights of attention; call torch.nn.MultiheadAttention with "
+            "need_weights=False"
+        )
+    masks = []
+    if is_causal and key_padding_mask is None:
+        options["attn_mask"] = attn_mask  # torch asks for it, and does not read it
+    elif attn_mask is not None:
+        masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads)))
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None])
+    zero = query.new_zeros(())
+    mask = sum(zero.where(~x, -torch.inf) if x.dtype == torch.bool else x for x in masks) if masks else None
+
+    def attention(query: Any, key: Any, value: Any, _: Any, dropout_p: float, is_causal: bool) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
+
+    run = without_override(layer, scaled_dot_product_attention=attention)
+    options |= {"need_weights": False, "is_causal": is_causal and not masks}
+    return run(query, key, value, width, heads, *args, **options)

@@ -18,7 +18,7 @@ from ..axis import Axis, AxisInputs, PlanInputs
 from ..batch_shard.calls import SplitBatch
 from ..batch_shard.shard import TOKENS, BatchShard
 from ..models.transformers import find_context_problem, whole_sequence_arguments
-from .attention import attend
+from .attention import attend, attend_in_layer
 
 
 def _attend(shard: BatchShard, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -36,7 +36,9 @@ class ContextParallel(SplitBatch):
         "shift along the sequence, no arange(length). Shift targets of whole sequences before the call: "
         "F.pad(ids, (0, 1), value=-100)[:, 1:]"
     )
-    functions = MappingProxyType({F.scaled_dot_product_attention: _attend})
+    functions = MappingProxyType(
+        {F.scaled_dot_product_attention: _attend, F.multi_head_attention_forward: attend_in_layer}
+    )
 
     def __init__(self, inputs: AxisInputs) -> None:
         super().__init__(inputs, ContextParallelism.dim)

@@ -141,3 +141,46 @@ def slopes(heads):
 )
 def test_masks_that_are_given(heads, mask):
     compare(partial(Decoder, heads), partial(masked_step, mask=mask))
+
+
+class Layers(nn.Module):
+    """torch's own layers, which compare masks with the tokens that they are given."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(WORDS, 24), nn.Embedding(LONG, 24)
+        layer = nn.TransformerEncoderLayer(24, heads, 32, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(24, WORDS)
+
+    def forward(self, ids, mask=None, src_key_padding_mask=None, position_ids=None, is_causal=None):
+        places = torch.arange(ids.shape[1], device=ids.device) if position_ids is None else position_ids
+        x = self.tokens(ids) + self.places(places)
+        return self.head(self.encoder(x, mask, src_key_padding_mask, is_causal))
+
+
+def layers_step(engine, seed, **masks):
+    torch.manual_seed(seed)
+    ids, target = here(torch.randint(WORDS, (ROWS, LONG))), here(torch.randint(WORDS, (ROWS, LONG)))
+    return engine.criterion(engine(ids, **here(masks)), target)
+
+
+LONG = 24
+"""Longer than the sequences of a trial."""
+LATER = torch.ones(LONG, LONG, dtype=torch.bool).triu(1)
+ENDS = torch.arange(LONG).expand(ROWS, -1) >= torch.tensor([[20], [24]])
+BIAS = torch.linspace(-1, 1, ROWS * 4 * LONG * LONG).view(ROWS * 4, LONG, LONG)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("heads", "masks"),
+    [
+        pytest.param(4, {"mask": LATER}, id="later tokens"),
+        pytest.param(3, {"mask": LATER, "is_causal": True}, id="a hint"),
+        pytest.param(4, {"src_key_padding_mask": ENDS}, id="padding"),
+        pytest.param(3, {"mask": LATER, "src_key_padding_mask": ENDS, "is_causal": True}, id="both, and a hint"),
+        pytest.param(4, {"mask": BIAS}, id="floats for each head"),
+    ],
+)
+def test_masks_of_torchs_layers(heads, masks):
+    compare(partial(Layers, heads), partial(layers_step, **masks))

@@ -62,6 +62,15 @@ class AttendsFlexibly(Plain):
         return x + flex_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
+class AsksForWeights(Plain):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def mix(self, x):
+        return x + self.attention(x, x, x)[0]
+
+
 class Pools(Plain):
     def forward(self, ids, position_ids=None):
         return super().forward(ids, position_ids).mean(1)
@@ -124,6 +133,7 @@ def refused(rank, world_size, make, step, loss):
             plain_step,
             criterion,
         ),
+        (AsksForWeights, "no rank has the weights of attention", plain_step, criterion),
         (Pools, r"the model returns something else: its output for 16 tokens", plain_step, criterion),
         (LosesTheBorder, "Shift the targets of whole sequences", own_loss, None),
         (ShiftsItself, "Shift targets of whole sequences before the call", own_loss, None),
@@ -136,6 +146,7 @@ def refused(rank, world_size, make, step, loss):
         "convolution",
         "by hand",
         "flex_attention",
+        "weights",
         "pooled",
         "border",
         "border kept",
