@@ -7,14 +7,15 @@ asked, no process group is needed. Limits of the model are checked when the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .amp.plugin import AMP_PLUGINS, PRECISIONS, AMPPlugin
 from .amp.recipe import FP32
 from .config.composition import Finding, Setup, find_key_problems
 from .config.config import Config
+from .config.load import load_config
 from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
 from .parallel.registries import AXES, DATA_STRATEGIES
 
@@ -73,11 +74,27 @@ def composition_table() -> dict[str, dict[str, Cell]]:
     return {str(row): {column: _verdict(row, column) for column in get_columns()} for row in get_rows()}
 
 
-def render_table() -> str:
-    """The composition table in Markdown."""
+def layout_table() -> dict[str, dict[str, Cell]]:
+    """Axis -> other axis or data strategy -> cell: whether a layout may have both. The models and numbers of ranks that
+    each axis takes are another matter."""
+
+    def problems(*names: str) -> set[str]:
+        parallel: dict[str, Any] = {name: {"size": 2} for name in names if name in AXES}
+        parallel |= {"data": {"strategy": name} for name in names if name in DATA_STRATEGIES}
+        return set(map(str, find_key_problems(Setup.of(load_config({"parallel": parallel}), 4))))
+
+    def cell(axis: str, other: str) -> Cell:
+        return "refused" if problems(axis, other) - problems(axis) - problems(other) else "yes"
+
+    return {axis: {other: cell(axis, other) for other in get_columns() if other != axis} for axis in AXES.names()}
+
+
+def render_table(table: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """The composition table in Markdown; or another one, such as `layout_table()`."""
     lines = ["| | " + " | ".join(get_columns()) + " |", "|---" * (len(get_columns()) + 1) + "|"]
-    for row, cells in composition_table().items():
-        lines.append(f"| {row} | {' | '.join(cells.values()).replace('refused', '**refused**')} |")
+    for row, cells in (composition_table() if table is None else table).items():
+        words = " | ".join(cells.get(column, "") for column in get_columns())
+        lines.append(f"| {row} | {words.replace('refused', '**refused**')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +129,7 @@ def _active_columns(setup: Setup) -> Iterator[str]:
     parallel = setup.config.parallel
     yield from (name for name, size in parallel.sizes.items() if size > 1)
     strategy = parallel.data.strategy
-    if setup.dims.dp > 1 or strategy != "replicate":
+    if setup.dims.grad_ranks > 1 or strategy != "replicate":
         yield strategy
 
 
@@ -138,8 +155,10 @@ def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     """Yields a finding unless the degrees multiply to the number of ranks."""
-    sizes, data = config.parallel.sizes, config.parallel.data
-    product, given = math.prod(sizes.values()), " x ".join(f"{name}={size}" for name, size in sizes.items())
+    data, product, all_sizes = config.parallel.data, config.parallel.ranks_of_batch, config.parallel.sizes
+    views = {name: size for name, size in all_sizes.items() if size > 1 and AXES.get(name).replica_dim}
+    sizes = {name: size for name, size in all_sizes.items() if not AXES.get(name).replica_dim}
+    given = " x ".join(f"{name}={size}" for name, size in sizes.items())
     if world_size < 1:
         yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
     elif world_size % product:
@@ -149,9 +168,15 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
         yield Finding("parallel", f"{given} = {product} does not divide the {world_size} ranks; {advice}")
     else:
         data_ranks = world_size // product
-        for key, message in DATA_STRATEGIES.get(data.strategy).find_size_problems(data, data_ranks):
+        averaged = data_ranks * math.prod(size for name, size in sizes.items() if AXES.get(name).splits_loss)
+        for key, message in DATA_STRATEGIES.get(data.strategy).find_size_problems(data, averaged):
             yield Finding(key, message)
+        of_data = " ".join(f"({name} ranks are data ranks: they are counted in data.size)" for name in views)
         if data.size not in (None, data_ranks):
             total = data.size * product
             message = f"{data.size} x {given} = {total}, but there are {world_size} ranks; remove it, or start {total}"
-            yield Finding("parallel.data.size", message)
+            yield Finding("parallel.data.size", f"{message} {of_data}".rstrip())
+        for name, size in views.items():
+            if data_ranks % size:
+                message = f"{name} ranks are data ranks, and {size} does not divide the {data_ranks} of them"
+                yield Finding(f"parallel.{name}", f"{message}; choose a size that does")

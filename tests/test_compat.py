@@ -4,7 +4,16 @@ import pytest
 
 from halfmesh import AMP_PLUGINS, AMPPlugin, Composes, IncompatibleConfigError, Options, Recipe
 from halfmesh import load_config as load
-from halfmesh.compat import check, composition_table, get_columns, get_rows, mesh_sizes, raise_for, render_table
+from halfmesh.compat import (
+    check,
+    composition_table,
+    get_columns,
+    get_rows,
+    layout_table,
+    mesh_sizes,
+    raise_for,
+    render_table,
+)
 from halfmesh.config.composition import Setup, find_advice
 
 APEX = {"fp16": {"mode": "apex"}}

@@ -295,7 +295,8 @@ class Checkpointer:
     def _coordinates(self) -> dict[str, int]:
         parallel_model = self.state.parallel_model
         sharding = {axis.dim for axis in parallel_model.axes.values() if axis.splits}
-        return validate.coordinates(self.context, sharding | ({"dp"} if parallel_model.data.shards_state else set()))
+        sharding |= set(self.context.dims.grad_axes if parallel_model.data.shards_state else ())
+        return validate.coordinates(self.context, sharding)
 
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         """Raise InputError if `state` is no state dict of the same rank of the same layout."""

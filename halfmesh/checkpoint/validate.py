@@ -3,7 +3,7 @@ settings that a load overwrites are told."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -42,14 +42,15 @@ def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
         )
 
 
-def coordinates(context: ParallelContext, sharding: Collection[str]) -> dict[str, int]:
+def coordinates(context: ParallelContext, sharding: Set[str]) -> dict[str, int]:
     """This rank's coordinates, which determine its shards of the model and of the update.
 
     Args:
         sharding: the axes of the mesh whose ranks hold different shards; pp and tp are always included.
     """
-    axes = {axis: size for axis, size in context.sizes.items() if axis in {"pp", "tp", *sharding}}
-    return {f"{axis}_{k}": v for axis, n in axes.items() for k, v in (("size", n), ("rank", context.coordinate(axis)))}
+    axes = ("pp", *sorted(sharding - {"pp", "tp"}), "tp")
+    sizes = {axis: (context.size_of(axis), context.coordinate(axis)) for axis in axes}
+    return {f"{axis}_{key}": n for axis, pair in sizes.items() for key, n in zip(("size", "rank"), pair, strict=True)}
 
 
 def refuse_other_shards(saved: Mapping[str, int], own: Mapping[str, int]) -> None:

@@ -48,7 +48,13 @@ class Setup:
         """The data strategy. On one data rank only one that changes the model differs from `replicate`: it may gather
         block by block, from host memory, and casts."""
         strategy: type[DataStrategy] = DATA_STRATEGIES.get(self.config.parallel.data.strategy)
-        return strategy if self.dims.dp > 1 or strategy.shards_model else DataStrategy
+        return strategy if self.dims.grad_ranks > 1 or strategy.shards_model else DataStrategy
+
+    @property
+    def meets_in_forward(self) -> bool:
+        """True if data ranks wait for each other in forward: each has to make the same number of calls."""
+        axes = (AXES.get(name) for name, size in self.config.parallel.sizes.items() if size > 1)
+        return self.strategy.shards_model or any(axis.replica_dim for axis in axes)
 
     def accumulate(self, batch_size: int | None) -> Setup:
         """The same with `gradient_accumulation` set from `global_batch_size`; unchanged without that key.

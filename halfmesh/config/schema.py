@@ -261,14 +261,25 @@ class ParallelConfig(Options):
         """The sizes of all axes but data, by key."""
         return {name: getattr(self, name).size for name in AXES.names() if name in type(self).model_fields}
 
+    @property
+    def ranks_of_batch(self) -> int:
+        """The number of ranks that compute the batch of one data rank together."""
+        return math.prod(size for name, size in self.sizes.items() if not AXES.get(name).replica_dim)
+
     def dims(self, world_size: int) -> ParallelDims:
         """The mesh of `world_size` ranks: pp, dp, others, tp. `halfmesh.compat.check` says whether the sizes fit."""
         kinds = [(AXES.get(name), size) for name, size in self.sizes.items()]
-        outermost, *more = sorted(kinds, key=lambda item: not item[0].splits_modules)
-        others = reversed(more)
-        dp = self.data.size or max(1, world_size // math.prod(self.sizes.values()))
-        named = [(kind.dim, size) for kind, size in others]
-        return ParallelDims(world_size, dict([(outermost[0].dim, outermost[1]), ("dp", dp), *named]))
+        views = [(kind, size) for kind, size in kinds if kind.replica_dim and size > 1]
+        kinds = [(kind, size) for kind, size in kinds if not kind.replica_dim]
+        (outermost, stages), *others = sorted(kinds, key=lambda item: not item[0].splits_modules)
+        dp = self.data.size or max(1, world_size // self.ranks_of_batch)
+        named = [(kind.dim, size) for kind, size in reversed(others)]
+        averaged = ("dp", *(kind.dim for kind, size in kinds if kind.splits_loss and size > 1))
+        dims = ParallelDims(world_size, {outermost.dim: stages, "dp": dp} | dict(named), grad_axes=averaged)
+        for kind, size in views:
+            if dp % size == 0:
+                dims = dims.split("dp", {kind.replica_dim: dp // size, kind.dim: size})
+        return dims
 
 
 def parallel_config(keys: Collection[str]) -> type[ParallelConfig]:

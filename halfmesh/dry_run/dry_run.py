@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -19,6 +19,7 @@ from torch import nn
 from ..config.composition import Setup
 from ..engine.parallelize import make_plans
 from ..errors import ConfigError, HalfmeshError
+from ..parallel.dims import ParallelDims
 from ..parallel.registries import SCHEDULES
 from .simulate_rank import Figures, simulate_rank
 from .tracker import Traffic
@@ -39,7 +40,7 @@ class DryRun:
     """The memory and communication that a run would need.
 
     Attributes:
-        sizes: of the mesh axes, by their names, outermost first.
+        dims: the mesh.
         problems: the reasons why it cannot run; empty if it can.
         ranks: the figures of ranks of the first, middle and last stage, by rank.
         bubble: the fraction of a step in which a rank of the pipeline waits.
@@ -47,8 +48,7 @@ class DryRun:
         notes: costs that are not counted.
     """
 
-    sizes: Mapping[str, int]
-    world_size: int
+    dims: ParallelDims
     problems: list[str] = field(default_factory=list)
     ranks: dict[int, Figures] = field(default_factory=dict)
     bubble: float = 0.0
@@ -67,7 +67,7 @@ class DryRun:
 
     def stage_of(self, rank: int) -> int:
         """The pipeline stage of `rank`."""
-        return rank // (self.world_size // self.sizes["pp"])
+        return rank // (self.dims.world_size // self.dims.pp)
 
 
 def dry_runs(
@@ -105,7 +105,7 @@ def _kinds(config: Config, world_size: int) -> list[int]:
 
 def _collect(config: Config, world_size: int, results: Iterator[Figures | list[str]]) -> DryRun:
     """The dry run of `config`, from the next of `results`."""
-    pipeline, run = config.parallel.pipeline, DryRun(config.parallel.dims(world_size).sizes, world_size)
+    pipeline, run = config.parallel.pipeline, DryRun(config.parallel.dims(world_size))
     wanted, counts = pipeline.microbatches or 1, choose_counts(pipeline)
     if pipeline.size > 1:
         run.bubble = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -195,7 +194,7 @@ class _Search:
     def _note_least(self, rung: Candidate, figure: Literal["state", "needed"]) -> None:
         """Remember the least memory that this layout can need: this `figure` of the smallest rank of `rung`."""
         if rung.run is not None and not rung.refused:
-            found, ranks = rung.run.ranks.values(), math.prod(rung.config.parallel.sizes.values())
+            found, ranks = rung.run.ranks.values(), rung.config.parallel.ranks_of_batch
             least = min(getattr(one, figure) for one in found), min(one.state for one in found), ranks
             self._least.setdefault(rung.config.parallel.data.strategy, least)
 
@@ -206,7 +205,7 @@ class _Search:
         if parallel.data.strategy not in self._least:
             return False
         needs, state, ranks = self._least[parallel.data.strategy]
-        part = ranks / math.prod(parallel.sizes.values())
+        part = ranks / parallel.ranks_of_batch
         shared = DATA_STRATEGIES.get(parallel.data.strategy).shards_model and parallel.data.hybrid is None
         least = max(needs * part, state if shared else state * part)  # if shared, it is sharded over all ranks already
         if least > self._asked.room:

@@ -172,13 +172,15 @@ def make_layouts(asked: PlanRequest, before: Changes, allowed: Callable[[str], b
     for name, change, size in axis_changes(asked):
         if allowed(change):
             options.setdefault(name, [("", parallel.sizes.get(name, 1))]).append((change, size))
-    others = math.prod(size for name, size in parallel.sizes.items() if name not in options)
+    fixed = {name: size for name, size in parallel.sizes.items() if name not in options}
     strategies = [change for change in strategy_changes(asked.config) if allowed(change)]
     found = []
     for chosen in itertools.product(*options.values()):
-        ranks = others * math.prod(size for _, size in chosen)
+        sizes = fixed | {name: size for name, (_, size) in zip(options, chosen, strict=True)}
+        views = [size for name, size in sizes.items() if AXES.get(name).replica_dim]  # their ranks are data ranks
+        ranks = math.prod(size for name, size in sizes.items() if not AXES.get(name).replica_dim)
         changed = [index for index, (change, _) in enumerate(chosen) if change]
-        if asked.world_size % ranks == 0:
+        if all(asked.world_size % (ranks * size) == 0 for size in (1, *views)):
             found.append((len(changed), changed, ranks, tuple(chosen[index][0] for index in changed)))
     for _, _, ranks, changes in sorted(found):
         free = ("parallel.data.size=null",) if changes and parallel.data.size is not None else ()

@@ -33,7 +33,7 @@ _RECOMPUTED = {
 
 def lines(run: DryRun, limit: int | None) -> Iterator[str]:
     """A table of the ranks, their communication, and the verdict if they fit."""
-    ranks, stages = run.ranks.values(), run.sizes["pp"] > 1
+    ranks, stages = run.ranks.values(), run.dims.pp > 1
     names = [f"rank {rank}" + (f", stage {run.stage_of(rank)}" if stages else "") for rank in run.ranks]
     how = "" if run.extrapolated is None else "; extrapolated from {} and {} microbatches".format(*run.extrapolated)
     yield f"  one update with AdamW, on tensors without memory{how}"
@@ -97,9 +97,9 @@ def draw(
     def describe(rank: int) -> list[str]:
         stage = run.stage_of(rank)
         blocks = ", ".join(mesh_picture.compress(held[stage]))
-        return [blocks, mesh_picture.describe_shards(config.parallel, run.sizes, rank), needs.get(stage, "")]
+        return [blocks, mesh_picture.describe_shards(config.parallel, run.dims, rank), needs.get(stage, "")]
 
-    path.write_text(mesh_picture.draw(run.sizes, describe, node), encoding="utf-8")
+    path.write_text(mesh_picture.draw(run.dims.sizes, describe, node), encoding="utf-8")
 
 
 def _held_modules(config: Config, reference: str, batch: tuple[str, ...]) -> list[Iterable[str]]:
@@ -187,7 +187,7 @@ def costs(rung: Candidate, update: Update) -> Iterator[str]:
         yield f"bubble: a stage waits {run.bubble:.0%} of a step; more rows per update reduce it"
     if rung.recompute:
         yield f"activation_checkpoint={rung.recompute}: {_RECOMPUTED[rung.recompute]}"
-    now, before = update.rows // run.sizes["dp"] // rung.passes, update.at_once
+    now, before = update.rows // run.dims.dp // rung.passes, update.at_once
     if now < before:
         yield f"batches: {counted(now, 'row')} at once through the model instead of {before}: smaller matrix products"
 

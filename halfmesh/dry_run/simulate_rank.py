@@ -118,7 +118,8 @@ class _Simulation:
         self._params = [_local(param) for param in engine.model.parameters()]
         tracker.axes = engine.context.groups
         # Other axes send activations: these messages count as activations.
-        tracker.transfers = {"dp", *(axis.dim for _, axis in AXES.each() if axis.splits_modules)}
+        kinds = [axis for _, axis in AXES.each()]
+        tracker.transfers = {"dp", *(k.replica_dim for k in kinds), *(k.dim for k in kinds if k.splits_modules)}
 
     def run(self, limit: int | None) -> Figures:
         """The figures of an update that is not the first."""
@@ -154,7 +155,8 @@ class _Simulation:
     def _make_state(self) -> None:
         """Create the optimizer's state, by a step whose gradients are zeros."""
         engine = self._engine
-        reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if engine.context.dp_size > 1 else None
+        reduces = engine.context.dims.grad_ranks > 1
+        reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if reduces else None
         for shard in self._master_weights.trained:
             if shard.param.requires_grad:
                 give_grads([(shard.param, torch.zeros_like(shard.param, dtype=reduced))])

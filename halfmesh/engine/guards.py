@@ -232,11 +232,11 @@ class ForwardWrites(EngineHook):
         """Those that differ between ranks that should have the same."""
         context, parallel_model = self._context, self._state.parallel_model
         held, found = dict(self._state.model.named_parameters()), set[str]()
-        own = [axis for axis in parallel_model.axes.values() if axis.dim in parallel_model.own_rng_axes]
-        groups: list[Any] = [(context.dp_group, set(held))] if context.dp_size > 1 else []
-        groups += [(context.group(a.dim), {n for n, p in held.items() if a.replicas(p) == a.size}) for a in own]
+        groups: dict[Any, set[str]] = {}
+        for name, param in held.items() if context.dims.grad_ranks > 1 else ():
+            groups.setdefault(parallel_model.group_of(param), set()).add(name)
         values = norms(held.values() if groups else (), context.device)
-        for group, same in groups:
+        for group, same in groups.items():
             flags = zip(held, differ(values, group).tolist(), strict=True)
             found.update(name for name, is_other in flags if is_other and name in same)
         return found

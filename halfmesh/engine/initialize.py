@@ -133,7 +133,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             None if loader is None else ShardedLoader(loader, context, training)
             for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
         ]
-        if setup.strategy.shards_model:
+        if setup.meets_in_forward:
             inputs.refuse_uneven_evaluation(loaders[1], context)
         late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
         undo.pop_all()
@@ -190,7 +190,7 @@ def _make_engine(
     update = convert(model, given.optimizer, shards, precision, context, options, data.update_device, data.publisher)
     ends.callback(update.close, undo=not parallel_model.divides)
     trained, reductions = update.master_weights.trained, list[Reduction]()
-    if context.dp_size > 1 or data.shards_model:
+    if context.dims.grad_ranks > 1 or data.shards_model:
         scaled, weighted = update.loss_scales.scale is not None, config.loss_reduction == "weighted"
         withholds = scaled or weighted or bool(parallel_model.axes)
         reductions.append(data.make_reducer(trained, dict(model.named_buffers()), withholds))

@@ -240,14 +240,14 @@ def _kind(value: Any) -> str:
 
 
 def refuse_uneven_evaluation(loader: ShardedLoader | None, context: ParallelContext) -> None:
-    """Raise InputError, on all ranks, if `loader` has a length, and more batches on some ranks: under fsdp each rank
-    holds a shard of the weights, so a batch needs all of them."""
+    """Raise InputError, on all ranks, if `loader` has a length, and more batches on some ranks: under fsdp and
+    expert each rank holds a part of the weights, so a batch needs all of them."""
     if loader is None or loader.length is None:
         return
     counts = context.everyone(loader.length)
     if min(counts) != max(counts):
         raise InputError(
             f"eval_dataloader has {max(counts)} batches on some ranks and {min(counts)} on others, but under "
-            "data='fsdp' each batch needs all ranks, which hold the weights together; evaluate a multiple of batch "
-            "size x data ranks, give the loader drop_last=True, or use data='zero1'"
+            "data='fsdp' or expert each batch needs all ranks, which hold the weights together; evaluate a multiple of "
+            "batch size x data ranks, give the loader drop_last=True, or use data='zero1' without expert"
         )

@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from ..amp.precision import kept_by_name
@@ -74,7 +75,7 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
         axes[name], partition = plan, plan if axis.splits_modules else partition
         problems += more
-    if dims.dp > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
+    if dims.grad_ranks > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
         problems += _find_limited_rows(model)
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     if splits_params and not is_elementwise(optimizer):
@@ -111,10 +112,10 @@ def _find_limited_rows(model: nn.Module) -> Iterator[str]:
         )
 
 
-def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
-    """The options for reducing gradients over the data ranks."""
+def reduce_options(config: Config, ranks: int) -> ReduceOptions:
+    """The options for reducing gradients over `ranks`."""
     data = config.parallel.data
-    bucket_mb = data.bucket_mb or max(25, data_ranks)  # under zero1 each rank gets 1 / data_ranks of it
+    bucket_mb = data.bucket_mb or max(25, ranks)  # under zero1 each rank gets 1 / ranks of it
     return ReduceOptions(
         dtype=getattr(torch, data.reduce_dtype),
         bucket_bytes=int(bucket_mb * 2**20),
@@ -170,17 +171,21 @@ class ParallelModel:
         self.data: DataStrategy
         self.checkpointed: list[Checkpointed] = []
         self.offload = Offload(context.device) if config.activation_offload else None
-        self.own_rng_axes = [AXES.get(name).dim for name in plans.axes if not AXES.get(name).same_rng]
+        kinds = [AXES.get(name) for name in plans.axes]
+        self.own_rng_axes = [kind.dim for kind in kinds if not kind.same_rng and not kind.replica_dim]
         seed = model_seed(config.seed, context, self.own_rng_axes)
         self.random = ModelRNG(seed, context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Python's and numpy's random numbers where ranks call the same layers, or different stages of one model."""
-        self.same_layers = any(AXES.get(name).same_rng for name in plans.axes)
+        self.same_layers = any(kind.same_rng for kind in kinds)
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
             inputs = AxisInputs(model, optimizer, plan, context, plans.partition is not None)
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
+        if context.size > 1:  # groups are made by all ranks, some of which may have no such parameters
+            for dim in ("dp", *(kind.replica_dim for kind in kinds if kind.replica_dim)):
+                self._grad_group(dim)
         axes = self.axes.values()
         self.settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
         splitting = {name: axis for name, axis in self.axes.items() if isinstance(axis, SplitBatch)}
@@ -206,7 +211,8 @@ class ParallelModel:
             shards=[ParamShard(name, p, self._weight(p)) for name, p in model.named_parameters()],
             context=context,
             options=self._config.parallel.data,
-            reduce=reduce_options(self._config, context.dp_size),
+            reduce=reduce_options(self._config, context.dims.grad_ranks),
+            group_of=self.group_of,
             param_dtype=recipe.param_dtype,
             casts={} if recipe.linear is None else recipe.linear.cast_before_gather(model),
             blocks=plans.blocks,
@@ -256,6 +262,15 @@ class ParallelModel:
             publisher.begin()
             publisher.stepped(shards)
             publisher.finish()
+
+    def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
+        """The ranks that hold the same elements of `param`, and over which its gradient is summed."""
+        dims = (AXES.get(name).replica_dim for name, axis in self.axes.items() if param in axis.splits)
+        return self._grad_group(next(filter(None, dims), "dp"))
+
+    def _grad_group(self, data: str) -> dist.ProcessGroup:
+        """The ranks of `data`, which is "dp" or a part of it, and of the axes whose ranks split the loss."""
+        return self._context.group(*(data if axis == "dp" else axis for axis in self._context.dims.grad_axes))
 
     def _weight(self, param: nn.Parameter) -> float:
         """1 / (number of ranks that hold the same numbers of `param`)."""

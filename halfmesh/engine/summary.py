@@ -129,7 +129,7 @@ def make_plan(
     """The plan of an engine whose model is parallelized and cast; `loader` is the user's."""
     model, update, parallel_model = state.model, state.update, state.parallel_model
     size, cycle = batch_size(loader), config.gradient_accumulation
-    reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dp_size > 1 else None
+    reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dims.grad_ranks > 1 else None
     held = state_bytes(model, update, reduced)
     batch = f"{size or '?'} per rank x {counted(context.dp_size, 'data rank')} x {cycle} accumulated"
     total = size and size * context.dp_size * cycle

@@ -262,7 +262,7 @@ SAGEMAKER = Origin(
         "offload_activations sm_activation_offloading": "activation_offload",
         "random_seed": "seed",
         "context_parallel_degree": CONTEXT,
-        "expert_parallel_degree": ("parallel.expert.size", "multiply the loader's batch size by it"),
+        "expert_parallel_degree": "parallel.expert.size",
         "optimize prescaled_batch placement_strategy memory_weight active_* activation_loading_horizon contiguous "
         "horovod *_partition ddp_* trace_* deterministic_server static_mode fast_mode partition_file sdp_* "
         "skip_tracing _sharded_data_parallel delayed_param*": no("there is no such choice here; see docs/memory.md"),

@@ -78,7 +78,7 @@ class AppliedAxis:
 
     def __init__(self, context: ParallelContext, dim: str, compared_as: str | None = None) -> None:
         """`compared_as`: the name of the axis's ranks in messages, if they compute the same."""
-        self.dim, self.size, self.rank = dim, context.sizes[dim], context.coordinate(dim)
+        self.dim, self.size, self.rank = dim, context.size_of(dim), context.coordinate(dim)
         self.splits: dict[nn.Parameter, Split] = {}
         self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
 
@@ -116,8 +116,9 @@ class AppliedAxis:
 
     # -- for the engine ----------------------------------------------------------------------------------------
 
-    def replicas(self, param: nn.Parameter) -> int:
-        """The number of ranks of the axis that hold the same elements of `param`: norms count each element once."""
+    def replicas(self, param: nn.Parameter) -> float:
+        """The number of ranks of the axis that hold the same elements of `param`: norms count each element once. On a
+        view of the data ranks, all of which are counted already, 1 / size for shards."""
         return 1 if param in self.splits else self.size
 
     @property
@@ -189,6 +190,10 @@ class Axis:
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
         splits_params: a rank may hold a shard of a parameter, which needs an elementwise optimizer.
         same_rng: its ranks compute the same, with the same random numbers.
+        replica_dim: if set, the axis is a view of the data ranks, of `replica_dim` x `dim` of them: each has rows of
+            its own, and the ranks of `replica_dim` hold the same shards.
+        splits_loss: its ranks have parts of one batch, and each computes the loss of its part: gradients are averaged
+            over them as over data ranks, and data strategies shard over them, too.
         splits_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
         splits_batch: the key, besides `size`, for the number of microbatches into which the axis splits a data rank's
             batch; "" if it does not.
@@ -200,6 +205,8 @@ class Axis:
     modes: ClassVar[Collection[str]] = ()
     splits_params: ClassVar[bool] = True
     same_rng: ClassVar[bool] = True
+    replica_dim: ClassVar[str] = ""
+    splits_loss: ClassVar[bool] = False
     splits_modules: ClassVar[bool] = False
     splits_batch: ClassVar[str] = ""
     cost: ClassVar[str] = ""

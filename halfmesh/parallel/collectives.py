@@ -11,7 +11,6 @@ An activation, or its gradient, is "replicated", the same on every rank; "sharde
 | `all_gather_sequence` | sharded -> replicated | partial gradients are summed, each rank keeps its shard |
 | `reduce_scatter_sequence` | partial -> summed, this rank's shard | shards are gathered |
 | `total_loss` | partial -> replicated, summed | the gradient times the number of ranks |
-| `scale_gradient` | as it is | the gradient times a factor |
 | `exchange` | sharded along one dim -> sharded along another | the reverse |
 | `send_rows` | rows in order of the rank that they are for -> those for this rank | the reverse |
 
@@ -77,9 +76,9 @@ def total_loss(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Collective.apply(part, lambda x: _summed(x, group), lambda grad: grad * group.size())
 
 
-def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`x`, whose gradient is multiplied by `factor`."""
-    return _Collective.apply(x, lambda x: x.view_as(x), lambda grad: grad * factor)
+def link(x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """`x`, which depends on `inputs` in the graph: backward runs through them, with gradients of zeros."""
+    return _Link.apply(x, *inputs)
 
 
 @torch.compiler.disable
@@ -121,6 +120,18 @@ class _Collective(Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.step(grad), None, None
+
+
+class _Link(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.inputs = [(each.shape, each.dtype, each.device) for each in inputs]
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
 
 
 class _Reduce(Function):

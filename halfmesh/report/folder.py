@@ -245,7 +245,7 @@ def _describe_rank(engine: Engine) -> dict[str, Any]:
     context = engine.context
     return {
         "holds": compress(dict.fromkeys(block_of(name) for name, _ in engine.model.named_parameters())),
-        "part": describe_shards(engine.config.parallel, context.sizes, context.rank),
+        "part": describe_shards(engine.config.parallel, context.dims, context.rank),
         "bytes": sum(size or 0 for size in engine.plan.values["bytes"].values()),
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.env import coordinates_of
-from ..parallel.dims import in_words
+from ..parallel.dims import ParallelDims, in_words
 from ..parallel.registries import AXES, DATA_STRATEGIES
 
 if TYPE_CHECKING:
@@ -21,19 +21,18 @@ _LETTERS = 24
 """Characters in a line of a rank."""
 
 
-def describe_shards(parallel: ParallelConfig, sizes: Mapping[str, int], rank: int) -> str:
+def describe_shards(parallel: ParallelConfig, dims: ParallelDims, rank: int) -> str:
     """The shard of its modules that `rank` holds: "tensor 1/2, fsdp 3/4"; "" if they are not sharded."""
-    coordinates = coordinates_of(rank, sizes)
-    axes = {name: AXES.get(name) for name in parallel.sizes}
+    axes = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
     shards = [
-        f"{name} {coordinates[axis.dim] + 1}/{sizes[axis.dim]}"
+        f"{name} {dims.row(rank, axis.dim).index(rank) + 1}/{parallel.sizes[name]}"
         for name, axis in axes.items()
-        if sizes[axis.dim] > 1 and not axis.splits_modules
+        if not axis.splits_modules
     ]
     data, strategy = parallel.data, DATA_STRATEGIES.get(parallel.data.strategy)
-    if sizes["dp"] > 1 and (strategy.shards_state or strategy.shards_model):
-        over = data.hybrid or sizes["dp"]
-        shards.append(f"{data.strategy} {coordinates['dp'] % over + 1}/{over}")
+    if dims.grad_ranks > 1 and (strategy.shards_state or strategy.shards_model):
+        over = data.hybrid or dims.grad_ranks
+        shards.append(f"{data.strategy} {dims.row(rank, *dims.grad_axes).index(rank) % over + 1}/{over}")
     return ", ".join(shards)
 
 

@@ -30,7 +30,7 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
     once (no padding), in batches on the engine's device. All ranks call it together.
 
     Raises:
-        InputError: not a DataLoader; or data ranks would have different numbers of batches under fsdp.
+        InputError: not a DataLoader; or data ranks would have different numbers of batches under fsdp or expert.
     """
     if not isinstance(dataloader, DataLoader):
         raise InputError(
@@ -39,7 +39,7 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
         )
     context = engine.context
     loader = ShardedLoader(dataloader, context, training=False)
-    if Setup.of(engine.config, context.size).strategy.shards_model:
+    if Setup.of(engine.config, context.size).meets_in_forward:
         refuse_uneven_evaluation(loader, context)
     return EngineDataLoader(loader, context, engine.config.seed)
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.engine import Engine
-from ..parallel.batch_shard.shard import ROWS
 from ..parallel.shard_spec import Placement
 from .record import Key, Store
 
@@ -107,15 +106,13 @@ class Comparison:
         self._per_call, self._microbatches = parts // calls, microbatches
         self._axes: dict[str, tuple[int, int]] = {}  # place and size on those that share a chunk
         self._foreign: tuple[str, ...] = ()  # prefixes of modules that compute with rows of other ranks, as experts do
-        self._shares_rows = False
         self.measures = Measures(0)
         if engine is not None:
-            context, axes = engine.context, engine._parallel.axes
+            context = engine.context
             sizes = {axis: size for axis, size in context.sizes.items() if axis not in ("pp", "dp") and size > 1}
             self._axes = {axis: (context.coordinate(axis), size) for axis, size in sizes.items()}
             modules = engine.model.named_modules()
             self._foreign = tuple(f"{name}." for name, one in modules if vars(one).get("is_divided_by_engine"))
-            self._shares_rows = any(getattr(axis, "sharded_dim", None) == ROWS for axis in axes.values())
             self.measures = Measures(context.rank, (*sizes, *["rows"] * (parts > 1)))
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
@@ -173,7 +170,7 @@ class Comparison:
                     pieces = part.unflatten(dim, (blocks, -1)).chunk(count, dim + 1)
                     part = pieces[index].flatten(dim, dim + 1)
             uncut = [size for (_, _, count, _), size in zip(choice, shape, strict=True) if count == 1]
-            is_whole = self._per_call == 1 and not self._shares_rows and self._rows in uncut
+            is_whole = self._per_call == 1 and self._rows in uncut
             yield _Cut(" ".join(names), part.expand(shape), is_whole or any(name.startswith("rows") for name in names))
 
     def _ways(self, whole: int, own: int, row: int) -> Iterator[tuple[str, int, int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from ..config import Config
 from ..config.composition import Setup
 from ..config.schema import CompileConfig, DataConfig, ParallelConfig
+from ..parallel.registries import AXES
 
 QUIET: dict[str, Any] = {
     "checkpoint": None,
@@ -38,9 +38,10 @@ def shrink(setup: Setup) -> Setup:
     changed["data"] = data.model_copy(
         update={"size": None, "hybrid": None if data.hybrid is None else min(data.hybrid, 2)}
     )
+    views = [size for key, size in parallel.sizes.items() if size > 1 and AXES.get(key).replica_dim]
+    dp = max([dp, *(2 * min(ranks // size, 2) for size in views)])
     parallel = parallel.model_copy(update=changed)
-    fewer_ranks = dp * math.prod(parallel.sizes.values())
-    return Setup.of(config.model_copy(update={"parallel": parallel}), fewer_ranks)
+    return Setup.of(config.model_copy(update={"parallel": parallel}), dp * parallel.ranks_of_batch)
 
 
 def settle(config: Config, rows: int) -> Config:

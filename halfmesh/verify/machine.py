@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def world_size(self) -> int:
-        return self.data * 2 ** len(self.axes)
+        return self.data * _ranks(self.axes)
 
     @property
     def build(self) -> Callable[[], Any]:
@@ -118,10 +118,15 @@ def find_cells(device: str, ranks: int, float8: bool, quick: bool = False) -> It
         yield dealt
 
 
+def _ranks(axes: Collection[str]) -> int:
+    """The ranks that compute the batch of one data rank, with 2 on each of `axes`."""
+    return 2 ** sum(not AXES.get(name).replica_dim for name in axes)
+
+
 def _all_cells(device: str, ranks: int) -> Iterator[Cell]:
     axes = [some for n in range(4) for some in itertools.combinations(AXES.names(), n)]
     for row, some in itertools.product(get_rows(), axes):
-        for data in (1, 2) if device == "cpu" else [ranks // 2 ** len(some)]:
+        for data in (1, 2) if device == "cpu" else [ranks // _ranks(some)]:
             for strategy in DATA_STRATEGIES.names() if data > 1 else ["replicate"]:
                 cell = Cell(row, some, data, strategy)
                 if cell.world_size == ranks or (device == "cpu" and 1 < cell.world_size < ranks):

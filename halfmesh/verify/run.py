@@ -145,8 +145,7 @@ class Given:
     @torch.no_grad()
     def subject(self, case: Case, rank: int) -> Subject:
         """Built here. Ranks but the first keep the weights that they build: rank 0's count."""
-        multiple = math.lcm(case.microbatches, case.config.parallel.sizes.get("expert", 1))
-        subject = make_subject(self.build, self.optimizer, case.dtype, rank, multiple)
+        subject = make_subject(self.build, self.optimizer, case.dtype, rank, case.microbatches)
         weights, subject.batches = torch.load(case.start / "model", case.device, weights_only=False)
         if case.dtype is not None:
             subject.batches = cast(subject.batches, case.dtype)

@@ -122,7 +122,7 @@ class Cell:
 
     @property
     def world_size(self) -> int:
-        return self.pipeline.size * self.data * self.context * self.expert * self.tensor
+        return self.pipeline.size * self.data * self.context * self.tensor
 
     @property
     def scaled(self) -> bool:
@@ -185,14 +185,15 @@ assert list(AXES) == [field.name for field in fields(Cell)]
 
 
 EXPERTS = (
-    Cell("none", "mixtral", data=2, clip_grad_norm=True, strategy="fsdp", expert=2),
-    Cell("torch_fp16", "mixtral", tensor=2, gradient_accumulation=2, expert=2),
-    Cell("torch_bf16", "mixtral", data=2, strategy="zero1", expert=4),
-    Cell("torch_fp8", "mixtral", clip_grad_norm=True, expert=2),
-    Cell("naive_fp16", "mixtral", tensor=2, data=2, strategy="fsdp", expert=2),
-    Cell("naive_bf16", "mixtral", data=2, reduce_dtype="bfloat16", gradient_accumulation=2, expert=2),
+    Cell("none", "mixtral", data=4, clip_grad_norm=True, strategy="fsdp", expert=2),
+    Cell("none", "mixtral", data=2, clip_grad_norm=True, context=2, strategy="zero1", expert=2),
+    Cell("torch_fp16", "mixtral", tensor=2, data=2, gradient_accumulation=2, expert=2),
+    Cell("torch_bf16", "mixtral", data=4, strategy="zero1", expert=4),
+    Cell("torch_fp8", "mixtral", data=2, clip_grad_norm=True, expert=2),
+    Cell("naive_fp16", "mixtral", tensor=2, data=4, strategy="fsdp", expert=2),
+    Cell("naive_bf16", "mixtral", data=4, reduce_dtype="bfloat16", gradient_accumulation=2, expert=2),
 )
-"""The cells with experts; all are among those that stand for the others."""
+"""The cells with experts, which are data ranks; all are among those that stand for the others."""
 
 
 @cache

@@ -78,7 +78,7 @@ def _trained() -> Iterator[str]:
         f"""an inf in one rank's gradient of one parameter, of each kind ({", ".join(KINDS)}), on each rank in turn:
         every rank skips, and nothing changes;""",
         "norms of type 1, 2, 3 and inf, to 1e-9 of those of one process: replicated tensors count once;",
-        f"""experts of mixture-of-experts layers (Mixtral) on 2 and 4 ranks: {len(EXPERTS)} cells, each mode in one;""",
+        f"""experts of mixture-of-experts layers (Mixtral) on 2 to 8 ranks: {len(EXPERTS)} cells, each mode in one;""",
         "parameters without gradients: frozen layers, layers that only one data rank uses, layers that nobody uses;",
         """that these comparisons can fail: faults put into the engine on purpose (`tests/verify/faults/`), such as a
         loss scale updated too early, or a norm that counts replicated tensors twice, are reported with their place.""",

@@ -12,7 +12,7 @@ import torch
 
 import halfmesh
 from halfmesh import compat
-from halfmesh.compat import composition_table, mesh_sizes, render_table
+from halfmesh.compat import composition_table, layout_table, mesh_sizes, render_table
 from tests.support.pages import check, find_blocks, import_snippet, read_page, shown_commands, snippet, stand_ins
 from tests.support.ranks import end_teams, run_ranks
 
@@ -72,6 +72,7 @@ def test_the_mistakes(number, folder):
 
 def test_the_composition_table():
     assert f"\n{render_table()}\n" in README
+    assert f"\n{render_table(layout_table())}\n" in README
 
 
 # --- docs/quickstart.md ---------------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ SHARDED_BATCHES = (
     Fault(
         "a rank without tokens for its experts sends nothing back",
         "parallel/expert.py",
-        " + 0 * own",
-        "",
+        "if torch.is_grad_enabled() and not done.requires_grad:",
+        "if False:",
         ("tests/parallel/expert/test_expert_parallel.py::test_parity[ranks without tokens]",),
     ),
 )

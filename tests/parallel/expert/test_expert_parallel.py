@@ -14,6 +14,7 @@ from torch import nn
 import halfmesh
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
+from halfmesh.parallel import collectives
 from halfmesh.parallel.axis import PlanInputs
 from halfmesh.parallel.expert import ExpertOptions, ExpertParallelism
 from tests.support.models import said
@@ -72,32 +73,50 @@ def tokens(seed):
     return here(torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed)))
 
 
+def criterion(output, target):
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
 def train(rank, world_size, make, parallel, **config):
-    """Two updates: losses, norms, the whole weights, and how many experts a layer of this rank had."""
-    engine = make_engine(make, parallel, **config)
+    """Two updates, of each data rank's own rows: losses, norms, the whole weights, and how many experts a layer of this
+    rank had (None: it has no such layer)."""
+    engine = make_engine(make, parallel, criterion, **config)
     place, seen = slice(engine.context.dp_rank, None, engine.context.dp_size), []
     for seed in range(2):
-        ids = tokens(seed)[place]
+        ids, target = tokens(seed)[place], tokens(seed + 2)[place]
         engine.zero_grad()
-        loss = engine(input_ids=ids, labels=ids).loss
+        loss = engine.criterion(engine(input_ids=ids), target)
         engine.backward(loss)
         seen.append((loss.item(), engine.step().grad_norm))
-    experts = next(len(p) for name, p in engine.model.named_parameters() if name.endswith("down_proj"))
+    experts = next((len(p) for name, p in engine.model.named_parameters() if name.endswith("down_proj")), None)
     return seen, close_whole(engine), experts
+
+
+def layout(data=None, **axes):
+    return {**axes, **({"data": data} if data else {})}
+
+
+STAGES = {"size": 2, "microbatches": 2, "partition": ("model.layers.1",)}
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("make", "ranks", "parallel", "config"),
     [
-        pytest.param(make_mixtral, 4, {"expert": 4}, {}, id="Mixtral"),
-        pytest.param(one_by_one, 2, {"expert": 2}, {}, id="Mixtral, one expert after the other"),
-        pytest.param(make_qwen, 2, {"expert": 2}, {}, id="Qwen"),
-        pytest.param(make_mixtral, 4, {"expert": 2, "tensor": 2}, {}, id="tensor"),
-        pytest.param(make_qwen, 4, {"expert": 2, "data": "fsdp"}, {}, id="fsdp"),
-        pytest.param(make_mixtral, 2, {"expert": 2}, {"activation_checkpoint": "full"}, id="recomputed"),
-        pytest.param(partial(favouring, 2), 4, {"expert": 4}, {}, id="ranks without tokens"),
-        pytest.param(partial(favouring, 1), 2, {"expert": 2}, {}, id="one expert for all"),
+        pytest.param(make_mixtral, 4, layout(expert=4), {}, id="Mixtral"),
+        pytest.param(make_mixtral, 4, layout(expert=2), {}, id="two groups"),
+        pytest.param(one_by_one, 2, layout(expert=2), {}, id="Mixtral, one expert after the other"),
+        pytest.param(make_qwen, 2, layout(expert=2), {}, id="Qwen"),
+        pytest.param(make_mixtral, 4, layout(expert=2, tensor=2), {}, id="tensor"),
+        pytest.param(make_mixtral, 4, layout(expert=2, context=2), {}, id="context"),
+        pytest.param(make_mixtral, 4, layout(expert=2, pipeline=STAGES), {}, id="pipeline"),
+        pytest.param(make_mixtral, 4, layout("zero1", expert=2), {}, id="zero1, two groups"),
+        pytest.param(make_qwen, 2, layout("fsdp", expert=2), {}, id="fsdp"),
+        pytest.param(make_mixtral, 4, layout("fsdp", expert=2), {}, id="fsdp, two groups"),
+        pytest.param(make_mixtral, 2, layout(expert=2), {"activation_checkpoint": "full"}, id="recomputed"),
+        pytest.param(partial(favouring, 2), 4, layout(expert=4), {}, id="ranks without tokens"),
+        pytest.param(partial(favouring, 1), 2, layout(expert=2), {}, id="one expert for all"),
     ],
 )
 def test_parity(make, ranks, parallel, config):
@@ -159,78 +178,37 @@ def test_another_ranks_state_is_refused_where_experts_are_sharded_and_debug_sync
     assert run_ranks(states, 2, {"context": 2}) == ["nothing", "nothing"]  # whose ranks hold the same
 
 
-def criterion(output, target):
-    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
-
-
-def criterion_losses(rank, world_size):
-    engine = make_engine(make_mixtral, {"expert": world_size} if world_size > 1 else {}, criterion)
-    target = tokens(1)
-    target[: ROWS // 2] = -100  # no row of the first rank counts
-    loss = engine.criterion(engine(input_ids=tokens(0)), target)
-    engine.backward(loss)
-    return loss.item(), engine.step().grad_norm
-
-
-def weighted(rank, world_size):
-    engine = make_engine(
-        make_mixtral,
-        {"expert": 2},
-        lambda output, target: F.mse_loss(output.logits.float().mean((1, 2)), target, weight=target),
-    )
-    return said(lambda: engine.criterion(engine(input_ids=tokens(0)), here(torch.arange(1.0, ROWS + 1))))
+def only_experts(rank, world_size):
+    """Only experts are trained, and no token comes to those of the second rank."""
+    torch.manual_seed(0)
+    model = favouring(2)
+    for name, param in model.named_parameters():
+        param.requires_grad_("experts" in name)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    config = {"parallel": {"expert": world_size} if world_size > 1 else {}, "timeout": 20.0}
+    engine = halfmesh.initialize(model, optimizer, criterion, config=config, device=rank_device())
+    place = slice(engine.context.dp_rank, None, engine.context.dp_size)
+    engine.backward(engine.criterion(engine(input_ids=tokens(0)[place]), tokens(1)[place]))
+    engine.step()
+    return close_whole(engine)
 
 
 @pytest.mark.distributed
-def test_a_mean_by_weights_of_each_rank_is_refused():
-    for message in run_ranks(weighted, 2):
-        assert "with parallel.expert a loss of two tensors cannot be a mean by `weight`" in message
+def test_a_rank_whose_experts_get_no_token_takes_part_in_backward():
+    expected = only_experts(0, 1)
+    for found in run_ranks(only_experts, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.distributed
-def test_a_criterion_takes_whole_batches():
-    expected = criterion_losses(0, 1)
-    for found in run_ranks(criterion_losses, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+def test_a_linked_graph_gives_zeros_whatever_the_values():
+    x, infinite = torch.ones(2, requires_grad=True), torch.full((2,), torch.inf, requires_grad=True)
+    linked = collectives.link(x.detach(), infinite)
+    assert linked.tolist() == [1, 1]
+    linked.sum().backward()
+    assert infinite.grad.tolist() == [0, 0]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def router_losses(rank, world_size):
-    engine = make_engine(partial(make_mixtral, output_router_logits=True), {"expert": 2})
-    with pytest.raises(halfmesh.InputError) as caught:
-        engine.backward(engine(input_ids=tokens(0), labels=tokens(0)).loss)
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_the_router_loss_of_each_ranks_own_tokens_is_refused():
-    for message in run_ranks(router_losses, 2):
-        assert "with parallel.expert the model returns something else" in message
-
-
-class Centred(nn.Module):
-    """Combines the rows of a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_mixtral()
-
-    def forward(self, input_ids):
-        logits = self.inner(input_ids=input_ids).logits
-        return logits - logits.mean(0)
-
-
-def centred(rank, world_size):
-    engine = make_engine(Centred, {"expert": 2})
-    with pytest.raises(halfmesh.InputError, match="Rows may not be combined with each other"):
-        engine(tokens(0))
-
-
-@pytest.mark.distributed
-def test_models_that_combine_rows_are_refused():
-    run_ranks(centred, 2)
 
 
 def penalised(rank, world_size):
@@ -250,18 +228,18 @@ def test_a_penalty_on_weights():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def odd_rows(rank, world_size):
-    engine = make_engine(make_mixtral, {"expert": 2})
-    with torch.no_grad():
-        assert engine.eval()(input_ids=tokens(0)[:3]).logits.shape[0] == 3, "evaluated whole by each rank"
-    engine.train()
-    with pytest.raises(halfmesh.InputError, match=r"a batch of 3 rows cannot be sharded over expert=2 ranks.* to 4"):
-        engine(input_ids=tokens(0)[:3])
+def uneven(rank, world_size):
+    rows = torch.utils.data.DataLoader(tokens(0)[:3], batch_size=1)
+    model = make_mixtral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"parallel": {"expert": 2}}
+    return said(halfmesh.initialize, model, optimizer, config=config, eval_dataloader=rows, device=rank_device())
 
 
 @pytest.mark.distributed
-def test_rows_that_the_ranks_do_not_divide_are_refused():
-    run_ranks(odd_rows, 2)
+def test_an_evaluation_in_which_some_ranks_have_fewer_batches_is_refused():
+    for message in run_ranks(uneven, 2):
+        assert "2 batches on some ranks and 1 on others, but under data='fsdp' or expert" in message
 
 
 def problems(model, size=2):
@@ -273,20 +251,23 @@ def test_models_that_cannot_be_sharded():
     assert problems(make_mixtral()) == []
     assert "Linear has no layer of experts: a module with `num_experts`" in problems(nn.Linear(2, 2))[0]
     assert "has 4 experts, which 3 does not divide" in problems(make_mixtral(), 3)[0]
-    normed = make_mixtral()
-    normed.norm = nn.BatchNorm1d(4)
-    assert "the rows of a batch are combined in norm (BatchNorm)" in problems(normed)[0]
 
 
 @pytest.mark.parametrize(
-    ("more", "where"),
+    ("config", "ranks", "found"),
     [
-        ({"parallel": {"context": 2}}, "parallel.context"),
-        ({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}, "parallel.pipeline"),
-        ({"compile": True}, "compile"),
+        ({"parallel": {"expert": 2}, "compile": True}, 4, {"compile": "tokens are sent in numbers"}),
+        ({"parallel": {"expert": 4}}, 2, {"parallel.expert": "4 does not divide the 2 of them"}),
+        (
+            {"parallel": {"expert": 4, "data": {"size": 2}}},
+            8,
+            {"parallel.data.size": "there are 8 ranks; remove it, or start 2 (expert ranks are data ranks"},
+        ),
+        ({"parallel": {"expert": 2, "data": {"strategy": "fsdp", "hybrid": 2}}}, 4, {"parallel.data.hybrid": "expert"}),
     ],
 )
-def test_what_experts_do_not_compose_with(more, where):
-    config = {**more, "parallel": {"expert": 2, **more.get("parallel", {})}}
-    assert [finding.where for finding in check(load_config(config), 4, "cpu")] == [where]
+def test_what_experts_do_not_compose_with(config, ranks, found):
+    findings = {finding.where: finding.message for finding in check(load_config(config), ranks, "cpu")}
+    assert findings.keys() == found.keys()
+    assert all(message in findings[where] for where, message in found.items())
     assert not dist.is_initialized()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from halfmesh.engine.parallelize import ParallelModel
 from halfmesh.parallel import collectives, expert
 from halfmesh.parallel.batch_shard import shard as losses
 from halfmesh.parallel.batch_shard.calls import SplitBatch
@@ -121,37 +122,43 @@ def tokens_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 def experts_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
     """Tokens come to the experts before theirs."""
-    inner = collectives.send_rows
+    inner = expert._count_tokens
 
-    def send(x: torch.Tensor, sent: Any, received: Any, group: Any) -> torch.Tensor:
-        rows = inner(x, sent, received, group)
-        return (rows + 1) % 2 if x.dim() == 1 and trains() else rows  # their numbers among the two of a rank
+    def count_tokens(*args: Any) -> Any:
+        sent, received, kinds = inner(*args)
+        return sent, received, (kinds + 1) % 2 if trains() else kinds  # their numbers among the two of a rank
 
-    patch.setattr(collectives, "send_rows", send)
+    patch.setattr(expert, "_count_tokens", count_tokens)
 
 
 def expert_gradients_summed(patch: pytest.MonkeyPatch) -> None:
     """The gradients of experts are summed over ranks that have others."""
 
-    def make(self: SplitBatch, shards: Any) -> SharedGradients:
-        return SharedGradients({shard.model_param for shard in shards}, self.group, shards, mean=True)
-
-    patch.setattr(SplitBatch, "make_reduction", make)
+    patch.setattr(ParallelModel, "group_of", lambda self, param: self._grad_group("dp"))
 
 
 def expert_gradients_too_large(patch: pytest.MonkeyPatch) -> None:
     """The gradients of experts are too large by the number of their ranks."""
-    patch.setattr(collectives, "scale_gradient", lambda x, factor: x)
+    inner = expert.dispatch
+
+    def dispatched(experts: Any, *args: Any) -> torch.Tensor:
+        return inner(lambda *given: _twice(experts(*given)), *args)
+
+    patch.setattr(expert, "dispatch", dispatched)
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    """`x`, with twice its gradient."""
+    return 2 * x - x.detach()
 
 
 def _weigh(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Experts' results are weighed by what `change` makes of the router's weights."""
     inner = expert.dispatch
 
-    def dispatched(
-        experts: Any, count: int, group: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        return inner(experts, count, group, x, index, change(weights) if trains() else weights)
+    def dispatched(*args: Any) -> torch.Tensor:
+        *rest, weights = args
+        return inner(*rest, change(weights) if trains() else weights)
 
     patch.setattr(expert, "dispatch", dispatched)
 

@@ -161,7 +161,7 @@ def _shared_batches() -> Iterator[Fault]:
     yield Fault(shares.positions_off_by_a_shard, gpt, (after("positions"), before("drop")))
     yield Fault(shares.positions_off_by_a_shard, llama, (after("model.rotary_emb"), before("model.layers.0*")))
     yield Fault(shares.tokens_not_summed, gpt, (*ANY_GRADIENT, UNLIKE))
-    experts = Cell(NONE, "mixtral", expert=2)
+    experts = Cell(NONE, "mixtral", data=2, expert=2)
     routed = (after("model.layers.0.mlp*"),)
     yield Fault(shares.experts_of_the_neighbours, experts, routed)
     yield Fault(shares.weights_of_another_expert, experts, routed)
