@@ -22,11 +22,18 @@ class ParallelDims:
     Attributes:
         sizes: by axis, outermost first: pp, dp, others, tp, whose coordinate changes fastest.
         views: the sizes of sub-axes, by the axis that was split; see `split`.
+        grad_axes: dp, and the axes whose ranks have parts of a data rank's batch: gradients are averaged over them.
     """
 
     world_size: int
     sizes: Mapping[str, int]
     views: tuple[tuple[str, Mapping[str, int]], ...] = ()
+    grad_axes: tuple[str, ...] = ("dp",)
+
+    @property
+    def grad_ranks(self) -> int:
+        """The number of ranks over which gradients are averaged."""
+        return math.prod(self.sizes[axis] for axis in self.grad_axes)
 
     @property
     def pp(self) -> int:
