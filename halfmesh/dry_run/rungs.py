@@ -177,15 +177,17 @@ def make_layouts(asked: PlanRequest, before: Changes, allowed: Callable[[str], b
     found = []
     for chosen in itertools.product(*options.values()):
         sizes = fixed | {name: size for name, (_, size) in zip(options, chosen, strict=True)}
-        views = [size for name, size in sizes.items() if AXES.get(name).replica_dim]  # their ranks are data ranks
-        ranks = math.prod(size for name, size in sizes.items() if not AXES.get(name).replica_dim)
+        kinds = [(AXES.get(name), size) for name, size in sizes.items()]
+        ranks = math.prod(size for kind, size in kinds if not kind.replica_dim)
+        of_data = [size for kind, size in kinds if kind.replica_dim]  # their ranks are data ranks
+        shards = asked.world_size // ranks * math.prod(size for kind, size in kinds if kind.splits_loss) > 1
         changed = [index for index, (change, _) in enumerate(chosen) if change]
-        if all(asked.world_size % (ranks * size) == 0 for size in (1, *views)):
-            found.append((len(changed), changed, ranks, tuple(chosen[index][0] for index in changed)))
-    for _, _, ranks, changes in sorted(found):
+        if all(asked.world_size % (ranks * size) == 0 for size in (1, *of_data)):
+            found.append((len(changed), changed, ranks, tuple(chosen[index][0] for index in changed), shards))
+    for *_, changes, shards in sorted(found):
         free = ("parallel.data.size=null",) if changes and parallel.data.size is not None else ()
         yield before + changes + free
-        for strategy in strategies if ranks < asked.world_size else ():
+        for strategy in strategies if shards else ():
             yield (*before, *changes, *free, strategy)
 
 

@@ -28,7 +28,7 @@ def layouts(asked, refused=()):
 
 
 def with_strategies(axes, data_ranks=2):
-    """A layout, and with more than one data rank the same with zero1, and with fsdp."""
+    """A layout, and where gradients are averaged over several ranks the same with zero1, and with fsdp."""
     names = ("zero1", "fsdp") if data_ranks > 1 else ()
     return [axes, *(f"{axes} parallel.data.strategy={name}".strip() for name in names)]
 
@@ -42,9 +42,9 @@ def test_layouts_from_the_simplest_to_the_most_invasive():
         *with_strategies(f"{context}=2"),
         *with_strategies(f"{pipeline}=2"),
         *with_strategies(f"{pipeline}=4", 1),
-        *with_strategies(f"{tensor}=2 {context}=2", 1),
+        *with_strategies(f"{tensor}=2 {context}=2"),
         *with_strategies(f"{tensor}=2 {pipeline}=2", 1),
-        *with_strategies(f"{context}=2 {pipeline}=2", 1),
+        *with_strategies(f"{context}=2 {pipeline}=2"),
     ]
 
 
@@ -56,6 +56,7 @@ def test_what_a_config_has_stays():
         "parallel.data.strategy=fsdp",
         "parallel.tensor.size=4",
         "parallel.context.size=2",
+        "parallel.context.size=2 parallel.data.strategy=fsdp",
         "parallel.pipeline.size=4",
     ]
     assert layouts(ask(4, parallel={"data": {"size": 4}}))[3] == "parallel.tensor.size=2 parallel.data.size=null"
@@ -114,7 +115,10 @@ def test_an_axis_and_a_strategy_of_others_are_rungs():
     try:
         found = layouts(ask(2))
         assert found[:4] == ["", *(f"parallel.data.strategy={name}" for name in ("zero1", "owned", "fsdp"))]
-        assert found[4:] == [f"parallel.{name}.size=2" for name in ("tensor", "context", "expert", "wide", "pipeline")]
+        of_data = [f"parallel.{name}.size=2" for name in ("context", "expert")]
+        of_data = [" ".join([size, strategy]).strip() for size in of_data for strategy in found[:4]]
+        alone = [f"parallel.{name}.size=2" for name in ("tensor", "wide", "pipeline")]
+        assert found[4:] == [alone[0], *of_data, *alone[1:]]
         update = describe_update(ask(2).config, 2, 4)
         assert make_rung(ask(2), update, ("parallel.wide.size=2",), "", 4).config.parallel.sizes["wide"] == 2
     finally:

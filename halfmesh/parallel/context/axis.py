@@ -75,6 +75,7 @@ class ContextParallelism(Axis):
     options = ContextOptions
     splits_params = False
     same_rng = False
+    splits_loss = True
     cost = "attention exchanges heads for tokens, four times a layer, and gradients are summed over the group, too"
 
     @staticmethod
