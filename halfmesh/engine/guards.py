@@ -230,11 +230,11 @@ class ForwardWrites(EngineHook):
 
     def _find_unlike(self) -> set[str]:
         """Those that differ between ranks that should have the same."""
-        context, parallel_model = self._context, self._state.parallel_model
+        context, data = self._context, self._state.parallel_model.data
         held, found = dict(self._state.model.named_parameters()), set[str]()
         groups: dict[Any, set[str]] = {}
         for name, param in held.items() if context.dims.grad_ranks > 1 else ():
-            groups.setdefault(parallel_model.group_of(param), set()).add(name)
+            groups.setdefault(data.inputs.group_of(param), set()).add(name)
         values = norms(held.values() if groups else (), context.device)
         for group, same in groups.items():
             flags = zip(held, differ(values, group).tolist(), strict=True)

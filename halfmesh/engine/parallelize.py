@@ -12,7 +12,6 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 
 from ..amp.precision import kept_by_name
@@ -183,9 +182,12 @@ class ParallelModel:
             inputs = AxisInputs(model, optimizer, plan, context, plans.partition is not None)
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
-        if context.size > 1:  # groups are made by all ranks, some of which may have no such parameters
-            for dim in ("dp", *(kind.replica_dim for kind in kinds if kind.replica_dim)):
-                self._grad_group(dim)
+        self._fewer_axes: dict[nn.Parameter, tuple[str, ...]] = {}
+        for kind, applied in zip(kinds, self.axes.values(), strict=True):
+            if kind.replica_dim:
+                fewer = tuple(kind.replica_dim if axis == "dp" else axis for axis in context.dims.grad_axes)
+                context.group(*fewer)  # made by all ranks, some of which may have no such parameters
+                self._fewer_axes |= dict.fromkeys(applied.splits, fewer)
         axes = self.axes.values()
         self.settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
         splitting = {name: axis for name, axis in self.axes.items() if isinstance(axis, SplitBatch)}
@@ -212,7 +214,8 @@ class ParallelModel:
             context=context,
             options=self._config.parallel.data,
             reduce=reduce_options(self._config, context.dims.grad_ranks),
-            group_of=self.group_of,
+            axes=context.dims.grad_axes,
+            fewer_axes=self._fewer_axes,
             param_dtype=recipe.param_dtype,
             casts={} if recipe.linear is None else recipe.linear.cast_before_gather(model),
             blocks=plans.blocks,
@@ -262,15 +265,6 @@ class ParallelModel:
             publisher.begin()
             publisher.stepped(shards)
             publisher.finish()
-
-    def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
-        """The ranks that hold the same elements of `param`, and over which its gradient is summed."""
-        dims = (AXES.get(name).replica_dim for name, axis in self.axes.items() if param in axis.splits)
-        return self._grad_group(next(filter(None, dims), "dp"))
-
-    def _grad_group(self, data: str) -> dist.ProcessGroup:
-        """The ranks of `data`, which is "dp" or a part of it, and of the axes whose ranks split the loss."""
-        return self._context.group(*(data if axis == "dp" else axis for axis in self._context.dims.grad_axes))
 
     def _weight(self, param: nn.Parameter) -> float:
         """1 / (number of ranks that hold the same numbers of `param`)."""

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from halfmesh.engine.parallelize import ParallelModel
 from halfmesh.parallel import collectives, expert
 from halfmesh.parallel.batch_shard import shard as losses
 from halfmesh.parallel.batch_shard.calls import SplitBatch
 from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import attention
 from halfmesh.parallel.context.axis import ContextParallel
+from halfmesh.parallel.data_strategy import StrategyInputs
 from halfmesh.parallel.reducer import SharedGradients
 
 from . import trains
@@ -134,7 +134,7 @@ def experts_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
 def expert_gradients_summed(patch: pytest.MonkeyPatch) -> None:
     """The gradients of experts are summed over ranks that have others."""
 
-    patch.setattr(ParallelModel, "group_of", lambda self, param: self._grad_group("dp"))
+    patch.setattr(StrategyInputs, "group_of", lambda self, param: self.group)
 
 
 def expert_gradients_too_large(patch: pytest.MonkeyPatch) -> None:
