@@ -9,7 +9,6 @@ from halfmesh.compat import (
     composition_table,
     get_columns,
     get_rows,
-    layout_table,
     mesh_sizes,
     raise_for,
     render_table,

@@ -12,12 +12,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import InputError
-from ...utils.param_shard import ParamShard
 from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
 from ...utils.torch_private import BACKWARD, without_override
 from ..axis import AppliedAxis, AxisInputs
 from ..rank_checks import SameCalls
-from ..reducer import SharedGradients
 from ..trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from .shard import ROWS, BatchShard, classify, compare, count_targets
 
@@ -168,10 +166,6 @@ class SplitBatch(AppliedAxis):
                 "compute the loss in the model or in engine.criterion, with torch's cross_entropy, nll_loss, mse_loss, "
                 "l1_loss or smooth_l1_loss; what is added to it has to be the same on all ranks"
             )
-
-    def make_reduction(self, shards: Sequence[ParamShard]) -> SharedGradients:
-        params = {shard.model_param for shard in shards} - self.splits.keys()
-        return SharedGradients(params, self.group, shards, mean=True)
 
 
 class _Mode(TorchFunctionMode):
