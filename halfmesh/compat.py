@@ -80,7 +80,8 @@ def layout_table() -> dict[str, dict[str, Cell]]:
 
     def problems(*names: str) -> set[str]:
         parallel: dict[str, Any] = {name: {"size": 2} for name in names if name in AXES}
-        parallel |= {"data": {"strategy": name} for name in names if name in DATA_STRATEGIES}
+        for name in set(names) & set(DATA_STRATEGIES.names()):
+            parallel["data"] = name
         return set(map(str, find_key_problems(Setup.of(load_config({"parallel": parallel}), 4))))
 
     def cell(axis: str, other: str) -> Cell:

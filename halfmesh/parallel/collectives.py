@@ -11,6 +11,7 @@ An activation, or its gradient, is "replicated", the same on every rank; "sharde
 | `all_gather_sequence` | sharded -> replicated | partial gradients are summed, each rank keeps its shard |
 | `reduce_scatter_sequence` | partial -> summed, this rank's shard | shards are gathered |
 | `total_loss` | partial -> replicated, summed | the gradient times the number of ranks |
+| `scale_gradient` | as it is | the gradient times a factor |
 | `exchange` | sharded along one dim -> sharded along another | the reverse |
 | `send_rows` | rows in order of the rank that they are for -> those for this rank | the reverse |
 
@@ -74,6 +75,11 @@ def total_loss(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of the ranks' partial losses. Its gradient is multiplied by the number of ranks, because gradients are
     averaged over the ranks afterwards; so terms that are equal on each rank (a penalty on weights) stay right."""
     return _Collective.apply(part, lambda x: _summed(x, group), lambda grad: grad * group.size())
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x`, whose gradient is multiplied by `factor`."""
+    return _Collective.apply(x, lambda x: x.view_as(x), lambda grad: grad * factor)
 
 
 def link(x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:

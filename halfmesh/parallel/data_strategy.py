@@ -49,8 +49,8 @@ class StrategyInputs:
         outside: parameters that the criterion computes with, outside of the model's forward.
         make: materializes the tensors of a module of a deferred model. A strategy calls it at last for `model`.
         axes: those of the data ranks, whose losses are averaged: ("dp",), or more of the mesh.
-        fewer_axes: parameters whose gradients are reduced over other axes than `axes`, of fewer ranks (as those of
-            experts, which have seen the tokens of the other ranks), and these axes.
+        fewer_axes: parameters that fewer data ranks hold (experts), and the axes of these. Their gradients stand for
+            those of all data ranks: a mean is a mean over these ranks.
     """
 
     model: nn.Module
@@ -77,7 +77,7 @@ class StrategyInputs:
 
     @property
     def mean_over(self) -> int:
-        """The number of data ranks: gradients of the mean loss are sums over `group_of`, divided by this."""
+        """The number of data ranks, whose losses are averaged."""
         return self.context.size_of(*self.axes)
 
     def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from ..options import Options, PositiveInt
 from ..utils.tensors import parameter_names
-from ..utils.torch_private import in_shapes_only
+from ..utils.torch_private import DATA_NEEDED, in_shapes_only
 from . import collectives
 from .axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from .shard_spec import Split
@@ -21,22 +21,21 @@ _Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def dispatch(
+    layer: Any,
     experts: _Experts,
-    count: int,
-    params: Sequence[nn.Parameter],
-    group: dist.ProcessGroup,
+    axis: ExpertParallel,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, of which each rank of `group` has `count`, in order of rank.
+    """The weighted sum of each token's experts, of which each rank of `axis` has some, in order of rank.
 
     Three all-to-alls: of numbers, tokens and results. The host waits for the numbers, once: they are the sizes of the
-    messages. Gradients of experts are sums over the tokens of all ranks of the group, each of its own rank's loss.
+    messages. Gradients of experts come from the losses of all ranks of the axis, and are their mean.
 
     Args:
-        params: of this rank's experts.
-        experts: this rank's; called with tokens, the expert of each, and its weight (1).
+        layer: this rank's experts.
+        experts: its forward; called with tokens, the expert of each, and its weight (1).
         hidden_states: [tokens of this rank, features].
         top_k_index: int64 [tokens, k]: the experts of each token, among those of all ranks.
         top_k_weights: [tokens, k].
@@ -44,16 +43,21 @@ def dispatch(
     Returns:
         Like `hidden_states`.
     """
-    k = top_k_index.shape[-1]
+    group, count, k = axis.group, layer.num_experts, top_k_index.shape[-1]
     order = top_k_index.flatten().argsort(stable=True)  # by expert, and so by rank
     token = order // k
     sent, received, kinds = _count_tokens(top_k_index.flatten(), count, group)
     own = collectives.send_rows(hidden_states[token], sent, received, group)
+    own = collectives.scale_gradient(own, group.size())
     ones = torch.ones_like(kinds, dtype=top_k_weights.dtype)
-    done = experts(own, kinds[:, None], ones[:, None])
+    try:
+        done = experts(own, kinds[:, None], ones[:, None])
+    except DATA_NEEDED:  # without values, as of a loop over experts; the shape is known
+        done = torch.empty_like(own)
     if torch.is_grad_enabled() and not done.requires_grad:
         # Without tokens the graph may end here, and this rank has to send in backward like the others.
-        done = collectives.link(done, own, *(param for param in params if param.requires_grad))
+        done = collectives.link(done, own, *(param for param in layer.parameters() if param.requires_grad))
+    done = collectives.scale_gradient(done, 1 / group.size())  # for the experts, as far as `own`
     back = collectives.send_rows(done, received, sent, group)
     weighted = back * top_k_weights.flatten()[order, None]
     return torch.zeros_like(hidden_states).index_add_(0, token, weighted.to(hidden_states.dtype))
@@ -153,7 +157,7 @@ class ExpertParallel(AppliedAxis):
             for module in layer.modules():  # an adapter may hold the layer
                 if hasattr(module, "num_experts"):
                     module.num_experts //= self.size
-            layer.forward = partial(dispatch, layer.forward, layer.num_experts, list(layer.parameters()), self.group)
+            layer.forward = partial(dispatch, layer, layer.forward, self)
             layer.is_divided_by_engine = True
         self.take_whole_states(inputs.model, inputs.optimizer)
 

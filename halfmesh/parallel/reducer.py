@@ -190,8 +190,9 @@ class Reducer:
     Args:
         shards: in the order of the model. Only those that require gradients take part.
         buffers: the model's, by name. Running statistics are averaged, the others may differ between ranks.
-        group: the data ranks. A mean is a sum divided by their number, also where fewer of them are summed over.
-        group_of: the ranks over which the gradient of a parameter is summed; None: all of `group`.
+        group: the data ranks.
+        group_of: the ranks that hold a parameter, whose gradients stand for those of all of `group`: a mean is theirs,
+            a sum is that mean times the number of `group`. None: all of `group`.
 
     Attributes:
         state: of the gradients: "none" since the last update; "local" since `open`; "reduced" since `finish`; "stale"
@@ -209,7 +210,6 @@ class Reducer:
     ) -> None:
         self.options = options
         self.group = group
-        self.divisor = group.size() if options.mean else 1
         self._group_of = group_of or (lambda param: group)
         self.state: Literal["none", "local", "reduced", "stale"] = "none"
         own = {name: name.rpartition(".")[2] for name in buffers}
@@ -243,12 +243,12 @@ class Reducer:
             InputError: as `finish`.
         """
         self._refuse_mixed_sums()
-        for bucket in self._buckets if self.state == "reduced" else ():
-            # These sums will be divided and summed again. A mean of equal values changes nothing, a sum does.
-            grads = [grad for param in bucket.params if (grad := param.grad) is not None]
-            if grads and self.divisor != bucket.group.size():
-                share = self.divisor / bucket.group.size()
-                foreach_mul_(grads, torch.full((), share, dtype=torch.float64, device=grads[0].device))
+        if self.state == "reduced" and not self.options.mean:
+            # These sums will be summed again. A mean of equal values changes nothing, a sum does.
+            grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
+            if grads:
+                share = torch.full((), 1 / self.group.size(), dtype=torch.float64, device=grads[0].device)
+                foreach_mul_(grads, share)
         self.state = "local"
         self._sends = last
 
@@ -295,7 +295,7 @@ class Reducer:
         self._hooks = []
 
     def _refuse_mixed_sums(self) -> None:
-        if self.state == "stale" and any(bucket.group.size() != self.divisor for bucket in self._buckets):
+        if self.state == "stale" and not self.options.mean:
             raise InputError(
                 "gradients were added by a backward outside this engine after they had been summed over ranks; call "
                 "engine.backward(loss) for every loss (or, without sequence parallelism, use loss_reduction='mean')"
@@ -350,9 +350,13 @@ class Reducer:
 
     def _send(self, bucket: Any) -> dist.Work:
         flat = bucket.pack()
-        if self.divisor != 1:
-            flat.div_(self.divisor)  # before the sum, which could overflow in half precision
+        if (divisor := self._divisor(bucket)) != 1:
+            flat.div_(divisor)  # before the sum, which could overflow in half precision
         return all_reduce(flat, bucket.group)
+
+    def _divisor(self, bucket: Bucket) -> float:
+        """The number by which sums over the bucket's group are divided."""
+        return bucket.group.size() / (1 if self.options.mean else self.group.size())
 
     def _receive(self) -> None:
         """Wait for all buckets in flight, and set their gradients."""

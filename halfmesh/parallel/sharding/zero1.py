@@ -185,7 +185,7 @@ class SliceBucket(Bucket):
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.slices.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
-    def scatter(self, divisor: int) -> dist.Work:
+    def scatter(self, divisor: float) -> dist.Work:
         """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
         flat = self._take_grads(self.chunk * self.group.size())
         if len(flat) > self.numel:
@@ -274,7 +274,7 @@ class Zero1Reducer(Reducer):
         return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
 
     def _send(self, bucket: SliceBucket) -> dist.Work:
-        return bucket.scatter(self.divisor)
+        return bucket.scatter(self._divisor(bucket))
 
     def _receive(self) -> None:
         groups: dict[dist.ProcessGroup, list[SliceBucket]] = {}

@@ -17,6 +17,7 @@ from halfmesh.config.load import load_config
 from halfmesh.parallel import collectives
 from halfmesh.parallel.axis import PlanInputs
 from halfmesh.parallel.expert import ExpertOptions, ExpertParallelism
+from halfmesh.verify.models import mixture
 from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.whole import close_whole
@@ -86,10 +87,10 @@ def train(rank, world_size, make, parallel, **config):
     for seed in range(2):
         ids, target = tokens(seed)[place], tokens(seed + 2)[place]
         engine.zero_grad()
-        loss = engine.criterion(engine(input_ids=ids), target)
+        loss = engine.criterion(engine(ids), target)
         engine.backward(loss)
         seen.append((loss.item(), engine.step().grad_norm))
-    experts = next((len(p) for name, p in engine.model.named_parameters() if name.endswith("down_proj")), None)
+    experts = next((len(p) for name, p in engine.model.named_parameters() if "experts.down" in name), None)
     return seen, close_whole(engine), experts
 
 
@@ -97,7 +98,12 @@ def layout(data=None, **axes):
     return {**axes, **({"data": data} if data else {})}
 
 
-STAGES = {"size": 2, "microbatches": 2, "partition": ("model.layers.1",)}
+STAGES = {"size": 2, "microbatches": 2, "partition": ("blocks.2",)}
+
+
+def make_mixture():
+    """With layers of experts on both stages."""
+    return mixture()[0]
 
 
 @pytest.mark.distributed
@@ -110,7 +116,7 @@ STAGES = {"size": 2, "microbatches": 2, "partition": ("model.layers.1",)}
         pytest.param(make_qwen, 2, layout(expert=2), {}, id="Qwen"),
         pytest.param(make_mixtral, 4, layout(expert=2, tensor=2), {}, id="tensor"),
         pytest.param(make_mixtral, 4, layout(expert=2, context=2), {}, id="context"),
-        pytest.param(make_mixtral, 4, layout(expert=2, pipeline=STAGES), {}, id="pipeline"),
+        pytest.param(make_mixture, 4, layout(expert=2, pipeline=STAGES), {}, id="pipeline"),
         pytest.param(make_mixtral, 4, layout("zero1", expert=2), {}, id="zero1, two groups"),
         pytest.param(make_qwen, 2, layout("fsdp", expert=2), {}, id="fsdp"),
         pytest.param(make_mixtral, 4, layout("fsdp", expert=2), {}, id="fsdp, two groups"),
