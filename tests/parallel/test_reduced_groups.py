@@ -133,6 +133,9 @@ def in_one_process(mean: bool, experts: int) -> list[dict[str, torch.Tensor]]:
             means.append((norm.running_mean.clone(), norm.running_var.clone()))
         norm.running_mean.copy_(sum(mean for mean, _ in means) / RANKS)
         norm.running_var.copy_(sum(var for _, var in means) / RANKS)
+        for param in nn.ModuleList(model.expert for model in models).parameters():
+            if param.grad is not None:
+                param.grad *= experts  # gradients of few ranks stand for those of all
         optimizer.step()
         optimizer.zero_grad()
     return [model.state_dict() for model in models]

@@ -274,7 +274,7 @@ class Zero1Reducer(Reducer):
         return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
 
     def _send(self, bucket: SliceBucket) -> dist.Work:
-        return bucket.scatter(self._divisor(bucket))
+        return bucket.scatter(bucket.group.size() / self._times)
 
     def _receive(self) -> None:
         groups: dict[dist.ProcessGroup, list[SliceBucket]] = {}
