@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -25,6 +25,7 @@ class Options(BaseModel):
 PositiveFloat = Annotated[float, Field(gt=0)]
 Scale = Annotated[float, Field(gt=0, le=2.0**127)]
 """A loss scale: a positive number that fp32 can hold."""
+DType = Literal["float32", "float16", "bfloat16"]
 PositiveInt = Annotated[int, Field(ge=1)]
 GrowthFactor = Annotated[float, Field(gt=1)]
 BackoffFactor = Annotated[float, Field(gt=0, lt=1)]

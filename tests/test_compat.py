@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfmesh import AMP_PLUGINS, AMPPlugin, Composes, IncompatibleConfigError, Options, Recipe
+from halfmesh import AMP_PLUGINS, AMPPlugin, Composes, ConfigError, IncompatibleConfigError, Options, Recipe
 from halfmesh import load_config as load
 from halfmesh.compat import (
     check,
@@ -224,8 +224,17 @@ def test_reducing_in_float16_needs_a_loss_scale(raw, refused):
 )
 def test_fsdp_keys_need_fsdp(key, value):
     message = f"parallel.data.{key}: only strategy='fsdp' has it, and the strategy is 'replicate'; remove it"
-    assert find({"parallel": {"data": {key: value}}}) == [message]
+    for data in ({key: value}, {key: value, "strategy": "zero1"}):
+        with pytest.raises(ConfigError) as refused:
+            load({"parallel": {"data": data}})
+        assert refused.value.problems == (message.replace("replicate", data.get("strategy", "replicate")),)
     assert find({"parallel": {"data": {key: value, "strategy": "fsdp"}}}, 2) == []
+
+
+def test_keys_of_another_strategy_may_have_their_defaults():
+    data = load({"parallel": {"data": {"strategy": "zero1", "cpu_offload": False, "prefetch": 1}}}).parallel.data
+    assert data == load({"parallel": {"data": "zero1"}}).parallel.data
+    assert not hasattr(data, "cpu_offload")
 
 
 def test_fsdp_param_dtype_is_the_modes():

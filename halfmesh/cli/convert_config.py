@@ -152,7 +152,9 @@ def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks:
 def _find_problems(config: Config, world_size: int | None, device: str) -> list[str]:
     """The reasons why a config cannot run; without a world size, on as many ranks as its layout needs."""
     from ..compat import check
+    from ..parallel.registries import DATA_STRATEGIES
 
-    parallel = config.parallel
-    least = math.prod(parallel.sizes.values()) * (parallel.data.size or parallel.data.hybrid or 2)
+    parallel, data = config.parallel, config.parallel.data
+    data_ranks = data.size or DATA_STRATEGIES.get(data.strategy).ranks_of_copy(data, 2)
+    least = math.prod(parallel.sizes.values()) * data_ranks
     return [str(finding) for finding in check(config, world_size or least, device)]

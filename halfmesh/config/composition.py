@@ -144,12 +144,6 @@ def _check_data(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     if data.reduce_dtype == "float16" and not recipe.keeps_scale:
         message = "without a loss scale, gradients leave float16's range while they are summed; use 'float32'"
         yield "parallel.data.reduce_dtype", message
-    changed = [key for key, field in type(data).model_fields.items() if getattr(data, key) != field.default]
-    for key in changed:
-        if key not in strategy.keys:
-            names = [name for name, other in DATA_STRATEGIES.each() if key in other.keys]
-            message = f"only strategy={names[0]!r} has it, and the strategy is {data.strategy!r}; remove it"
-            yield f"parallel.data.{key}", message
     yield from strategy.find_key_problems(config, recipe.param_dtype)
 
 

@@ -12,8 +12,9 @@ from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..errors import did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
-from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
+from .schema import ParallelConfig, PrecisionConfig, Settings, data_config, get_plugin, parallel_config, strategy_keys
 
+DATA = ("parallel", "data")
 FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
 
 
@@ -93,9 +94,16 @@ def _owner(path: Sequence[str], raw: Mapping[str, Any]) -> type[Options]:
             owner = get_plugin(raw[key]["mode"]).options
         elif owner is Settings and key == "parallel":
             owner = parallel_config(raw[key])  # with the axes of others
+        elif issubclass(owner, ParallelConfig) and key == "data":
+            owner = data_config(_strategy(raw))
         else:
             owner = next(_find_models(owner.model_fields[key].annotation), owner)
     return owner
+
+
+def _strategy(raw: Mapping[str, Any]) -> Any:
+    """The data strategy of `raw`, whose `parallel.data` is a dict."""
+    return raw["parallel"]["data"].get("strategy", "replicate")
 
 
 def _find_models(annotation: Any) -> Iterator[type[Options]]:
@@ -109,6 +117,9 @@ def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Map
     """The mistake in one value, in pydantic's words unless we have our own."""
     kind = errors[0]["type"]
     if kind == "extra_forbidden":
+        others = [n for n, keys in strategy_keys().items() if path[-1] in keys] if path[:-1] == DATA else []
+        if others:
+            return f"only strategy={others[0]!r} has it, and the strategy is {_strategy(raw)!r}; remove it"
         return "unknown key" + _suggest(path[-1], path[:-1], _owner(path[:-1], raw), "")
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])
@@ -139,8 +150,9 @@ def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise
 
 
 def _all_paths() -> list[str]:
-    """All keys, dotted; those of all modes under fp16."""
+    """All keys, dotted; those of all modes under fp16, and of all strategies."""
     paths = [f"fp16.{key}" for keys in _mode_keys().values() for key in keys]
+    paths += [f"parallel.data.{key}" for keys in strategy_keys().values() for key in keys]
     return list(dict.fromkeys([*_walk(Settings, ""), *paths, "fp16.mode"]))
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, cre
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
 from ..errors import RegistryError, did_you_mean, find_near, shorten, show
-from ..options import Names, Options, PositiveFloat, PositiveInt
+from ..options import DType, Names, Options, PositiveFloat, PositiveInt
 from ..parallel.dims import ParallelDims
 from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..utils.registry import Registry
@@ -96,9 +96,6 @@ class CheckpointConfig(Options):
     """True if training continues during a save. A run that is told to end waits for its last save."""
     signals: Annotated[Names, AfterValidator(_check_signals)] = ("SIGTERM", "SIGUSR1")
     """Signals that tell a run to end: it saves after the current step, and exits with status 75."""
-
-
-DType = Literal["float32", "float16", "bfloat16"]
 
 
 def get_plugin(mode: object) -> type[AMPPlugin]:
@@ -225,7 +222,10 @@ class PipelineConfig(Options):
 
 
 class DataConfig(Options):
-    """`parallel.data`. The last seven keys are fsdp's."""
+    """`parallel.data`. A derived class has the strategy's own keys, too."""
+
+    def __reduce__(self) -> Any:
+        return _read_data, (self.model_dump(),)  # a derived class cannot be found by its name
 
     strategy: Annotated[str, _registered(DATA_STRATEGIES)] = "replicate"
     size: PositiveInt | None = None
@@ -234,14 +234,38 @@ class DataConfig(Options):
     bucket_mb: PositiveFloat | None = None
     """MiB; None: 25 as torch's DDP, or 1 for each data rank if that is more, as Megatron-LM lets buckets grow."""
     max_inflight: PositiveInt = 8
-    param_dtype: DType | None = None
-    output_dtype: DType | None = None
-    buffer_dtype: DType | None = None
-    reshard_after_forward: bool = True
-    prefetch: PositiveInt = 1
-    cpu_offload: bool = False
-    hybrid: PositiveInt | None = None
-    """Ranks that share one full copy of the weights; None: all of the data axis."""
+
+
+def data_config(strategy: object) -> type[DataConfig]:
+    """The class of a `parallel.data` with this strategy: the keys of all, and its own. (Those of all if there is no
+    such strategy.)
+
+    Raises:
+        ValueError: a package's strategy cannot be imported.
+    """
+    try:
+        return _data_with(DATA_STRATEGIES.get(strategy).options if strategy in DATA_STRATEGIES else Options)
+    except RegistryError as error:
+        raise ValueError(str(error)) from error
+
+
+@cache
+def _data_with(own: type[Options]) -> type[DataConfig]:
+    return DataConfig if own is Options else create_model("DataConfig", __base__=(own, DataConfig))
+
+
+def _read_data(keys: Mapping[str, Any]) -> DataConfig:
+    """The value of these keys. Those of another strategy may be there if they have their defaults."""
+    kind = data_config(keys.get("strategy", "replicate"))
+    if foreign := keys.keys() - kind.model_fields.keys():
+        others = {key: field.default for fields in strategy_keys().values() for key, field in fields.items()}
+        keys = {key: value for key, value in keys.items() if key not in foreign & others.keys() or value != others[key]}
+    return kind.model_validate(keys)
+
+
+def strategy_keys() -> dict[str, Mapping[str, Any]]:
+    """Of each data strategy its own keys, and their fields."""
+    return {name: kind.options.model_fields for name, kind in DATA_STRATEGIES.each()}
 
 
 class ParallelConfig(Options):
@@ -253,7 +277,9 @@ class ParallelConfig(Options):
     tensor: Annotated[TensorConfig, _shorthand("size")] = TensorConfig()
     pipeline: Annotated[PipelineConfig, _shorthand("size")] = PipelineConfig()
     data: Annotated[
-        DataConfig, _shorthand("strategy", str, "a strategy or a dict; write for example 'zero1' or dict(size=2)")
+        SerializeAsAny[DataConfig],
+        BeforeValidator(lambda value: _read_data(value) if isinstance(value, dict) else value),
+        _shorthand("strategy", str, "a strategy or a dict; write for example 'zero1' or dict(size=2)"),
     ] = DataConfig()
 
     @property

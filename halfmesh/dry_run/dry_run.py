@@ -20,7 +20,7 @@ from ..config.composition import Setup
 from ..engine.parallelize import make_plans
 from ..errors import ConfigError, HalfmeshError
 from ..parallel.dims import ParallelDims
-from ..parallel.registries import SCHEDULES
+from ..parallel.registries import DATA_STRATEGIES, SCHEDULES
 from .simulate_rank import Figures, simulate_rank
 from .tracker import Traffic
 
@@ -118,7 +118,8 @@ def _collect(config: Config, world_size: int, results: Iterator[Figures | list[s
     run.problems = list(dict.fromkeys(run.problems))
     if config.compile.enabled:
         run.notes.append("compile is left out: compiled code needs less memory than counted here")
-    if config.parallel.data.cpu_offload or config.activation_offload:
+    data = config.parallel.data
+    if DATA_STRATEGIES.get(data.strategy).steps_on_host(data) or config.activation_offload:
         run.notes.append("offloading is left out: offloaded tensors are counted as if they were on the device")
     if not run.problems and not run.rows:
         run.notes.append(

@@ -206,7 +206,8 @@ class _Search:
             return False
         needs, state, ranks = self._least[parallel.data.strategy]
         part = ranks / parallel.ranks_of_batch
-        shared = DATA_STRATEGIES.get(parallel.data.strategy).shards_model and parallel.data.hybrid is None
+        strategy, everyone = DATA_STRATEGIES.get(parallel.data.strategy), self._asked.world_size
+        shared = strategy.shards_model and strategy.ranks_of_copy(parallel.data, everyone) == everyone
         least = max(needs * part, state if shared else state * part)  # if shared, it is sharded over all ranks already
         if least > self._asked.room:
             evenly = f"at best {readable(least)}, if the axes sharded everything evenly"

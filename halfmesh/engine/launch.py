@@ -17,6 +17,7 @@ from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, f
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
 from ..errors import LaunchError
+from ..parallel.registries import DATA_STRATEGIES
 from ..utils.log import get_logger
 
 GLOO_NCCL = "cpu:gloo,cuda:nccl"
@@ -147,8 +148,9 @@ def ensure_process_group(config: Config, device: torch.device, names: RankNames,
         wait_for_threads_at_exit()
         if backend == GLOO_NCCL and dist.get_world_size() > 1 and "cpu:" not in (there := dist.get_backend_config()):
             raise LaunchError(
-                "parallel.data.cpu_offload sums gradients in host memory, which the process group that exists does not "
-                f"({there}): make it with init_process_group({GLOO_NCCL!r}), or leave that to initialize"
+                f"parallel.data={config.parallel.data.strategy!r} sums gradients in host memory, which the process "
+                f"group that exists does not ({there}): make it with init_process_group({GLOO_NCCL!r}), or leave that "
+                "to initialize"
             )
         return next((group for group in _shared if group.is_there), None)
     process = find_process()
@@ -161,7 +163,9 @@ def ensure_process_group(config: Config, device: torch.device, names: RankNames,
 def choose_backend(config: Config, device: torch.device) -> str | None:
     """The backend that the config needs, or None for the usual one of `device`."""
     # Gradients and norms of shards in host memory are reduced there.
-    return GLOO_NCCL if config.parallel.data.cpu_offload and device.type == "cuda" else None
+    data = config.parallel.data
+    on_host = DATA_STRATEGIES.get(data.strategy).steps_on_host(data)
+    return GLOO_NCCL if on_host and device.type == "cuda" else None
 
 
 def expected_world_size() -> int:

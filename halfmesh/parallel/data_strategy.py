@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from ..errors import InputError
+from ..options import Options
 from ..utils.param_shard import ParamShard, Publisher
 from ..utils.torch_private import move_module
 from .mesh import ParallelContext
@@ -89,8 +90,8 @@ class DataStrategy:
     """Every data rank holds the full model (`replicate`). Base class of other strategies.
 
     Attributes:
+        options: its own keys of `parallel.data`, besides those of all strategies.
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
-        keys: the keys of `parallel.data` that it has.
         shards_state: each data rank steps a shard of the weights, and holds the optimizer's state of that shard.
         shards_model: the model's parameters are sharded, too.
         cost: for `halfmesh plan`: what data ranks wait for, besides the sum of gradients, in a few words.
@@ -98,8 +99,8 @@ class DataStrategy:
         publisher: sends new weights to the ranks that use them; None: they need not be sent.
     """
 
+    options: ClassVar[type[Options]] = Options
     modes: ClassVar[Collection[str]] = ()
-    keys: ClassVar[Collection[str]] = ("strategy", "size", "reduce_dtype", "bucket_mb", "max_inflight")
     shards_state: ClassVar[bool] = False
     shards_model: ClassVar[bool] = False
     cost: ClassVar[str] = ""
@@ -125,6 +126,16 @@ class DataStrategy:
     def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
         """Keys that do not fit this number of data ranks."""
         yield from ()
+
+    @staticmethod
+    def ranks_of_copy(options: Any, data_ranks: int) -> int:
+        """The data ranks that together hold what it shards: all of them, or so many that each such group has a copy."""
+        return data_ranks
+
+    @staticmethod
+    def steps_on_host(options: Any) -> bool:
+        """Return True if gradients are reduced, and the optimizer steps, in host memory."""
+        return False
 
     @staticmethod
     def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:

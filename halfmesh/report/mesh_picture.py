@@ -31,7 +31,7 @@ def describe_shards(parallel: ParallelConfig, dims: ParallelDims, rank: int) -> 
     ]
     data, strategy = parallel.data, DATA_STRATEGIES.get(parallel.data.strategy)
     if dims.grad_ranks > 1 and (strategy.shards_state or strategy.shards_model):
-        over = data.hybrid or dims.grad_ranks
+        over = strategy.ranks_of_copy(data, dims.grad_ranks)
         shards.append(f"{data.strategy} {dims.row(rank, *dims.grad_axes).index(rank) % over + 1}/{over}")
     return ", ".join(shards)
 

@@ -9,7 +9,7 @@ import torch
 from ..config import Config
 from ..config.composition import Setup
 from ..config.schema import CompileConfig, DataConfig, ParallelConfig
-from ..parallel.registries import AXES
+from ..parallel.registries import AXES, DATA_STRATEGIES
 
 QUIET: dict[str, Any] = {
     "checkpoint": None,
@@ -32,16 +32,19 @@ def shrink(setup: Setup) -> Setup:
         if key == "pipeline" and options.microbatches is not None and size > 2:
             fewer["microbatches"] = max(2, options.microbatches * 2 // size)
         changed[key] = options.model_copy(update=fewer)
-    copies = 1 if data.hybrid is None else ranks // data.hybrid
-    shared = ranks // copies
+    shared = DATA_STRATEGIES.get(data.strategy).ranks_of_copy(data, ranks)
+    copies = ranks // shared
     dp = min(shared, 2) * min(copies, 2)
-    changed["data"] = data.model_copy(
-        update={"size": None, "hybrid": None if data.hybrid is None else min(data.hybrid, 2)}
-    )
+    changed["data"] = _with(data, size=None, hybrid=min(shared, 2) if copies > 1 else None)
     views = [size for key, size in parallel.sizes.items() if size > 1 and AXES.get(key).replica_dim]
     dp = max([dp, *(2 * min(ranks // size, 2) for size in views)])
     parallel = parallel.model_copy(update=changed)
     return Setup.of(config.model_copy(update={"parallel": parallel}), dp * parallel.ranks_of_batch)
+
+
+def _with(data: DataConfig, **keys: Any) -> DataConfig:
+    """A copy with those of the `keys` that its strategy has."""
+    return data.model_copy(update={key: value for key, value in keys.items() if key in type(data).model_fields})
 
 
 def settle(config: Config, rows: int) -> Config:
@@ -56,9 +59,7 @@ def settle(config: Config, rows: int) -> Config:
 
 def structure(config: Config) -> Config:
     """`config` without its precision."""
-    data = config.parallel.data.model_copy(
-        update={"reduce_dtype": "float32", "param_dtype": None, "output_dtype": None, "buffer_dtype": None}
-    )
+    data = _with(config.parallel.data, reduce_dtype="float32", param_dtype=None, output_dtype=None, buffer_dtype=None)
     parallel = config.parallel.model_copy(update={"data": data})
     return config.model_copy(update={"fp16": None, "bf16": None, "fp8": None, "parallel": parallel})
 

@@ -27,6 +27,7 @@ from halfmesh.config.schema import (
 )
 from halfmesh.options import Options
 from halfmesh.parallel.context.axis import ContextOptions
+from halfmesh.parallel.sharding.fsdp import FSDPOptions
 from halfmesh.report.run import FILES
 from tests.support.models import make_engine
 from tests.support.pages import defaults, find_rows, read_page, stand_ins
@@ -50,6 +51,7 @@ TABLES_OF_DEFAULTS = {  # page, header: what has these defaults
     ("config.md", "key of parallel.pipeline"): PipelineConfig,
     ("config.md", "key of parallel.context"): ContextOptions,
     ("config.md", "key of parallel.data"): DataConfig,
+    ("config.md", "key of parallel.data under fsdp"): FSDPOptions,
     ("config.md", "key of clip_grad_norm"): ClipConfig,
     ("config.md", "key of activation_checkpoint"): ActivationCheckpointConfig,
     ("config.md", "key of compile"): CompileConfig,

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -17,13 +18,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "clipped, accumulated": {"clip_grad_norm": 0.5, "gradient_accumulation": 2},
     "naive": {"fp16": {"mode": "naive"}},
+    "lightest": {"parallel": {"data": {"strategy": "owned", "owner": "lightest"}}},
 }
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def train(config: dict[str, Any], folder: Path | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state, and the optimizer's."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device="cpu")
     rank, size = engine.context.dp_rank, engine.context.dp_size
@@ -38,7 +44,9 @@ def train(config: dict[str, Any], folder: Path | None = None) -> tuple[dict[str,
         engine.backward(engine.criterion(engine(x[batch]), y[batch]))
         engine.step()
     held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
-    assert held == 6 * 8 + 8 + 8 * 2 + 2 if size == 1 else held in (6 * 8 + 8 * 2, 8 + 2)
+    numbers = [param.numel() for param in make().parameters()]
+    shares = {"next": (sum(numbers[::2]), sum(numbers[1::2])), "lightest": (numbers[0], sum(numbers[1:]))}
+    assert held == (sum(numbers) if size == 1 else shares[engine.config.parallel.data.owner][rank])
     full = engine.full_state_dict(optimizer=True, rank0_only=False)
     engine.close()
     return full["model"], full["optimizer"]["state"]
@@ -48,7 +56,7 @@ def one_of_two(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for name, config in CONFIGS.items():
-        found = train({**config, "parallel": {"data": "owned"}}, Path(folder) / f"saved {name}")
+        found = train({"parallel": {"data": "owned"}, **config}, Path(folder) / f"saved {name}")
         torch.save(found, Path(folder) / f"{name}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -59,10 +67,19 @@ def test_parity(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     mp.spawn(one_of_two, args=(port, str(tmp_path)), nprocs=2)
     for name, config in CONFIGS.items():
-        expected = train(config)
+        expected = train({key: value for key, value in config.items() if key != "parallel"})
         for rank in range(2):
             found = torch.load(tmp_path / f"{name}-{rank}.pt")
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if name != "naive" else 5e-3)
+
+
+def test_its_key_is_checked() -> None:
+    with pytest.raises(halfmesh.ConfigError, match="owner: 'lightset': Input should be 'next' or 'lightest'"):
+        halfmesh.load_config({"parallel": {"data": {"strategy": "owned", "owner": "lightset"}}})
+    with pytest.raises(halfmesh.ConfigError, match="ownr: unknown key; did you mean 'owner'"):
+        halfmesh.load_config({"parallel": {"data": {"strategy": "owned", "ownr": "lightest"}}})
+    with pytest.raises(halfmesh.ConfigError, match="owner: only strategy='owned' has it, and the strategy is 'zero1'"):
+        halfmesh.load_config({"parallel": {"data": {"strategy": "zero1", "owner": "lightest"}}})
 
 
 def test_the_table_has_its_column() -> None:

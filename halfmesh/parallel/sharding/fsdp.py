@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import InputError, shorten
+from ...options import DType, Options, PositiveInt
 from ...utils.optimizer_state import refuse_other_state, repoint
 from ...utils.param_shard import ParamShard, set_compute_dtype
 from ...utils.torch_private import has_grad_hooks, move_module
@@ -27,6 +28,19 @@ from .fsdp_wrap import CastGather, WriteWatch, can_be_sharded, find_units, make_
 
 FREED = "are out of bounds for storage of size 0"
 """torch's error for the use of a tensor whose memory was freed."""
+
+
+class FSDPOptions(Options):
+    """The keys of `parallel.data` under fsdp."""
+
+    param_dtype: DType | None = None
+    output_dtype: DType | None = None
+    buffer_dtype: DType | None = None
+    reshard_after_forward: bool = True
+    prefetch: PositiveInt = 1
+    cpu_offload: bool = False
+    hybrid: PositiveInt | None = None
+    """Ranks that share one full copy of the weights; None: all of the data axis."""
 
 
 class FSDP(DataStrategy):
@@ -48,11 +62,7 @@ class FSDP(DataStrategy):
 
     shards_state = shards_model = True
     cost = "each block waits for its weights in forward and again in backward, for every batch of an update"
-    keys = (
-        *DataStrategy.keys,
-        *("param_dtype", "output_dtype", "buffer_dtype", "reshard_after_forward", "prefetch", "cpu_offload"),
-        "hybrid",
-    )
+    options = FSDPOptions
 
     def __init__(self, inputs: StrategyInputs) -> None:
         self.inputs = inputs
@@ -123,6 +133,14 @@ class FSDP(DataStrategy):
             fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
             message = f"{options.hybrid} does not divide the {data_ranks} data ranks; use one of {fits}"
             yield "parallel.data.hybrid", message
+
+    @staticmethod
+    def ranks_of_copy(options: Any, data_ranks: int) -> int:
+        return options.hybrid or data_ranks
+
+    @staticmethod
+    def steps_on_host(options: Any) -> bool:
+        return bool(options.cpu_offload)
 
     @staticmethod
     def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:

@@ -7,20 +7,30 @@ much.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfmesh import Options
 from halfmesh.parallel.data_strategy import DataStrategy, StrategyInputs
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.shard_spec import Placement
 from halfmesh.utils.param_shard import ParamShard, set_grad
 
 
+class OwnedOptions(Options):
+    """What may stand in `parallel.data` beside `strategy="owned"`."""
+
+    owner: Literal["next", "lightest"] = "next"
+    """Who gets a parameter: each rank in turn, or the one that has the fewest numbers so far."""
+
+
 class Owned(DataStrategy):
     """What the optimizer holds for a parameter is all of it on the rank that owns it, and nothing on the others."""
 
+    options = OwnedOptions
     modes = ("torch", "naive")
     shards_state = True
 
@@ -29,13 +39,16 @@ class Owned(DataStrategy):
         size, rank = inputs.context.dp_size, inputs.context.dp_rank
         self.owners: dict[ParamShard, int] = {}
         parts: dict[nn.Parameter, ParamShard] = {}
+        held = [0] * size
         for index, shard in enumerate(inputs.shards):
             whole = shard.param
-            own = whole.data.view(-1) if index % size == rank else whole.data.new_empty(0)
+            owner = index % size if inputs.options.owner == "next" else held.index(min(held))
+            held[owner] += whole.numel()
+            own = whole.data.view(-1) if owner == rank else whole.data.new_empty(0)
             # The norm adds up over all ranks, of which one has it now: a weight of its own.
             part = ParamShard(shard.name, nn.Parameter(own), shard.weight * size, source=shard)
             part.param.requires_grad_(whole.requires_grad)
-            parts[whole], self.owners[part] = part, index % size
+            parts[whole], self.owners[part] = part, owner
         for group in inputs.optimizer.param_groups:
             group["params"][:] = [parts[param].param for param in group["params"]]
         self.shards = list(self.owners)
