@@ -1,0 +1,253 @@
+"""Two nodes: two network namespaces with host names, addresses and processes of their own, joined by a cable (veth).
+
+On each of them a command of docs/nodes.md starts two ranks of a 2 x 2 mesh. What crosses the cable is counted by the
+kernel. A node that is killed takes its processes with it; one that is unplugged answers nothing, as after a power cut.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfmesh.distributed.local_ranks import LAUNCH_VARIABLES
+from tests.support.pages import read_page
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
+
+LIMIT_S = 15.0
+"""The config's timeout."""
+LATEST_S = 100.0
+"""Seconds until ranks have started, or ended; on an idle machine it is 10 and `LIMIT_S`."""
+UPDATES = 4
+"""Of which bytes are counted."""
+ROWS, WIDTH, HIDDEN, BATCHES, EPOCHS = 8192, 32, 512, 4, 3
+BUILD = f"""
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(1)
+    layers = [nn.Linear({WIDTH}, {HIDDEN}), nn.Tanh(), nn.Linear({HIDDEN}, {WIDTH})]
+    layers += [nn.Linear({WIDTH}, {HIDDEN}), nn.Tanh(), nn.Linear({HIDDEN}, {WIDTH})]
+    model = nn.Sequential(*layers)
+    inputs = torch.randn({ROWS * BATCHES}, {WIDTH})
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), inputs, inputs.flip(1).sin()
+"""
+CONFIG = f"""
+parallel = dict(tensor=dict(size=2, plan={{"0": "colwise", "2": "rowwise", "3": "colwise", "5": "rowwise"}}))
+checkpoint = dict(directory="checkpoints", every=5)
+resume = "auto"
+timeout = {LIMIT_S}
+EPOCHS, HALTS = {EPOCHS}, None
+"""
+TRAIN = f"""
+{BUILD}
+import time
+from pathlib import Path
+import halfmesh
+from torch.utils.data import DataLoader, TensorDataset
+
+def count_bytes():
+    torch.distributed.barrier()
+    lines = Path("/proc/net/dev").read_text().replace(":", " ").splitlines()[2:]
+    return {{line.split()[0]: int(line.split()[9]) for line in lines}}
+
+args = halfmesh.get_default_parser().parse_args()
+with halfmesh.launch_from_torch(halfmesh.load_config(args.config, overrides=args.overrides), device="cpu") as launch:
+    model, optimizer, inputs, labels = build()
+    loader = DataLoader(TensorDataset(inputs, labels), {ROWS} // launch.dp_size)
+    with halfmesh.initialize(model, optimizer, nn.functional.mse_loss, loader, launch) as engine:
+        print("begins at", engine.global_step, flush=True)
+        for _ in range(engine.dataloader.next_epoch, launch.config.EPOCHS):
+            for x, y in engine.dataloader:
+                if engine.global_step == 5:
+                    before = count_bytes()
+                engine.zero_grad()
+                loss = engine.criterion(engine(x), y)
+                engine.backward(loss)
+                engine.step()
+                if engine.global_step == 9:
+                    sent = {{name: now - before[name] for name, now in count_bytes().items()}}
+                    own = sum(parameter.nbytes for parameter in model.parameters())
+                    print("sent", own, sent["lo"], sent.get("cable"), flush=True)
+                if engine.global_step == 7 and launch.rank // 2 == launch.config.HALTS:
+                    print("halts", flush=True)
+                    time.sleep(1000)
+        weights = engine.full_state_dict()
+        if launch.rank == 0:
+            torch.save(weights, "weights.pt")
+"""
+
+
+class Nodes:
+    """node0 and node1, which are one cable apart, and nothing else.
+
+    Raises:
+        OSError: this machine makes no namespaces, or lacks the programs for it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._firsts: list[int] = []
+
+    def connect(self) -> None:
+        (self._folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
+        outside = self._enter(self._hold("unshare --user --map-root-user --mount --net"))
+        unshare = f"{outside} unshare --net --uts --mount --pid --fork --kill-child"
+        begin = "hostname node{} && mount --bind hosts /etc/hosts && "
+        self._firsts = [self._hold(unshare, begin.format(number)) for number in range(2)]
+        cable = [f"name cable netns {first}" for first in self._firsts]
+        self._call(f"{outside} ip link add {cable[0]} type veth peer {cable[1]}")
+        self._inside = [self._enter(first) + " -u -p" for first in self._firsts]
+        for number, inside in enumerate(self._inside):
+            for interface in ("lo", "cable"):
+                self._call(f"{inside} ip link set {interface} up")
+            self._call(
+                f"{inside} ip address add 10.77.0.{number + 1} dev lo"
+            )  # stays when the other node takes the cable
+            self._call(f"{inside} ip route add 10.77.0.0/24 dev cable")
+
+    def start(self, number: int, command: str) -> subprocess.Popen[bytes]:
+        """Run a module of Python on a node."""
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        words = [*self._inside[number].split(), sys.executable, "-m", *command.split()]
+        with open(self._folder / f"said-{number}", "w") as output:
+            process = subprocess.Popen(words, env=environment, cwd=self._folder, stdout=output, stderr=output)
+        self._processes.append(process)
+        return process
+
+    def said(self, number: int) -> str:
+        return (self._folder / f"said-{number}").read_text()
+
+    def unplug(self, number: int) -> None:
+        self._call(f"{self._inside[number]} ip link set cable down")
+
+    def kill(self, number: int) -> None:
+        """With the first of its processes the kernel kills all."""
+        os.kill(self._firsts[number], signal.SIGKILL)
+
+    def close(self) -> None:
+        for process in self._processes:  # a node ends before what it runs is waited for
+            process.kill()
+            process.communicate()
+
+    def _hold(self, command: str, begin: str = "") -> int:
+        """The id of a process that stays in new namespaces until the end."""
+        script = begin + "read id rest < /proc/self/stat && echo $id && exec sleep 1000"
+        pipe, words = subprocess.PIPE, [*command.split(), "sh", "-c", script]
+        process = subprocess.Popen(words, cwd=self._folder, stdout=pipe, stderr=pipe)
+        self._processes.append(process)
+        assert process.stdout is not None
+        if not (said := process.stdout.readline()):
+            raise OSError(process.communicate()[1].decode().strip())
+        return int(said)
+
+    @staticmethod
+    def _enter(process: int) -> str:
+        return f"nsenter --preserve-credentials -t {process} -U -m -n -w"
+
+    @staticmethod
+    def _call(command: str) -> None:
+        done = subprocess.run(command.split(), capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(done.stderr.strip())
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """Two nodes that share a folder with the program and its config."""
+    for name, text in {"train.py": TRAIN, "config.py": CONFIG}.items():
+        (tmp_path / name).write_text(text)
+    found = Nodes(tmp_path)
+    try:
+        found.connect()
+        yield found
+    except OSError as error:
+        pytest.skip(f"two nodes need network namespaces: {error}")
+    finally:
+        found.close()
+
+
+def command(begin: str, *options: str) -> str:
+    """The line of docs/nodes.md that begins so, with two CPU ranks for the eight GPUs of a node."""
+    (line,) = re.findall(rf"^\|.*\| `({begin}[^`]*)` \|$", read_page("nodes.md"), re.MULTILINE)
+    line = line.replace("torchrun", "torch.distributed.run").replace("--nproc-per-node 8", "--nproc-per-node 2")
+    line = line.replace("--nproc 8", "--nproc 2 --device cpu")
+    return " ".join([line.removesuffix(" --config config.py"), "--config config.py", *options])
+
+
+def wait(nodes: Nodes, ready: Callable[[], object]) -> None:
+    end = time.monotonic() + LATEST_S
+    while not ready():
+        assert time.monotonic() < end, "\n".join(map(nodes.said, range(2)))
+        time.sleep(0.05)
+
+
+def check_weights(folder: Path) -> None:
+    """They are those of all updates in one process, by torch alone."""
+    made: dict[str, Any] = {}
+    exec(BUILD, made)
+    model, optimizer, inputs, labels = made["build"]()
+    for _ in range(EPOCHS):
+        for x, y in zip(inputs.split(ROWS), labels.split(ROWS), strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    found = torch.load(folder / "weights.pt")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+def test_two_nodes_train_as_one_process_and_tensor_ranks_stay_on_a_node(nodes, tmp_path):
+    """Gradients cross the cable, once; activations do not: they are what the ranks of a node send to each other."""
+    started = [nodes.start(number, command("torchrun --nnodes 2")) for number in range(2)]
+    wait(nodes, lambda: all(process.poll() is not None for process in started))
+    assert [process.returncode for process in started] == [0, 0], nodes.said(0)
+    check_weights(tmp_path)
+    activations = 3 * 4 * WIDTH * ROWS // 2  # of two layers' outputs, and a gradient between them, in fp32
+    for number in range(2):
+        gradients, within, across = map(int, re.findall(r"sent (\d+) (\d+) (\d+)", nodes.said(number))[0])
+        least, most = 2 * UPDATES, 2 * UPDATES * 1.15  # ranks; TCP adds to it
+        assert least * gradients <= across <= most * gradients
+        assert least * activations <= within <= most * activations
+        assert within > 8 * across
+
+
+def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoint(nodes, tmp_path):
+    started = [nodes.start(number, command("halfmesh run --nnodes 2", "--set HALTS=1")) for number in range(2)]
+    wait(nodes, lambda: nodes.said(1).count("halts") == 2)
+    nodes.kill(1)
+    wait(nodes, lambda: started[0].poll() is not None)
+    assert started[0].returncode == 1
+    for rank in range(2):
+        words = "no answer from rank 2 (dp 1, tp 0), rank 3 (dp 1, tp 1) (killed, out of memory, or stopped?)"
+        assert f"[rank {rank} (dp 0, tp {rank})] {words}" in nodes.said(0)
+    alone = nodes.start(0, command("torchrun --standalone"))
+    wait(nodes, lambda: alone.poll() is not None)
+    assert alone.returncode == 0, nodes.said(0)
+    assert nodes.said(0).count("begins at 5") == 2
+    check_weights(tmp_path)
+
+
+def test_a_node_without_power_is_named_though_it_keeps_what_ranks_talk_through(nodes):
+    """None of its addresses answers; torchrun on the other node waits for them longer than its ranks do."""
+    for number in range(2):
+        nodes.start(number, command("torchrun --nnodes 2", "--set HALTS=0"))
+    wait(nodes, lambda: nodes.said(0).count("halts") == 2)
+    nodes.unplug(0)
+    for rank in (2, 3):
+        words = f"[rank {rank} (dp 1, tp {rank - 2})] no answer from the launcher on node0, which hosts the store"
+        wait(nodes, lambda words=words: words in nodes.said(1))
