@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.ranks import here
+from tests.support.ranks import here, run_ranks
 
-from .runs import LENGTH, ROWS, WORDS, compare, make_llama, tokens
+from .runs import LENGTH, ROWS, WORDS, compare, make_llama, tokens, train
 
 WINDOW = 5
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -141,6 +141,17 @@ def slopes(heads):
 )
 def test_masks_that_are_given(heads, mask):
     compare(partial(Decoder, heads), partial(masked_step, mask=mask))
+
+
+@pytest.mark.distributed
+def test_attention_in_a_traced_module():
+    """A pipeline cuts the model at points: attention is recorded, and runs with this rank's tokens."""
+    make, step = partial(Decoder, 3), partial(masked_step, mask=padding())
+    losses, weights = train(0, 1, make, step)
+    parallel = {"context": 2, "pipeline": {"size": 2, "microbatches": 2, "partition": ("head",)}}
+    for found, theirs in run_ranks(train, 4, make, step, parallel=parallel):
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(theirs, weights, rtol=0, atol=2e-5)
 
 
 class Layers(nn.Module):
