@@ -135,10 +135,7 @@ class Checkpointer:
             "config": as_json(config.model_dump(exclude=set(config.user)) | config.user),
             "versions": {"halfmesh": __version__, "torch": torch.__version__},
         }
-        written = [
-            (name, box.at) for name, tensor in found.tensors.items() for box in tensor.boxes if box.rank == context.rank
-        ]
-        boxes = {(name, at): found.shards[name].box(at) for name, at in written}
+        boxes = {(name, at): found.shards[name].box(at) for name, at in found.written}
         small_files = run_on_all_ranks(
             context, "engine.save", lambda: (storage.as_bytes(common), storage.as_bytes(self._own_state()))
         )

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .state import Boxes, Shards, WholeTensor
+from .full_state import WholeTensor
+from .state import Boxes, Shards
 
 METADATA = ".metadata"
 _COPY_AHEAD = 10_000_000

@@ -21,7 +21,8 @@ from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank
 from ..parallel.shard_spec import Shape
 from ..utils.log import get_logger
 from . import storage
-from .state import MODEL, ShardedState, Shards, WholeTensor, rebuild_compound
+from .full_state import WholeTensor
+from .state import MODEL, ShardedState, Shards, rebuild_compound
 from .validate import model_problems
 
 _log = get_logger(__name__)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -16,11 +17,11 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..distributed.env import list_ranks
 from ..errors import InputError, shorten
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import gather_results
 from ..parallel.shard_spec import Placement, Shape, whole
 from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import is_compound
+from .full_state import Distinct, JoinedParts, Part, WholeTensor, find_tensors, join_groups, merge
 from .validate import IMPLEMENTATION, class_name
 
 if TYPE_CHECKING:
@@ -53,22 +54,6 @@ Boxes = dict[tuple[str, Shape], torch.Tensor]
 """Boxes of full tensors, by name and first index."""
 
 
-class Box(NamedTuple):
-    """A box of a tensor, and the rank that writes it."""
-
-    rank: int
-    at: Shape
-    sizes: Shape
-
-
-class WholeTensor(NamedTuple):
-    """A tensor of the full model, and the boxes that it consists of."""
-
-    shape: Shape
-    dtype: torch.dtype
-    boxes: list[Box]
-
-
 def describe(shards: Shards) -> dict[str, Any]:
     """Shape, dtype and boxes of a rank's shards, for the other ranks."""
     return {
@@ -77,33 +62,13 @@ def describe(shards: Shards) -> dict[str, Any]:
     }
 
 
-def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str, WholeTensor]:
-    """All tensors, from the result of `describe` on each rank. A box that several ranks hold is written by the first
-    of them; with `spread` by the one that has the least to write so far."""
-    load = [0] * len(by_rank)
-    found = {}
-    for name in dict.fromkeys(name for described in by_rank for name in described):
-        holders: dict[tuple[Shape, Shape], list[int]] = {}
-        for rank, described in enumerate(by_rank):
-            if name in described:
-                shape, dtype, held = described[name]
-                for box in held:
-                    holders.setdefault(box, []).append(rank)
-        boxes = []
-        for (at, sizes), ranks in holders.items():
-            writer = min(ranks, key=load.__getitem__) if spread else ranks[0]
-            load[writer] += torch.Size(sizes).numel() * dtype.itemsize
-            boxes.append(Box(writer, at, sizes))
-        found[name] = WholeTensor(shape, dtype, boxes)
-    return found
-
-
 class FullState(NamedTuple):
     """The state of the full model, of which this rank holds shards.
 
     Attributes:
         shards: this rank's, by the name of the full tensor.
-        tensors: the full tensors.
+        tensors: the full tensors; to save, with all of their boxes on rank 0, and on other ranks those that they write.
+        written: name and first index of the boxes that this rank writes.
         extras: the entries that modules add to the model's state dict with `get_extra_state`.
         plain: state of the optimizer that is no tensor, by parameter and key.
         groups: the optimizer's groups, with the names of their parameters.
@@ -111,6 +76,7 @@ class FullState(NamedTuple):
 
     shards: Shards
     tensors: dict[str, WholeTensor]
+    written: list[tuple[str, Shape]]
     extras: dict[str, Any]
     plain: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
@@ -124,6 +90,7 @@ class ShardedState:
     update: MixedPrecisionOptimizer
     parallel_model: ParallelModel
     average: WeightAverage
+    saved: JoinedParts = field(default_factory=JoinedParts)
 
     def collect(
         self, context: ParallelContext, what: str, optimizer: bool = False, to_save: bool = False, to_load: bool = False
@@ -142,7 +109,7 @@ class ShardedState:
         """
         shards, groups = Shards(), list[dict[str, Any]]()
 
-        def collect_own() -> tuple[Any, ...]:
+        def describe_own() -> list[Part]:
             plain = dict[str, dict[str, Any]]()
             self.update.follow_groups()  # groups added since the last step
             groups.extend(self.groups())
@@ -155,15 +122,29 @@ class ShardedState:
                 shards.update(self.averages())
             described = describe(without_empty(shards) if to_save else shards)
             names = [group["params"] for group in groups]
-            return described, self.extras(), plain, names, self.average.decay is not None
+            form, rest = (described, names, self.average.decay is not None), (self.extras(), plain)
+            return [Part(form, lambda form: repr(form).encode(), join_forms), Part(rest, pickle.dumps, join_rest)]
 
-        by_rank = gather_results(context, what, collect_own)
-        shapes, extras, plain, names, averages = zip(*by_rank, strict=True)
-        if to_save and len(set(averages)) > 1:  # each rank has its shards of the average
-            ranks = list_ranks(rank for rank, has in enumerate(averages) if has)
-            raise InputError(f"engine.averaged_model was called on {ranks} only; call it on every rank")
-        groups = [group | {"params": joined} for group, joined in zip(groups, join_groups(names), strict=True)]
-        return FullState(shards, find_tensors(shapes, spread=to_save), merge(extras), merge(plain), groups)
+        def join_forms(by_rank: Distinct) -> tuple[Any, ...]:
+            shapes, names, averages = ([(ranks, form[n]) for ranks, form in by_rank] for n in range(3))
+            having = [rank for ranks, has in averages if has for rank in ranks]
+            if to_save and 0 < len(having) < context.size:  # each rank has its shards of the average
+                raise InputError(
+                    f"engine.averaged_model was called on {list_ranks(having)} only; call it on every rank"
+                )
+            tensors = find_tensors(shapes, spread=to_save)
+            own = {name: [box for box in tensor.boxes if box.rank == context.rank] for name, tensor in tensors.items()}
+            if to_save and context.rank != 0:  # only rank 0 writes the index of all
+                tensors = {name: tensor._replace(boxes=own[name]) for name, tensor in tensors.items()}
+            return tensors, [(name, box.at) for name, boxes in own.items() for box in boxes], join_groups(names)
+
+        def join_rest(by_rank: Distinct) -> list[dict[str, Any]]:
+            return [merge([(ranks, rest[n]) for ranks, rest in by_rank]) for n in range(2)]
+
+        joined = self.saved if to_save else JoinedParts()  # saves repeat
+        (tensors, written, names), (extras, plain) = joined.gather(context, what, describe_own)
+        groups = [group | {"params": params} for group, params in zip(groups, names, strict=True)]
+        return FullState(shards, tensors, written, extras, plain, groups)
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -349,20 +330,6 @@ class ShardedState:
 def index_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> int:
     """The number of the group of a checkpoint that holds `names`; `index` if this rank has no parameters of it."""
     return next((number for number, group in enumerate(saved) if names and names[0] in group["params"]), index)
-
-
-def merge(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The ranks' values merged; where several have one, the first rank's."""
-    return {key: value for own in reversed(by_rank) for key, value in own.items()}
-
-
-def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
-    """The parameters of each group in the full model, from those that each rank holds."""
-    joined = [dict[str, None]() for _ in max(by_rank, key=len)]
-    for groups in by_rank:
-        for known, names in zip(joined, groups, strict=False):
-            known.update(dict.fromkeys(names))
-    return [list(names) for names in joined]
 
 
 def without_empty(shards: Shards) -> Shards:

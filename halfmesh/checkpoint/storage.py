@@ -36,7 +36,8 @@ from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..utils.log import get_logger
-from .state import Boxes, WholeTensor
+from .full_state import WholeTensor
+from .state import Boxes
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

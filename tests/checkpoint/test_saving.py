@@ -100,7 +100,7 @@ def disk_is_full(rank, world_size, folder, in_background):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # more than the ranks' store
     try:
         engine.save(folder, in_background=in_background)
         engine.wait_for_save()
