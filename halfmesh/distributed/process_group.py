@@ -106,7 +106,8 @@ def make_group(
         raise LaunchError(
             f"rank {process.rank} of {process.world_size} could not join the {backend} process group at {where} within "
             f"{timeout_s:g} s: {error}. All {process.world_size} processes have to be started with the same host and "
-            "port, which is free on rank 0's machine"
+            "port, which is free on rank 0's machine; where nodes have several addresses, "
+            f"{'NCCL' if 'nccl' in backend else 'GLOO'}_SOCKET_IFNAME names the interface that the others reach"
         ) from error
 
 

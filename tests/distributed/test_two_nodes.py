@@ -114,9 +114,8 @@ class Nodes:
         for number, inside in enumerate(self._inside):
             for interface in ("lo", "cable"):
                 self._call(f"{inside} ip link set {interface} up")
-            self._call(
-                f"{inside} ip address add 10.77.0.{number + 1} dev lo"
-            )  # stays when the other node takes the cable
+            # Not on the cable, which goes when the other node goes.
+            self._call(f"{inside} ip address add 10.77.0.{number + 1} dev lo")
             self._call(f"{inside} ip route add 10.77.0.0/24 dev cable")
 
     def start(self, number: int, command: str) -> subprocess.Popen[bytes]:
