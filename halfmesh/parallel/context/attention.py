@@ -132,44 +132,30 @@ def _refuse_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.
         )
 
 
-def attend_in_layer(
-    layer: FunctionType,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    width: int,
-    heads: int,
-    *args: Any,
-    attn_mask: torch.Tensor | None = None,
-    key_padding_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    need_weights: bool = True,
-    **options: Any,
-) -> Any:
+def attend_in_layer(layer: FunctionType, query: torch.Tensor, *args: Any, **options: Any) -> Any:
     """`layer`, which is torch's multi_head_attention_forward, with masks of whole sequences. It would not take them for
     this rank's tokens, so that only its attention gets them.
 
     Raises:
         InputError: the weights of attention are asked for.
     """
-    if need_weights:
+    if options["need_weights"]:
         raise InputError(
             "with parallel.context no rank has the weights of attention; call torch.nn.MultiheadAttention with "
             "need_weights=False"
         )
+    mask, padding, heads = options["attn_mask"], options["key_padding_mask"], args[3]
     masks = []
-    if is_causal and key_padding_mask is None:
-        options["attn_mask"] = attn_mask  # torch asks for it, and does not read it
-    elif attn_mask is not None:
-        masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads)))
-    if key_padding_mask is not None:
-        masks.append(key_padding_mask[:, None, None])
+    if padding is not None or not options["is_causal"]:  # else torch reads no mask
+        options |= {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
+        if mask is not None:
+            masks.append(mask if mask.dim() == 2 else mask.unflatten(0, (-1, heads)))
+        if padding is not None:
+            masks.append(padding[:, None, None])
     zero = query.new_zeros(())
-    mask = sum(zero.where(~x, -torch.inf) if x.dtype == torch.bool else x for x in masks) if masks else None
+    whole = sum(zero.where(~x, -torch.inf) if x.dtype == torch.bool else x for x in masks) if masks else None
 
     def attention(query: Any, key: Any, value: Any, _: Any, dropout_p: float, is_causal: bool) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal)
+        return F.scaled_dot_product_attention(query, key, value, whole, dropout_p, is_causal)
 
-    run = without_override(layer, scaled_dot_product_attention=attention)
-    options |= {"need_weights": False, "is_causal": is_causal and not masks}
-    return run(query, key, value, width, heads, *args, **options)
+    return without_override(layer, scaled_dot_product_attention=attention)(query, *args, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from halfmesh.errors import InputError
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context.attention import attend
 from tests.support.ranks import here, run_ranks
+
+from .runs import compare, make_gpt, plain_step
 
 ROWS, SIZE = 2, 4
 
@@ -149,3 +153,8 @@ def test_causal_work_is_equal_on_all_ranks(heads, kv_heads, exchanged, gathered)
     for pairs, *sent in run_ranks(work, 4, heads, kv_heads):
         assert pairs == heads * length * (length + 1) // 2 / 4
         assert sent == [exchanged, gathered]
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_halves_that_other_ranks_computed_are_recomputed(recompute):
+    compare(partial(make_gpt, num_heads=1), plain_step, activation_checkpoint=recompute)
