@@ -18,7 +18,7 @@ from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.schedules import Given
 from ..parallel.trial import no_side_effects
 from ..utils.log import get_logger
-from ..utils.tensors import map_tensors, tensors_of
+from ..utils.tensors import full_tensor, map_tensors, tensors_of
 from .accumulation import Accumulation, LossReduction
 from .pipeline_handles import Handle, PipelineLoss, replace
 
@@ -81,7 +81,7 @@ class LastStage:
         """The scaled loss of microbatch `index`, from which backward runs."""
         output = self._precision.cast_output(output)
         if self._keeps_outputs:
-            self._outputs[index] = map_tensors(torch.Tensor.detach, output)
+            self._outputs[index] = map_tensors(lambda tensor: full_tensor(tensor).detach(), output)
         if self._criterion.full is not None:
             self._criterion.full.keep(output, index)
         call = self._criterion.calls[index]
@@ -159,7 +159,7 @@ class FullBatch:
 
     def keep(self, output: Any, index: int) -> None:
         """Keep the output of microbatch `index`, on the host: the device may have no room for all."""
-        self._outputs[index] = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
+        self._outputs[index] = map_tensors(lambda tensor: full_tensor(tensor).detach().to("cpu", copy=True), output)
 
     def other_loss(self, losses: Sequence[float], divisor: float, precision: Precision) -> float:
         """The full batch's loss if it differs from sum(`losses`) / `divisor`, else nan.

@@ -24,8 +24,8 @@ for _name, _strategy in {
 }.items():
     DATA_STRATEGIES.register_lazy(_name, f"halfmesh.parallel.{_strategy}")
 _STYLES = (
-    "colwise fused_colwise colwise_gather rowwise rowwise_split vocab embedding_features embedding_gather heads "
-    "config_heads rows latent_keys off attention sequence sequence_begin sequence_end region"
+    "colwise fused_colwise colwise_gather rowwise rowwise_split vocab vocab_parallel embedding_features "
+    "embedding_gather heads config_heads rows latent_keys off attention sequence sequence_begin sequence_end region"
 )
 for _name in _STYLES.split():  # "fused_colwise" is FusedColwise
     TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.styles:{_name.title().replace('_', '')}")

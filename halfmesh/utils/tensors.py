@@ -60,6 +60,12 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return leaves_of(tree, torch.Tensor)
 
 
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`; of sharded logits all of them, gathered from the ranks that have a shard."""
+    full: torch.Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
+    return full
+
+
 def dtype_name(dtype: torch.dtype | None) -> str:
     """ "float16"; "" for None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...errors import InputError
-from ...utils.torch_private import edit_stamp
+from ...utils.torch_private import edit_stamp, in_shapes_only
 from .. import collectives
 from ..axis import AppliedAxis
 from ..mesh import ParallelContext
 from ..rng import RandomFork
 from .colwise import SEQUENCE_DIM, SharedInput
+from .logits import ShardedLogits
 
 
 class TensorAxis(AppliedAxis):
@@ -103,14 +104,18 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
 
     Attributes:
         gathers: the output is gathered.
+        keeps_logits: in training it is not, but only `torch.nn.functional.cross_entropy` takes it.
         transposed: the weight is [in, out], as in transformers' Conv1D.
     """
 
     gathers: bool
+    keeps_logits: bool
     transposed: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.colwise(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        if self.keeps_logits and self.training and torch.is_grad_enabled() and not in_shapes_only():
+            return ShardedLogits.of(output, self.axis.group)
         if self.gathers:
             return collectives.gather(output, -1, self.axis.group)
         if self.training:

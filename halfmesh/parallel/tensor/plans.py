@@ -137,6 +137,7 @@ def _find_styles(
         yield from _find_registered(model, plan, sequence_parallel, problems)
         return
     names = [name for name, _ in model.named_modules()]
+    named = {name for pattern, text in plan.items() for name in names if text != "auto" and fnmatchcase(name, pattern)}
     for pattern, text in plan.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
@@ -145,8 +146,10 @@ def _find_styles(
             yield from ((pattern, name, text) for name in matching)
         else:
             for source, name, style in _find_registered(model, "auto", sequence_parallel, problems):
-                # Fast paths are switched off in modules around these, too.
-                if any(is_within(name, top) or (style.startswith("off") and is_within(top, name)) for top in matching):
+                # Fast paths are switched off in modules around these, too, and numbers of heads checked.
+                around = style.startswith(("off", "config_heads"))
+                inside = any(is_within(name, top) or (around and is_within(top, name)) for top in matching)
+                if inside and name not in named:
                     yield source, name, style
 
 

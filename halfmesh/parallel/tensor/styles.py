@@ -79,10 +79,12 @@ class Colwise(Style):
     Attributes:
         blocks: the number of projections stacked in one weight; each is split separately.
         gathers: the output is gathered.
+        keeps_logits: not in training.
     """
 
     blocks = 1
     gathers: ClassVar[bool] = False
+    keeps_logits: ClassVar[bool] = False
     opens_fork = True
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
@@ -93,7 +95,8 @@ class Colwise(Style):
         return {"weight": Split(_out_dim(module), self.blocks), **bias}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        _convert_linear(module, layers.ColwiseLinear, axis=axis, in_region=in_region, gathers=self.gathers)
+        how = {"gathers": self.gathers, "keeps_logits": self.keeps_logits}
+        _convert_linear(module, layers.ColwiseLinear, axis=axis, in_region=in_region, **how)
 
 
 class FusedColwise(Colwise):
@@ -112,6 +115,13 @@ class ColwiseGather(Colwise):
 
     gathers = True
     opens_fork = False
+
+
+class VocabParallel(ColwiseGather):
+    """`colwise_gather` for the head of a language model; in training its logits stay sharded over the vocabulary, for
+    torch's cross entropy."""
+
+    keeps_logits = True
 
 
 class Rowwise(Style):

@@ -1,0 +1,166 @@
+"""Logits of which each rank has its shard of the vocabulary, and their cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ...errors import InputError
+from .. import collectives
+
+_T = torch.Tensor
+_ELEMENTWISE = {_T.to, _T.float, _T.double, _T.half, _T.bfloat16, _T.contiguous, _T.detach, _T.clone}
+_ELEMENTWISE |= {_T.mul, _T.div, _T.tanh, torch.mul, torch.div, torch.tanh}
+_OF_ANY_SHARD = {_T.dim, _T.is_floating_point, _T.is_complex, _T.element_size, _T.register_hook, _T.retain_grad}
+_READ = {"T", "mT", "H", "mH", "data", "real", "imag"}  # these properties read elements
+
+
+class ShardedLogits(torch.Tensor):
+    """This rank's shard of logits [..., vocabulary]; `shape` is that of all logits.
+
+    `F.cross_entropy` takes it as [tokens, vocabulary], and gives the loss of all logits. It may be cast, multiplied by
+    numbers, and reshaped and indexed along other dims. What else reads logits raises InputError.
+    """
+
+    _local: torch.Tensor
+    _group: dist.ProcessGroup
+
+    @staticmethod
+    def of(local: torch.Tensor, group: dist.ProcessGroup) -> ShardedLogits:
+        """The logits of which `local` is this rank's shard."""
+        logits = local.as_subclass(ShardedLogits)
+        logits._local, logits._group = local, group
+        return logits
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's shard."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """All logits. The ranks of the tensor group have to call this together."""
+        return collectives.gather(self._local, -1, self._group)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"ShardedLogits(shape={list(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        logits, *others = args
+        if not isinstance(logits, ShardedLogits):
+            _refuse(func)
+        local = logits._local
+        whole = torch.empty((*local.shape[:-1], local.shape[-1] * logits._group.size()), device="meta")
+        name = getattr(getattr(func, "__self__", None), "__name__", "")  # of a property
+        if name == "shape" or func in (_T.size, _T.numel):
+            return func(whole, *others, **kwargs)
+        if func in _OF_ANY_SHARD or (name and func.__name__ == "__get__" and name not in _READ):
+            return func(local, *others, **kwargs)
+        is_kept = False  # the vocabulary is the last dim of the result
+        if func in _ELEMENTWISE:
+            is_kept = not any(isinstance(value, torch.Tensor) for value in (*others, *kwargs.values()))
+        elif func in (_T.view, _T.reshape, _T.flatten, torch.flatten):
+            is_kept = func(whole, *others, **kwargs).shape[-1] == whole.shape[-1]
+            if func in (_T.view, _T.reshape):
+                sizes = others[0] if isinstance(others[0], (tuple, list)) else others
+                others = [*sizes[:-1], local.shape[-1]]
+        elif func is _T.__getitem__:
+            is_kept = _keeps_last_dim(others[0], local.dim())
+        if not is_kept:
+            _refuse(func)
+        return ShardedLogits.of(func(local, *others, **kwargs), logits._group)
+
+
+def _keeps_last_dim(index: Any, dims: int) -> bool:
+    """Return True if a tensor's element `[index]` has all of its last dim."""
+    *before, last = index if isinstance(index, tuple) else (index,)
+    is_mask = [isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in (*before, last)]
+    indexed = sum(
+        i.dim() if mask else i is not None and i is not Ellipsis
+        for i, mask in zip((*before, last), is_mask, strict=True)
+    )
+    if any(i is Ellipsis for i in before) or indexed == dims:
+        return isinstance(last, slice) and last == slice(None)
+    return indexed < dims
+
+
+def _refuse(func: Any) -> NoReturn:
+    raise InputError(
+        f"{getattr(func, '__name__', func)}() was given logits of which each rank has a shard of the vocabulary (the "
+        "style 'vocab_parallel'), and reads all of them. Use F.cross_entropy or nn.CrossEntropyLoss, with logits of "
+        "shape [tokens, vocabulary]; gather them with logits.full_tensor(); or give the head the style "
+        "'colwise_gather'. (In evaluation they are gathered.)"
+    )
+
+
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` of sharded logits, in fp32 or more."""
+    if not isinstance(input, ShardedLogits):
+        _refuse(F.cross_entropy)
+    for name, given in {"weight": weight, "size_average": size_average, "reduce": reduce}.items():
+        if given is not None:
+            raise InputError(f"cross_entropy of logits that are sharded over the vocabulary takes no {name}")
+    if target.shape != input.shape[:-1] or input.dim() > 2 or target.is_floating_point():
+        raise InputError(
+            "cross_entropy of logits that are sharded over the vocabulary takes [tokens, vocabulary] and the numbers "
+            f"of the classes [tokens], but was given {list(input.shape)} and {list(target.shape)} ({target.dtype}); "
+            "write F.cross_entropy(logits.flatten(0, 1), targets.flatten())"
+        )
+    is_ignored = target == ignore_index
+    losses = _CrossEntropy.apply(input._local, target.masked_fill(is_ignored, 0), input._group, label_smoothing)
+    losses = losses.masked_fill(is_ignored, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"cross_entropy: reduction={reduction!r} is not one of 'none', 'mean', 'sum'")
+    return losses.sum() / ((~is_ignored).sum() if reduction == "mean" else 1)
+
+
+class _CrossEntropy(Function):
+    """The loss of each token. Ranks send three numbers of each, or four with label smoothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, smoothing: float
+    ) -> torch.Tensor:
+        entries, wide = logits.shape[-1], logits.to(torch.promote_types(logits.dtype, torch.float32))
+        index = target - group.rank() * entries
+        # Targets that no rank has stay out of range, and fail as in one process.
+        elsewhere = (target >= 0) & (target < entries * group.size()) & ((index < 0) | (index >= entries))
+        index = index.masked_fill(elsewhere, 0).unsqueeze(-1)
+        log_sum = wide.logsumexp(-1)
+        largest = log_sum.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        parts = [(log_sum - largest).exp(), wide.gather(-1, index).squeeze(-1).masked_fill(elsewhere, 0)]
+        sums = torch.stack([*parts, wide.sum(-1)] if smoothing else parts)
+        dist.all_reduce(sums, group=group)
+        log_sum = largest + sums[0].log()
+        ctx.save_for_backward(logits, log_sum, index, elsewhere)
+        ctx.sure, ctx.other = 1 - smoothing, smoothing / (entries * group.size())
+        losses = log_sum - ctx.sure * sums[1]
+        return losses - ctx.other * sums[2] if smoothing else losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, log_sum, index, elsewhere = ctx.saved_tensors
+        found = logits.to(log_sum.dtype).sub(log_sum.unsqueeze(-1)).exp_().sub_(ctx.other)
+        found.scatter_add_(-1, index, elsewhere.to(found.dtype).sub_(1).mul_(ctx.sure).unsqueeze(-1))
+        return found.mul_(grad.unsqueeze(-1)).to(logits.dtype), None, None, None
