@@ -18,6 +18,7 @@ import halfmesh
 from halfmesh import compat
 from halfmesh.cli import app
 from halfmesh.report.run import read_run
+from tests.engine.test_vocab_parallel import LLAMA_PLAN
 from tests.support.pages import (
     check,
     find_blocks,
@@ -44,6 +45,7 @@ CONFIGS = {  # a config that a page shows, and what is to be read from it
     snippet("context-parallel.md", "config.py"): lambda config: (config.parallel.context.size, 2),
     snippet("tensor-parallel.md", "config.py"): lambda config: (config.parallel.tensor.size, 2),
     snippet("tensor-parallel.md", "pattern_config.py"): lambda config: (len(config.parallel.tensor.plan), 3),
+    snippet("tensor-parallel.md", "vocab_parallel.py"): lambda config: (config.parallel.tensor.plan, LLAMA_PLAN),
 }
 
 

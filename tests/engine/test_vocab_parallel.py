@@ -73,7 +73,7 @@ def test_the_loss_of_a_hugging_face_model_is_that_of_one_process():
     for found in run_ranks(own_losses, 2):
         assert "logits.full_tensor()" in found.pop("metric")
         assert len(found) == 3
-        assert max(found.values()) < 1e-12, found
+        assert max(found.values()) < 1e-6, found  # its loss is computed in fp32
 
 
 def outputs(rank: int, world_size: int) -> dict[str, float]:

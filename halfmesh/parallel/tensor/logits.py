@@ -45,7 +45,7 @@ class ShardedLogits(torch.Tensor):
         """All logits. The ranks of the tensor group have to call this together."""
         return collectives.gather(self._local, -1, self._group)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedLogits(shape={list(self.shape)}, dtype={self.dtype})"
 
     @classmethod
