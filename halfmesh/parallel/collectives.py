@@ -110,22 +110,27 @@ def send_rows(x: torch.Tensor, sent: list[int], received: list[int], group: dist
 
 
 _Step = Callable[[torch.Tensor], torch.Tensor]
+_Backward = Callable[..., torch.Tensor]
 Wait = Callable[[], torch.Tensor]
 """Waits for a collective in flight, and returns its result."""
 
 
 class _Collective(Function):
-    """Applies `forward` to a tensor, and `backward` to its gradient."""
+    """Applies `forward` to a tensor, and `backward` to its gradient and the tensors in `kept`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: _Step, backward: _Step) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forward: _Step, backward: _Backward, kept: Any = ()) -> torch.Tensor:
         ctx.step = backward
+        ctx.save_for_backward(*kept)
         return forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.step(grad), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.step(grad, *ctx.saved_tensors), None, None, None
+
+
+connect: Callable[..., torch.Tensor] = _Collective.apply
 
 
 class _Link(Function):

@@ -1,9 +1,9 @@
 """Products of colwise layers. What backward sends for their input is in flight while a weight's gradient is computed
 (Megatron-LM's order).
 
-Of the nodes that are ready, autograd runs the one that was made last. So these are made in the order `_EndSum` of the
-input's gradient, `_WeightGrad` of the first layer, `_BeginSum`, `_InputGrad`, `_Product`, and run in reverse. Where no
-gradient flows they pass on a token, an empty tensor. (Lists hide tensors from autograd.)
+Of the nodes that are ready, autograd runs the one that was made last. So these are made in the order `end_sums` of the
+input's gradient, `_WeightGrad` of the first layer, `begin_sum`, a layer's `input_grad`, `_Product`, and run in reverse.
+Where no gradient flows they pass on a token, an empty tensor. (Lists hide tensors from autograd.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .. import collectives
-from ..collectives import Wait
+from ..collectives import Wait, connect
 
 SEQUENCE_DIM = 1
 """The dimension of activations along which sequence parallelism shards them: [batch, sequence, ...]."""
@@ -33,13 +33,15 @@ class SharedInput:
     def __init__(self, x: torch.Tensor, group: dist.ProcessGroup, gathers: bool = False) -> None:
         self._shard = [x] if gathers else []
         self._values = collectives.start_gather(x.detach(), SEQUENCE_DIM, group)() if gathers else x.detach()
-        self._cast, self._sent = self._values, InputSums(group, gathers)
-        self._token = _EndSum.apply(x, self._sent)
+        self._sent = sent = InputSums(group, gathers)
+        self._token = connect(x, _token, lambda _: sent.end_sums())
         self._whole: torch.Tensor | None = None
+        self._cast = self._values
 
     def branch(self) -> torch.Tensor:
         """The input, with a sum of its own."""
-        return _BeginSum.apply(self._token, [self._values], self._sent)
+        values = self._values
+        return connect(self._token, lambda _: values.detach(), self._sent.begin_sum)
 
     def whole(self) -> torch.Tensor:
         """The input."""
@@ -58,12 +60,12 @@ class SharedInput:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         product = _ForBackward(self._sent, dtype)
         for_weight = _WeightGrad.apply(weight, bias, product)
-        for_input = _InputGrad.apply(self.whole(), [weight], product)
-        return _Product.apply(for_input, for_weight, [self._cast, weight, bias, *self._shard], product)
+        for_input = connect(self.whole(), _token, product.input_grad, [weight])
+        return _Product.apply(for_input, for_weight, [self._cast, weight, bias], product, self._shard)
 
 
 class InputSums:
-    """What backward sends for an input: sums of its gradient, and the input again.
+    """What backward sends for an input.
 
     Attributes:
         gathers: the input was gathered from shards along the sequence, so that each rank keeps its shard of the sum.
@@ -74,13 +76,16 @@ class InputSums:
         self._sums: list[Wait] = []
         self._input: tuple[torch.dtype, Wait] | None = None
 
-    def begin_sum(self, grad: torch.Tensor) -> None:
+    def begin_sum(self, grad: torch.Tensor) -> torch.Tensor:
+        """Start the sum of a partial gradient."""
         if self.gathers:
             self._sums.append(collectives.start_sum_shard(grad, SEQUENCE_DIM, self._group))
         else:
             self._sums.append(collectives.start_sum(grad, self._group))
+        return _token(grad)
 
     def end_sums(self) -> torch.Tensor:
+        """The sum of all partial gradients."""
         sums, self._sums, self._input = self._sums, [], None
         return sum((wait() for wait in sums[1:]), sums[0]())
 
@@ -92,79 +97,37 @@ class InputSums:
 
 
 class _ForBackward:
-    """What nodes of a product have in common in backward.
-
-    Attributes:
-        dtype: of the product.
-        grad: of its output.
-        kept: its input, or this rank's shard of it.
-    """
-
-    grad: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
+    """What the nodes of a product have in common in backward: the gradient of its output, and its input, or this rank's
+    shard of it."""
 
     def __init__(self, sent: InputSums, dtype: torch.dtype) -> None:
-        self.sent, self.dtype = sent, dtype
+        self._sent, self._dtype = sent, dtype
+        self._pair: Any = None
 
     def begin(self, grad: torch.Tensor, kept: torch.Tensor) -> None:
-        self.grad, self.kept = grad, kept
-        if self.sent.gathers:
-            self.sent.gather(kept, self.dtype)
+        self._pair = grad, kept
+        if self._sent.gathers:
+            self._sent.gather(kept, self._dtype)
+
+    def input_grad(self, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._pair[0] @ weight
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The output's gradient and the input, as matrices."""
-        grad, x = self.grad, self.kept
-        assert grad is not None
-        assert x is not None
-        self.grad = self.kept = None
-        x = self.sent.gather(x, self.dtype)() if self.sent.gathers else x
+        (grad, x), self._pair = self._pair, None
+        x = self._sent.gather(x, self._dtype)() if self._sent.gathers else x
         return grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
 
 
-class _EndSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sent: InputSums) -> torch.Tensor:
-        ctx.sent = sent
-        return x.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.sent.end_sums(), None
-
-
-class _BeginSum(Function):
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, values: list[torch.Tensor], sent: InputSums) -> torch.Tensor:
-        ctx.sent = sent
-        return values[0].detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.sent.begin_sum(grad)
-        return grad.new_empty(0), None, None
-
-
-class _InputGrad(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: list[torch.Tensor], product: _ForBackward) -> torch.Tensor:
-        ctx.product, ctx.dtype = product, x.dtype
-        ctx.save_for_backward(*weight)
-        return x.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        return (ctx.product.grad @ weight).to(ctx.dtype), None, None
+def _token(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(0)
 
 
 class _WeightGrad(Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, product: _ForBackward) -> torch.Tensor:
         ctx.product, ctx.is_transposed = product, not weight.is_contiguous()
-        return weight.new_empty(0)
+        return _token(weight)
 
     @staticmethod
     @once_differentiable
@@ -176,16 +139,13 @@ class _WeightGrad(Function):
 
 class _Product(Function):
     @staticmethod
-    def forward(
-        ctx: Any, for_input: torch.Tensor, for_weight: torch.Tensor, values: list[Any], product: _ForBackward
-    ) -> torch.Tensor:
-        x, weight, bias, *shard = values
+    def forward(ctx: Any, for_input: Any, for_weight: Any, values: Any, product: Any, shard: Any) -> torch.Tensor:
         ctx.product = product
-        ctx.save_for_backward(*shard or [x])
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(*shard or values[:1])
+        return F.linear(*values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.product.begin(grad, *ctx.saved_tensors)
-        return grad.new_empty(0), grad.new_empty(0), None, None
+        return _token(grad), _token(grad), None, None, None

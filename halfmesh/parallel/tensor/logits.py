@@ -45,7 +45,7 @@ class ShardedLogits(torch.Tensor):
         """All logits. The ranks of the tensor group have to call this together."""
         return collectives.gather(self._local, -1, self._group)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedLogits(shape={list(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -81,14 +81,11 @@ class ShardedLogits(torch.Tensor):
 
 def _keeps_last_dim(index: Any, dims: int) -> bool:
     """Return True if a tensor's element `[index]` has all of its last dim."""
-    *before, last = index if isinstance(index, tuple) else (index,)
-    is_mask = [isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in (*before, last)]
-    indexed = sum(
-        i.dim() if mask else i is not None and i is not Ellipsis
-        for i, mask in zip((*before, last), is_mask, strict=True)
-    )
-    if any(i is Ellipsis for i in before) or indexed == dims:
-        return isinstance(last, slice) and last == slice(None)
+    index = index if isinstance(index, tuple) else (index,)
+    masks = [i for i in index if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
+    indexed = sum(i is not None and i is not Ellipsis for i in index) + sum(mask.dim() - 1 for mask in masks)
+    if indexed == dims or any(i is Ellipsis for i in index[:-1]):
+        return isinstance(index[-1], slice) and index[-1] == slice(None)
     return indexed < dims
 
 
@@ -102,21 +99,13 @@ def _refuse(func: Any) -> NoReturn:
 
 
 def _cross_entropy(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    input: torch.Tensor, target: torch.Tensor, *, ignore_index: int, reduction: str, label_smoothing: float, **more: Any
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` of sharded logits, in fp32 or more."""
     if not isinstance(input, ShardedLogits):
         _refuse(F.cross_entropy)
-    for name, given in {"weight": weight, "size_average": size_average, "reduce": reduce}.items():
-        if given is not None:
-            raise InputError(f"cross_entropy of logits that are sharded over the vocabulary takes no {name}")
+    if given := [name for name, value in more.items() if value is not None]:
+        raise InputError(f"cross_entropy of logits that are sharded over the vocabulary takes no {given[0]}")
     if target.shape != input.shape[:-1] or input.dim() > 2 or target.is_floating_point():
         raise InputError(
             "cross_entropy of logits that are sharded over the vocabulary takes [tokens, vocabulary] and the numbers "
