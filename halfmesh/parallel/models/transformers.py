@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -167,6 +168,10 @@ def _layer_kinds(config: Any) -> set[str]:
     return set(getattr(config, "layer_types", None) or [every])
 
 
+def _is_causal(model: nn.Module) -> bool:
+    return any(getattr(module, "is_causal", False) for module in model.modules())
+
+
 def find_context_problem(model: nn.Module) -> str | None:
     """The reason why sequences of a Hugging Face model, `model` or one within it, cannot be sharded."""
     for name, module in model.named_modules():
@@ -181,6 +186,10 @@ def find_context_problem(model: nn.Module) -> str | None:
             return f"{inside}its attention {kind!r} cannot be sharded; {fix}"
         if other := _layer_kinds(config) - set(_MASKS):
             return f"{inside}its layers have {', '.join(sorted(other))}, and only attention can be sharded"
+        maker = _MASKS["sliding_attention"][_is_causal(module)]
+        is_known = any(hasattr(sys.modules[kind.__module__], maker) for kind in type(module).__mro__)
+        if "sliding_attention" in _layer_kinds(config) and not is_known:
+            return f"{inside}its windows are not those of transformers' {maker}; let it attend to all tokens"
         if rope := {"dynamic", "longrope"} & set(re.findall(r"\w+", str(getattr(config, "rope_parameters", "")))):
             return f"{inside}its rotations are {rope.pop()!r}, and depend on the length of what a rank has"
         if not _is_transformers(model) and "labels" in inspect.signature(model.forward).parameters:
@@ -206,8 +215,7 @@ def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any
     # Positions separate joined sequences. Without any mask attention is causal by itself.
     if not is_made_before and (mask is not None or positions is not None or "sliding_attention" in kinds):
         like = mask if mask is not None else ids if ids is not None else given["inputs_embeds"][..., 0]
-        is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
-        masks = {kind: _make_mask(_MASKS[kind][is_causal], model, like, mask, positions) for kind in kinds}
+        masks = {kind: _make_mask(_MASKS[kind][_is_causal(model)], model, like, mask, positions) for kind in kinds}
         given["attention_mask"] = masks if len(masks) > 1 else masks.popitem()[1]
     count = "create_position_ids_from_input_ids"  # RoBERTa and others, past the padding's
     counter: Any = next((module for module in model.modules() if hasattr(module, count)), None)

@@ -173,8 +173,17 @@ def make_gemma2():
     """It caps the logits of attention, which torch's function does not."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return Gemma2ForCausalLM(Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=WORDS))
+    return Gemma2ForCausalLM(Gemma2Config(**GEMMA))
+
+
+def make_gemma3(**options):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA, layer_types=["sliding_attention"], **options))
+
+
+GEMMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": WORDS, "pad_token_id": 0}
 
 
 def problems(model, **config):
@@ -200,6 +209,8 @@ def test_models_that_cannot_be_sharded_are_refused_before_anything_runs(monkeypa
         other = make_llama(attn_implementation=kind)
         assert f"its attention '{kind}' cannot be sharded" in problems(other, parallel=parallel)
     assert "transformers has no 'sdpa' for this model" in problems(make_gemma2(), parallel=parallel)
+    both_ways = make_gemma3(use_bidirectional_attention=True)  # windows of its own
+    assert "transformers' create_bidirectional_sliding_window_mask" in problems(both_ways, parallel=parallel)
     recurrent = make_llama()
     recurrent.config.layer_types = ["full_attention", "linear_attention"]
     assert "its layers have linear_attention, and only attention can be" in problems(recurrent, parallel=parallel)
