@@ -21,7 +21,7 @@ parallel = dict(
         microbatches=4,
         partition="auto",  # the default: halfmesh knows where to cut; examples/gpt.py teaches it the GPT
         keep_outputs=True,  # for the training accuracy of train_vit.py: see pipeline.py
-        eval_outputs="all",  # the default: in evaluation every rank gets the outputs, not those of the last stage only
+        eval_outputs="last",  # the default: in evaluation only ranks with the last stage get the outputs
     ),
     tensor=dict(size=2, sequence_parallel=True),
 )

@@ -138,9 +138,12 @@ def evaluate(engine: Any) -> float:
     engine.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.context.device)  # loss, windows
     for ids, targets in engine.eval_dataloader:
-        loss = engine.criterion(engine(ids), targets).double()
-        sums += torch.stack([loss * len(ids), torch.full_like(loss, len(ids))])
+        output = engine(ids)
+        if engine.context.is_last_stage:  # of a pipeline only these ranks have the output
+            loss = engine.criterion(output, targets).double()
+            sums += torch.stack([loss * len(ids), torch.full_like(loss, len(ids))])
     engine.context.all_reduce(sums, "dp")  # each data rank has seen its own part
+    engine.context.all_reduce(sums, "pp")
     total, windows = sums.tolist()
     return total / windows
 
@@ -149,7 +152,8 @@ def evaluate(engine: Any) -> float:
 def generate(engine: Any, prompt: bytes, count: int, context: int, temperature: float) -> bytes:
     """`prompt` and `count` more bytes, each drawn from what the model expects. All ranks have to call it.
 
-    They get the same: the model gives the same on all of them, and all draw with one seed.
+    They get the same: the model gives the same on all that have its output, these draw with one seed, and of a
+    pipeline the last stage tells the others.
     """
     engine.eval()
     generator = torch.Generator().manual_seed(engine.config.seed)
@@ -158,9 +162,13 @@ def generate(engine: Any, prompt: bytes, count: int, context: int, temperature: 
         seen = text[-context:]
         # Always a whole window, which sequence parallelism can divide; no prediction looks at the zeros after it.
         ids = torch.tensor([seen + [0] * (context - len(seen))], device=engine.context.device)
-        logits = engine(ids)[0, len(seen) - 1].float().cpu()
-        logits = (logits / temperature).nan_to_num()  # a model that has diverged writes nonsense, and the run is kept
-        text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
+        output, drawn = engine(ids), torch.zeros(1, dtype=torch.int64)
+        if engine.context.is_last_stage:
+            logits = output[0, len(seen) - 1].float().cpu() / temperature
+            logits = logits.nan_to_num()  # a model that has diverged writes nonsense, and the run is kept
+            drawn = torch.multinomial(logits.softmax(0), 1, generator=generator)
+        engine.context.broadcast(drawn, "pp", engine.context.last_stage)
+        text.append(int(drawn))
     return bytes(text)
 
 

@@ -218,7 +218,7 @@ class PipelineConfig(Options):
     non_split: Names = ()
     """Arguments of the model and of the criterion that have no batch dimension."""
     keep_outputs: bool = False
-    eval_outputs: Literal["all", "last"] = "all"
+    eval_outputs: Literal["all", "last"] = "last"
 
 
 class DataConfig(Options):

@@ -110,14 +110,37 @@ class LastStage:
 
     def output(self) -> Any:
         """The outputs of all microbatches, joined."""
-        return _joined(self._outputs, lambda some: torch.cat([t if t.dim() else t[None] for t in some]))
+        return _joined(_in_order(self._outputs), lambda some: torch.cat([t if t.dim() else t[None] for t in some]))
 
 
-def _joined(outputs: Mapping[int, Any], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
+def _in_order(outputs: Mapping[int, Any]) -> list[Any]:
+    return [outputs[index] for index in range(len(outputs))]
+
+
+def _joined(outputs: Sequence[Any], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
     """The outputs of all microbatches as one, each tensor by `join`."""
-    columns = zip(*(tensors_of(outputs[index]) for index in range(len(outputs))), strict=True)
-    joined = iter(list(map(join, columns)))
+    joined = iter(list(map(join, zip(*map(tensors_of, outputs), strict=True))))
     return map_tensors(lambda _: next(joined), outputs[0])
+
+
+def find_batch_dims(parts: Sequence[Any], full: Any) -> list[int] | None:
+    """The batch dim of each tensor of a full batch's output, of which `parts` are the outputs of microbatches, all
+    without memory. None if they cannot be joined to it: a tensor has no such dim, or something else differs."""
+    around = [repr(map_tensors(lambda _: None, tree)) for tree in (full, *parts)]
+    if around != around[:1] * len(around):
+        return None
+    try:
+        return [_batch_dim(some, all_.shape) for all_, *some in zip(*map(tensors_of, (full, *parts)), strict=True)]
+    except InputError:
+        return None
+
+
+def join_outputs(outputs: Sequence[Any], dims: Sequence[int] | None) -> Any:
+    """The outputs of microbatches as that of their batch, each tensor along its dim of `dims`."""
+    if len(outputs) == 1:
+        return outputs[0]
+    following = iter(dims or ())
+    return _joined(outputs, lambda some: torch.cat(some, next(following)))
 
 
 def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
@@ -193,7 +216,7 @@ class FullBatch:
             tensor = torch.cat(list(some), _batch_dim(some, full.shape)).to(device)
             return tensor.requires_grad_(full.requires_grad)  # by which a criterion may choose its inputs
 
-        return _joined(self._outputs, join)
+        return _joined(_in_order(self._outputs), join)
 
 
 def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduction) -> None:
@@ -213,9 +236,10 @@ def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduc
 
 
 def _batch_dim(outputs: Sequence[torch.Tensor], full: torch.Size) -> int:
-    """The dim in which a full batch's tensor is larger than that of a microbatch."""
-    shape = outputs[0].shape
-    dims = [dim for dim, (mine, other) in enumerate(zip(shape, full, strict=True)) if mine != other]
-    if len(dims) != 1 or full[dims[0]] != len(outputs) * shape[dims[0]]:
-        raise InputError(f"an output of shape {tuple(shape)} has no batch dim")
-    return dims[0]
+    """The dim in which a full batch's tensor is as large as those of the microbatches together."""
+    shapes = [list(output.shape) for output in outputs]
+    for dim, size in enumerate(full):
+        others = [[*shape[:dim], size, *shape[dim + 1 :]] for shape in shapes]
+        if others == [list(full)] * len(others) and sum(shape[dim] for shape in shapes) == size:
+            return dim
+    raise InputError(f"an output of shape {tuple(shapes[0])} has no batch dim")

@@ -28,10 +28,10 @@ from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .last_stage import CriterionCalls, FullBatch, LastStage, refuse_other_loss
+from .last_stage import CriterionCalls, FullBatch, LastStage, find_batch_dims, join_outputs, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
-from .row_trial import NOT_BY_ROWS, refuse_mixed_rows
+from .row_trial import NOT_BY_ROWS, mixes_rows, refuse_mixed_rows
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
@@ -89,6 +89,8 @@ class PipelineExecutor:
         self._sent: list[dist.Work | None] = []
         self._has_run = False
         self._has_tried = options.microbatches in (None, 1)  # True: no trial of mixed rows is needed any more
+        self._has_tried_evaluation = self._mixes_rows = False  # of the model's evaluation
+        self._is_half = self._update.recipe.compute_dtype in HALF
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,12 +99,13 @@ class PipelineExecutor:
         call = Call(*self._precision.cast_inputs(self._model, args, kwargs))
         if self._model.training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
-        everywhere = self._options.eval_outputs == "all"
         with self._scope():
-            output = self._pipeline.evaluate(call, everywhere)
+            output = self._evaluate(call)
         if self._pipeline.has_last:
             self._compare_output(output)
-        if not everywhere and not self._pipeline.has_last:
+        if self._options.eval_outputs == "all":
+            output = self._pipeline.share(output, self._pipeline.look_up(call).stages[-1])
+        elif not self._pipeline.has_last:
             return LastStageOutput()
         return self._precision.cast_output(output)
 
@@ -118,7 +121,7 @@ class PipelineExecutor:
         self._compare_inputs("targets", args, kwargs)
         splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
         given = splitter.read(Call(args, kwargs))
-        calls = splitter.split(given, len(forward.calls), forward.rows)
+        calls = splitter.split(given, [forward.rows // len(forward.calls)] * len(forward.calls))
         compares = forward.full is not None and self._pipeline.has_last
         full = FullBatch(criterion, given.call, output, forward.full) if compares else None
         return PipelineLoss(output, CriterionCalls(criterion, calls, given, given.versions(), full))
@@ -174,6 +177,37 @@ class PipelineExecutor:
         _wait(self._sent)
         self._sent = []
 
+    # -- evaluation --------------------------------------------------------------------------------------------
+
+    def _evaluate(self, call: Call) -> Any:
+        """The output of a batch, on the last stage: computed in microbatches, if that gives the same."""
+        calls, whole = self._split_evaluation(call), self._pipeline.look_up(call).stages[-1]
+        dims = find_batch_dims([self._pipeline.look_up(each).stages[-1] for each in calls], whole)
+        outputs = self._pipeline.evaluate([call] if dims is None else calls)
+        return join_outputs(outputs, dims) if self._pipeline.has_last else None
+
+    def _split_evaluation(self, call: Call) -> Sequence[Call]:
+        """The microbatches of a batch to evaluate, of which the last one may be smaller; or the batch itself."""
+        given = self._splitter.read(call)
+        rows = self._splitter.batch_size(given) or 1
+        most = -(-rows // (self._options.microbatches or 1))
+        sizes = [min(most, rows - begin) for begin in range(0, rows, most)]
+        if self._mixes_rows or len(sizes) == 1 or any(module.training for module in self._model.modules()):
+            return [call]
+        try:
+            calls = self._splitter.split(given, sizes)
+        except InputError:  # an argument that evaluation has no batch dim of
+            return [call]
+        if not all(map(self._pipeline.can_run, (calls[0], calls[-1]))):
+            return [call]
+        if not self._has_tried_evaluation and self._pipeline.params.tries:
+            self._has_tried_evaluation = True
+            some = len(calls) if self._splitter.has_table(given, rows) else 2
+            joined = self._splitter.first(given, sum(sizes[:some]), rows)
+            with unobserved(), torch.compiler.set_stance("force_eager"):
+                self._mixes_rows = mixes_rows(self._model, self._pipeline, joined, calls[:some], self._is_half)
+        return [call] if self._mixes_rows else calls
+
     # -- before backward ---------------------------------------------------------------------------------------
 
     def _compare_output(self, output: Any) -> None:
@@ -214,7 +248,7 @@ class PipelineExecutor:
         if not rows:
             raise InputError("engine(...) was given no tensor with a batch dim, to split into microbatches")
         count = self._count(rows)
-        calls = self._splitter.split(given, count, rows)
+        calls = self._splitter.split(given, [rows // count] * count)
         try:
             known = self._pipeline.look_up(calls[0])
         except InputError as error:
@@ -228,9 +262,8 @@ class PipelineExecutor:
         trial = None
         if count > 1 and not self._has_tried:
             # The first rows of a graph may happen not to be connected.
-            is_all = self._splitter.has_table(given, rows)
-            some = count if is_all else next(n for n in range(2, count + 1) if count % n == 0)
-            trial = self._splitter.split(given, count // some, rows)[0], calls[:some]
+            some = count if self._splitter.has_table(given, rows) else 2
+            trial = self._splitter.first(given, some * rows // count, rows), calls[:some]
         return _Forward(calls, rows, known, given, given.versions(), self._full(call, count), trial)
 
     def _full(self, call: Call, count: int) -> Any:
@@ -245,10 +278,9 @@ class PipelineExecutor:
             return
         if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
             self._has_tried = True
-            device, half = self._context.device, self._update.recipe.compute_dtype in HALF
             # torch.compile would compile again for these sizes, and with dynamic shapes from then on.
             with unobserved(), torch.compiler.set_stance("force_eager"):
-                refuse_mixed_rows(self._model, self._pipeline, *forward.trial, device, half)
+                refuse_mixed_rows(self._model, self._pipeline, *forward.trial, self._is_half)
 
     def _count(self, rows: int) -> int:
         """The number of microbatches of a batch: the config's, except for a last batch that it does not divide."""

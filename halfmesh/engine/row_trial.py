@@ -32,9 +32,7 @@ NOT_BY_ROWS = (
 )
 
 
-def refuse_mixed_rows(
-    model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], device: torch.device, half: bool
-) -> None:
+def refuse_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> None:
     """Compute some rows at once and in microbatches, and compare. All ranks together; the model's state is restored.
 
     BatchNorm, which may see microbatches, and dropout run as in evaluation; so do all modules, if the model still draws
@@ -48,14 +46,7 @@ def refuse_mixed_rows(
         InputError: on all ranks, if the outputs differ by more than rounding.
     """
     calls = joined, *single
-
-    def run() -> Iterator[tuple[Any, bool]]:
-        """The output of each call, and True if it drew random numbers on this rank."""
-        for call in calls:
-            with no_side_effects(model.modules(), device) as has_drawn:
-                output, drew = pipeline.evaluate(call, everywhere=False), has_drawn()
-            yield output, drew
-
+    run = partial(_run, model, pipeline, calls)
     for evaluated in ((*BATCH_NORMS, *_DROPOUT), (nn.Module,)):
         with unchanged(model.modules()):
             for module in model.modules():
@@ -78,6 +69,25 @@ def refuse_mixed_rows(
                 + (f" The first module whose output differs is {min(names)[1]}, or code before it." if names else "")
                 + f" {NOT_BY_ROWS}"
             )
+
+
+def mixes_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> bool:
+    """Return True if the outputs of some rows at once, and in microbatches, differ by more than rounding, with the
+    model in its present modes. All ranks of a pipeline together; arguments as of `refuse_mixed_rows`.
+    """
+    outputs = [output for output, _ in _run(model, pipeline, (joined, *single))]
+    limit = HALF_TOLERANCE if half or rounds_products() else TOLERANCE
+    differs = torch.tensor(float(pipeline.has_last and not _gap_of(*outputs) <= limit), device=pipeline.context.device)
+    pipeline.context.broadcast(differs, "pp", pipeline.last_rank)
+    return bool(differs)
+
+
+def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterator[tuple[Any, bool]]:
+    """The output of each call, and True if it drew random numbers on this rank. The model's state is restored."""
+    for call in calls:
+        with no_side_effects(model.modules(), pipeline.context.device) as has_drawn:
+            output, drew = pipeline.evaluate([call]), has_drawn()
+        yield output, drew
 
 
 def _find_module(

@@ -25,7 +25,7 @@ def test_defaults():
     assert (tensor.size, tensor.plan, tensor.sequence_parallel, tensor.mode) == (1, "auto", False, "1d")
     assert (pipeline.size, pipeline.microbatches, pipeline.schedule, pipeline.chunks) == (1, None, "1f1b", 1)
     assert (pipeline.partition, pipeline.non_split) == ("auto", ())
-    assert (pipeline.keep_outputs, pipeline.eval_outputs) == (False, "all")
+    assert (pipeline.keep_outputs, pipeline.eval_outputs) == (False, "last")
     assert (data.strategy, data.size, data.reduce_dtype) == ("replicate", None, "float32")
     assert (data.bucket_mb, data.max_inflight) == (None, 8)
     assert (config.gradient_accumulation, config.global_batch_size, config.gradient_dtype) == (1, None, "auto")

@@ -88,7 +88,7 @@ def make_tower(depth):
 
 def run_loop(rank, world_size):
     engine = make_engine(make_tower(3))
-    names = run(snippet("pipeline.md", "train.py"), {"engine": engine, "torch": torch, "total": 0.0, "hits": 0})
+    names = run(snippet("pipeline.md", "train.py"), {"engine": engine, "torch": torch, "total": 0.0})
     part = sorted(engine.model.state_dict())
     return names["total"], int(names["hits"]), part, list(close_whole(engine).values())
 
@@ -165,7 +165,8 @@ def cut(rank, world_size):
         x, _ = here(samples(8))
         expected = here(model).eval()(x).detach()
         with make_engine(model, **changes) as engine:
-            assert torch.allclose(engine.eval()(x), expected, atol=1e-6)
+            output = engine.eval()(x)
+            assert not engine.context.is_last_stage or torch.allclose(output, expected, atol=1e-6)
             found[name] = {key.rpartition(".")[0] for key in engine.model.state_dict()}
     return found
 

@@ -177,7 +177,8 @@ def rows_of(name: str, begin: int, end: int) -> Any:
 
 def named(rank: int, world_size: int) -> dict[str, Any]:
     """Calls of several kinds and shapes, in turn."""
-    options = {"chunks": 2, "schedule": "interleaved", "keep_outputs": True, "non_split": ("table", "weight")}
+    options = {"chunks": 2, "schedule": "interleaved", "keep_outputs": True, "eval_outputs": "all"}
+    options["non_split"] = ("table", "weight")
     config = pipe(partition=("first", "middle", "last"), **options)
     engine = make(config, Named(), criterion=named_criterion)
     y, seen = here(make_data(8)[1]), []

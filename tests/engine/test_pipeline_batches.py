@@ -129,8 +129,9 @@ def tails(rank: int, world_size: int, config: Any) -> dict[str, Any]:
     engine = make(config | {"gradient_accumulation": 2}, **loaders)
     losses = [step(engine, x, y)[1].item() for _ in range(2) for x, y in engine.dataloader]
     engine.eval()
-    seen = sum(len(engine(x)) for x, _ in engine.eval_dataloader)
-    return {"losses": losses, "seen": seen, "weights": whole(engine)}
+    outputs = [engine(x) for x, _ in engine.eval_dataloader]
+    seen = engine.context.all_reduce(here(torch.tensor(sum(map(len, outputs)) if engine.context.is_last_stage else 0)))
+    return {"losses": losses, "seen": int(seen), "weights": whole(engine)}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -72,7 +72,9 @@ def test_numbers_that_do_not_fit_are_refused(schedule, options, where, words):
 
 
 def train_and_evaluate(rank, world_size, schedule):
-    engine = make(config_of(schedule, clip_grad_norm=0.5, gradient_accumulation=2))
+    config = config_of(schedule, clip_grad_norm=0.5, gradient_accumulation=2)
+    config["parallel"]["pipeline"]["eval_outputs"] = "all"
+    engine = make(config)
     places = (engine.context.pp_rank, engine.context.is_last_stage, [m.index for m in engine._executor.stages])
     for number in range(4):
         step(engine, *batch(number))

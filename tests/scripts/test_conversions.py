@@ -23,7 +23,7 @@ GPT_PLAN = (
 
 
 def pipeline(start: str) -> str:
-    return f"parallel.pipeline={{size: 2, microbatches: 2, partition: [{start}]}}"
+    return f"parallel.pipeline={{size: 2, microbatches: 2, partition: [{start}], eval_outputs: all}}"
 
 
 class Short(NamedTuple):

@@ -21,10 +21,10 @@ from torchmetrics.classification import (  # noqa: E402
 )
 
 PIPE = LAYOUTS["pp2"][1]["pipeline"]
-LAST = {"pipeline": {**PIPE, "eval_outputs": "last"}}
+ALL = {"pipeline": {**PIPE, "eval_outputs": "all"}}
 CELLS = {
-    2: [LAYOUTS["dp2"][1], LAYOUTS["tp2"][1], LAYOUTS["pp2"][1], LAST, LAYOUTS["zero1"][1]],
-    4: [LAYOUTS["pp2_zero1"][1], {**LAST, "data": "zero1"}],
+    2: [LAYOUTS["dp2"][1], LAYOUTS["tp2"][1], LAYOUTS["pp2"][1], ALL, LAYOUTS["zero1"][1]],
+    4: [LAYOUTS["pp2_zero1"][1], {**ALL, "data": "zero1"}],
 }
 
 

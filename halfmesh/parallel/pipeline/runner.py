@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from ...errors import InputError
 from .axis import StageParameters
 from .fx_trace import plain_values
 from .pieces import Call, signature_of
-from .schedules import TorchSchedule
+from .schedules import TorchSchedule, forward_order
 from .stage import Batch, ForwardContext, Stage, StageModule
 from .transport import infer_stages, on_wire, pack, restore
 
@@ -52,6 +53,7 @@ class Pipeline:
 
     Attributes:
         params: those of this rank.
+        context: the mesh.
         stages: those of this rank.
         last_rank: the pipeline rank that has the last stage.
         has_last: this rank has it.
@@ -64,7 +66,7 @@ class Pipeline:
         self._partition = partition = params.partition
         self._schedule = schedule
         self._model = model
-        self._context = context = params.context
+        self.context = context = params.context
         self._forward_context = forward_context
         self._group = context.subgroup("pp", range(context.pp_size))  # the loss must not wait for earlier sends
         self._modules = {
@@ -87,7 +89,7 @@ class Pipeline:
 
     def takes(self, microbatches: int) -> bool:
         """Return True if the schedule can run this number of microbatches."""
-        size, stages = self._context.pp_size, len(self._partition.stages)
+        size, stages = self.context.pp_size, len(self._partition.stages)
         return not any(self._schedule.find_problems(size, stages // size, microbatches))
 
     def look_up(self, call: Call) -> CallMetadata:
@@ -136,7 +138,7 @@ class Pipeline:
         schedule = known.schedules.get(len(calls))
         if schedule is None:
             stages = [
-                Stage(module, known.stages, self._context.device, self._group, partial(self._begin_last, index))
+                Stage(module, known.stages, self.context.device, self._group, partial(self._begin_last, index))
                 for index, module in self._modules.items()
             ]
             schedule = known.schedules[len(calls)] = self._schedule.make(stages, len(calls))
@@ -158,29 +160,53 @@ class Pipeline:
                     module.batch = None
 
     @torch.no_grad()
-    def evaluate(self, call: Call, everywhere: bool) -> Any:
-        """The model's output for a full batch, without gradients; None on ranks without it, unless `everywhere`."""
-        stages, output = self.look_up(call).stages, None
+    def evaluate(self, calls: Sequence[Call], metadata: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """The model's output for each of `calls`, without gradients; an empty list on ranks without the last stage.
+
+        Stages compute different calls at once.
+
+        Args:
+            metadata: `look_up(call).stages` for each of them, if it is known.
+        """
+        known = [self.look_up(call).stages for call in calls] if metadata is None else metadata
+        ranks, me = self._partition.ranks, self.context.pp_rank
+        last, outputs = len(ranks) - 1, []
+        done = [0] * len(ranks)
+        inputs: dict[int, list[list[torch.Tensor]]] = defaultdict(list)  # of each stage, in order
         with self._one_batch():
-            for index, module in self._modules.items():
-                received = None
-                if index - 1 in self._modules:
-                    received = restore(pack(output, stages[index - 1]), stages[index - 1])
-                elif index:
-                    tensors = self._empty(stages[index - 1])
-                    for tensor in tensors:
-                        dist.recv(tensor, group_src=self._partition.ranks[index - 1], group=self._group)
-                    received = restore(tensors, stages[index - 1])
-                output = module.compute(call, received)
-                if not module.is_last and index + 1 not in self._modules:
-                    for tensor in pack(output, stages[index]):
-                        dist.send(tensor, group_dst=self._partition.ranks[index + 1], group=self._group)
-            if not everywhere:
-                return output if self.has_last else None
-            tensors = pack(output, stages[-1]) if self.has_last else self._empty(stages[-1])
-            for tensor in tensors:
-                self._context.broadcast(tensor, "pp", self.last_rank)
-            return output if self.has_last else restore(tensors, stages[-1])
+            for tick in forward_order(ranks, len(calls)):
+                given: dict[int, list[torch.Tensor]] = {}
+                for stage in (stage for stage in tick if ranks[stage] == me):
+                    trees = known[done[stage]]
+                    activations = restore(inputs[stage].pop(0), trees[stage - 1]) if stage else None
+                    output = self._modules[stage].compute(calls[done[stage]], activations)
+                    if stage == last:
+                        outputs.append(output)
+                    else:
+                        given[stage] = pack(output, trees[stage])
+                works: list[dist.Work | None] = []
+                # By the stage, on all ranks: messages that two ranks send to each other must not wait for each other.
+                for stage in (stage for stage in tick if stage != last):
+                    source, target = ranks[stage], ranks[stage + 1]
+                    if source != target and source == me:
+                        works += [dist.isend(t, group=self._group, group_dst=target) for t in given[stage]]
+                    elif source != target and target == me:
+                        given[stage] = self._empty(known[done[stage]][stage])
+                        works += [dist.irecv(t, group=self._group, group_src=source) for t in given[stage]]
+                    if target == me:
+                        inputs[stage + 1].append(given[stage])
+                for work in filter(None, works):
+                    work.wait()
+                for stage in tick:
+                    done[stage] += 1
+        return outputs
+
+    def share(self, output: Any, tree: Any) -> Any:
+        """The last stage's `output`, a `tree` of tensors, on all ranks."""
+        tensors = pack(output, tree) if self.has_last else self._empty(tree)
+        for tensor in tensors:
+            self.context.broadcast(tensor, "pp", self.last_rank)
+        return output if self.has_last else restore(tensors, tree)
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:
@@ -197,7 +223,7 @@ class Pipeline:
         self._on_last(self._modules[index].params, self._left == 0)
 
     def _empty(self, tree: Any) -> list[torch.Tensor]:
-        return [torch.empty(t.shape, dtype=t.dtype, device=self._context.device) for t in on_wire(tree)]
+        return [torch.empty(t.shape, dtype=t.dtype, device=self.context.device) for t in on_wire(tree)]
 
 
 def refuse_own_loss(output: Any) -> None:

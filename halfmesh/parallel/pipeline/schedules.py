@@ -61,12 +61,13 @@ class Splitter:
         """Rows of the first tensor that is split; None if there is none."""
         return next((t.shape[0] for name, t in given.tensors if name not in self.non_split and t.dim()), None)
 
-    def split(self, given: Given, count: int, rows: int) -> list[Call]:
-        """The call as `count` calls, each with an equal number of the `rows` rows.
+    def split(self, given: Given, sizes: Sequence[int]) -> list[Call]:
+        """The call as several calls, with these numbers of its rows.
 
         Raises:
             InputError: a tensor has another number of rows, or something that is not a tensor has an item per row.
         """
+        rows, count = sum(sizes), len(sizes)
         for name, value in given.values if count > 1 else ():
             if name not in self.non_split and _has_items_of_rows(value, rows):
                 raise InputError(
@@ -74,7 +75,7 @@ class Splitter:
                     "only tensors are split into microbatches; pass a tensor, padded if samples differ in size. If it "
                     f"is the same for all samples, name it in parallel.pipeline.non_split=({name!r},)"
                 )
-        chunks = [self._chunks(name, tensor, count, rows) for name, tensor in given.tensors]
+        chunks = [self._chunks(name, tensor, sizes) for name, tensor in given.tensors]
         tree = given.call.args, dict(given.call.kwargs)
         each = zip(*chunks, strict=True) if chunks else [()] * count
 
@@ -84,20 +85,24 @@ class Splitter:
 
         return list(map(with_tensors, each))
 
+    def first(self, given: Given, count: int, rows: int) -> Call:
+        """The call with the first `count` of its `rows` rows."""
+        return self.split(given, [count, rows - count])[0] if count < rows else given.call
+
     def has_table(self, given: Given, rows: int) -> bool:
         """Return True if an argument that is not split has a dim of `rows`, such as the adjacency matrix of a graph."""
         return any(name in self.non_split and rows in tensor.shape for name, tensor in given.tensors)
 
-    def _chunks(self, name: str, tensor: torch.Tensor, count: int, rows: int) -> Sequence[torch.Tensor]:
+    def _chunks(self, name: str, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
         if name in self.non_split or tensor.dim() == 0:
-            return [tensor] * count
-        if tensor.shape[0] != rows:
+            return [tensor] * len(sizes)
+        if tensor.shape[0] != sum(sizes):
             raise InputError(
-                f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {rows}; arguments are split "
+                f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {sum(sizes)}; arguments are split "
                 f"along their first dim. Name those without a batch dim in parallel.pipeline.non_split=({name!r},). "
                 "(A graph cannot be split: train it with microbatches=1 and schedule='gpipe')"
             )
-        return tensor.chunk(count)
+        return tensor.split(list(sizes))
 
 
 def _has_items_of_rows(tree: Any, rows: int) -> bool:
@@ -120,6 +125,23 @@ def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | N
     else the highest that it accepts, else None."""
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
     return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
+
+
+def forward_order(ranks: Sequence[int], count: int) -> Iterator[list[int]]:
+    """The order of `count` forwards through all stages, without a backward, as ticks in which ranks compute at once.
+
+    A tick is the stages that compute their next microbatch in it: for each rank the last one that has an input.
+
+    Args:
+        ranks: the rank of each stage.
+    """
+    done = [0] * len(ranks)
+    while done[-1] < count:
+        ready = (stage for stage in range(len(ranks)) if done[stage] < (done[stage - 1] if stage else count))
+        tick = sorted({ranks[stage]: stage for stage in ready}.values())
+        for stage in tick:
+            done[stage] += 1
+        yield tick
 
 
 def _loss(output: Any, target: Any) -> Any:

@@ -309,7 +309,7 @@ def run(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[Any, A
     for name, schedule in cases:
         model = build(name)
         options = LAYOUTS[schedule] | {"schedule": schedule, "partition": POINTS.get(name, "auto")}
-        config = pipe(microbatches=MICROBATCHES, keep_outputs=True, **options)
+        config = pipe(microbatches=MICROBATCHES, keep_outputs=True, eval_outputs="all", **options)
         engine = halfmesh.initialize(model, sgd(model.parameters()), criterion, config=config, device=rank_device())
         outputs = train(engine, engine.model)
         found[name, schedule] = outputs, whole(engine)
@@ -387,7 +387,8 @@ class Tables(nn.Module):
 
 def carries(rank: int, world_size: int) -> Any:
     model = sequential(Tables(), Layer(lambda tree: tree["x"], lambda tree, y: tree | {"x": y}))
-    engine = halfmesh.initialize(model, sgd, criterion, config=pipe(keep_outputs=True), device=rank_device())
+    config = pipe(keep_outputs=True, eval_outputs="all")
+    engine = halfmesh.initialize(model, sgd, criterion, config=config, device=rank_device())
     trained = step(engine, *batch(4, 0))[0].value()
     return trained, engine.eval()(batch(3, 1)[0])
 

@@ -1,0 +1,173 @@
+"""Evaluation under a pipeline runs in microbatches, in which stages overlap, and gives the outputs of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halfmesh.parallel.pipeline.schedules import forward_order
+from tests.support.models import CLASSES, FEATURES, make_data
+from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe
+from tests.support.ranks import here, run_ranks
+from tests.support.versions import SPLIT_SCHEDULES
+
+LOOPED, IN_A_V = [0, 1, 0, 1, 0, 1], [0, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "ticks"),
+    [
+        ([0, 1, 2, 3], 5, 5 + 3),
+        ([0, 1, 2, 3], 1, 4),
+        (LOOPED, 4, 3 * 4 + 1),
+        (IN_A_V, 6, 2 * 6 + 4),
+        ([0, 1], 7, 8),
+    ],
+)
+def test_the_order_of_forwards_keeps_all_ranks_busy(ranks, count, ticks):
+    order = list(forward_order(ranks, count))
+    assert len(order) == ticks, "each rank computes without a pause once it has begun, or nearly so"
+    done = [0] * len(ranks)
+    for tick in order:
+        assert len({ranks[stage] for stage in tick}) == len(tick), "a rank computes one at a time"
+        assert all(done[stage] < (done[stage - 1] if stage else count) for stage in tick), "it has its input"
+        for stage in tick:
+            done[stage] += 1
+    assert done == [count] * len(ranks)
+
+
+# -- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def what_happens(rank: int, world_size: int, rows: int) -> tuple[list[str], list[str], Any]:
+    """In an evaluation: this rank's forwards, with their rows, and messages, in order; collectives; and the output."""
+    engine = make(pipe(size=world_size, microbatches=4))
+    x = here(make_data(rows)[0])
+    engine.eval()
+    engine(x)  # compares what ranks were given, and tries microbatches
+    stage, events, collectives = next(iter(engine._executor.stages)), [], []
+
+    def note(patch: Any, owner: Any, name: str, say: Callable[..., None]) -> None:
+        inner = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **options: say(*args) or inner(*args, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        note(patch, stage, "compute", lambda call, _: events.append(f"{len(call.args[0])} rows"))
+        for name in ("isend", "irecv"):
+            note(patch, dist, name, lambda tensor, *_, name=name: events.append(f"{name} {len(tensor)}"))
+        for name in ("broadcast", "all_reduce", "all_gather_object", "broadcast_object_list"):
+            note(patch, dist, name, lambda *_, name=name: collectives.append(name))
+        output = engine(x)
+    return events, collectives, output.detach() if engine.context.is_last_stage else None
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+@pytest.mark.parametrize(("rows", "parts"), [(8, (2, 2, 2, 2)), (7, (2, 2, 2, 1)), (5, (2, 2, 1)), (1, (1,))])
+def test_each_microbatch_is_sent_on_as_soon_as_it_is_computed(rows, parts):
+    """So that the next stage computes it while this one computes the following one. Nothing else is sent."""
+    first, second = run_ranks(what_happens, 2, rows)
+    assert first[0] == [event for part in parts for event in (f"{part} rows", f"isend {part}")]
+    assert second[0] == [event for part in parts for event in (f"irecv {part}", f"{part} rows")]
+    assert first[1] == second[1] == []
+    torch.testing.assert_close(second[2], Deep()(make_data(rows)[0]).detach())
+
+
+class Mixes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x - x.mean(0)
+
+
+class Doubles(nn.Module):
+    """Returns something beside its output."""
+
+    def __init__(self, beside: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, self.beside(x)
+
+
+def layers(*more: nn.Module, end: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    ends = [] if end is None else [end]
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), *more, nn.Linear(16, CLASSES), *ends)
+
+
+def trained_norm() -> nn.Module:
+    return layers(nn.BatchNorm1d(16))
+
+
+WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "mixed rows": lambda: layers(Mixes()),
+    "a mean": lambda: layers(end=Doubles(lambda x: x.mean())),
+    "a table": lambda: layers(end=Doubles(lambda x: x.T @ x)),
+    "the number of rows": lambda: layers(end=Doubles(len)),
+    "BatchNorm in training mode": trained_norm,
+}
+"""Models whose microbatches do not give the output of a batch."""
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "plain": layers,
+    "rows second": lambda: layers(end=Doubles(lambda x: x.T)),
+    "BatchNorm": trained_norm,
+}
+
+
+def evaluated(rank: int, world_size: int) -> dict[str, Any]:
+    """The rows of each forward on the first stage in two evaluations, and the output of the second one."""
+    found = {}
+    x = here(make_data(8)[0])
+    for name, build in (WHOLE | PARTS).items():
+        model = build()
+        engine = make(pipe(microbatches=4), model)
+        engine.eval()
+        if name == "BatchNorm in training mode":
+            model[2].train()
+        engine(x)
+        rows: list[int] = []
+        if engine.context.pp_rank == 0:
+            model[0].register_forward_hook(lambda module, args, output, rows=rows: rows.append(len(output)))
+        found[name] = rows, engine(x)
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_what_microbatches_would_change_is_evaluated_whole():
+    first, second = run_ranks(evaluated, 2)
+    x = make_data(8)[0]
+    for name, build in (WHOLE | PARTS).items():
+        model = build().eval()
+        if name == "BatchNorm in training mode":
+            model[2].train()
+        with torch.no_grad():
+            model(x)
+            torch.testing.assert_close(second[name][1], model(x), msg=lambda text, name=name: f"{name}: {text}")
+        assert first[name][0] == ([8] if name in WHOLE else [2] * 4), name
+
+
+def of_every_schedule(rank: int, world_size: int) -> dict[Any, Any]:
+    found = {}
+    for schedule, options in SCHEDULES.items():
+        engine = make(pipe(microbatches=4, schedule=schedule, eval_outputs="all", **options))
+        for rows in (8, 7, 3):
+            found[schedule, rows] = engine.eval()(here(make_data(rows)[0])).detach()
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_batches_of_any_size_under_every_schedule():
+    model = Deep()
+    for found in run_ranks(of_every_schedule, 2):
+        assert {schedule for schedule, _ in found} >= {"gpipe", "1f1b", "interleaved", *SPLIT_SCHEDULES}
+        for (_, rows), output in found.items():
+            torch.testing.assert_close(output, model(make_data(rows)[0]).detach())
