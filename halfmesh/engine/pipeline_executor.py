@@ -18,7 +18,7 @@ from ..parallel.comm import gather_objects
 from ..parallel.mesh import ParallelContext
 from ..parallel.pipeline.axis import StageParameters
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
+from ..parallel.pipeline.runner import CallMetadata, Pipeline, StageError, refuse_own_loss
 from ..parallel.pipeline.schedules import Given, Splitter, choose_count
 from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.rank_checks import SameCalls, is_checked
@@ -196,9 +196,9 @@ class PipelineExecutor:
             return [call]
         try:
             calls = self._splitter.split(given, sizes)
-        except InputError:  # an argument that evaluation has no batch dim of
+        except InputError:  # an argument has no batch dim
             return [call]
-        if not all(map(self._pipeline.can_run, (calls[0], calls[-1]))):
+        if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
             return [call]
         if not self._has_tried_evaluation and self._pipeline.params.tries:
             self._has_tried_evaluation = True
@@ -252,7 +252,7 @@ class PipelineExecutor:
         try:
             known = self._pipeline.look_up(calls[0])
         except InputError as error:
-            if count == 1 or not self._pipeline.can_run(call):
+            if isinstance(error, StageError) or count == 1 or not self._pipeline.can_run(call):
                 raise
             raise InputError(
                 f"{error}. This microbatch has {rows // count} of {rows} samples; the whole batch can be computed. "

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..parallel.comm import gather_objects
 from ..parallel.modules import unchanged
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.runner import Pipeline
+from ..parallel.pipeline.runner import Pipeline, StageError
 from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from ..utils.tensors import map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS
@@ -51,7 +51,8 @@ def refuse_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
         with unchanged(model.modules()):
             for module in model.modules():
                 module.training = module.training and not isinstance(module, evaluated)
-            if not all(gather_objects(all(map(pipeline.can_run, calls)))):
+            can_run = [_can_run(pipeline, call) for call in calls]  # each of them: ranks may ask each other
+            if not all(gather_objects(all(can_run))):
                 continue
             outputs, drew = zip(*run(), strict=True)
             gap = nan if any(drew) else _gap_of(*outputs) if pipeline.has_last else 0.0
@@ -80,6 +81,13 @@ def mixes_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single: Seque
     differs = torch.tensor(float(pipeline.has_last and not _gap_of(*outputs) <= limit), device=pipeline.context.device)
     pipeline.context.broadcast(differs, "pp", pipeline.last_rank)
     return bool(differs)
+
+
+def _can_run(pipeline: Pipeline, call: Call) -> bool:
+    try:
+        return pipeline.can_run(call)
+    except StageError:
+        return False
 
 
 def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterator[tuple[Any, bool]]:

@@ -46,12 +46,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return everyone
 
 
-def broadcast_object(value: Any, rank: int, device: torch.device) -> Any:
-    """The `value` of that rank, on all of them."""
+def broadcast_object(value: Any, rank: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    """The `value` of that rank of `group` (None: of all ranks), on all of them."""
     if is_simulated():
         return value
     objects = [value]
-    dist.broadcast_object_list(objects, rank, device=device)
+    dist.broadcast_object_list(objects, group=group, device=device, group_src=rank)
     return objects[0]
 
 

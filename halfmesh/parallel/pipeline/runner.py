@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError
+from ..comm import broadcast_object, is_simulated
 from .axis import StageParameters
 from .fx_trace import plain_values
 from .pieces import Call, signature_of
 from .schedules import TorchSchedule, forward_order
 from .stage import Batch, ForwardContext, Stage, StageModule
-from .transport import infer_stages, on_wire, pack, restore
+from .transport import infer_stages, is_data, on_wire, pack, restore
 
 _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
@@ -34,7 +36,7 @@ class CallMetadata:
     """Metadata of calls of one shape.
 
     Attributes:
-        modes: `Pipeline.modes` of the model at that time.
+        modes: `Pipeline.modes` of the model, with which this rank's stages have these outputs.
         stages: each stage's output: a tree of tensors on the meta device.
         schedules: torch's, by the number of microbatches.
     """
@@ -42,6 +44,10 @@ class CallMetadata:
     modes: str
     stages: Sequence[Any]
     schedules: dict[int, Any] = field(default_factory=dict)
+
+
+class StageError(InputError):
+    """The stages of one rank cannot run a call, which the other ranks do not know."""
 
 
 class Pipeline:
@@ -93,10 +99,12 @@ class Pipeline:
         return not any(self._schedule.find_problems(size, stages // size, microbatches))
 
     def look_up(self, call: Call) -> CallMetadata:
-        """The metadata of calls like `call`, with the model in its present modes.
+        """The metadata of calls like `call`, with the model in its present modes. All ranks of the pipeline together.
 
         Raises:
+            StageError: on this rank alone: its stages have other outputs than before for such a call.
             InputError: an error has left the pipeline in the middle of a batch.
+            Exception: of a stage's forward, raised on all ranks.
         """
         if self._error:
             raise InputError(
@@ -104,18 +112,59 @@ class Pipeline:
                 "cannot be skipped by catching its error"
             )
         modes = self.modes()
-        key = f"{modes} {signature_of(call)}"
-        if key not in self._known:
+        # Not by all modes: ranks whose modes differ would not ask for shapes in the same calls.
+        key = f"{self._model.training} {signature_of(call)}"
+        known = self._known.get(key)
+        if known is None:
             if len(self._known) == _MOST_SHAPES:
-                self._known.clear()
-            stages = infer_stages(self.params, self._model, call, self._forward_context.autocast)
-            self._known[key] = CallMetadata(modes, stages)
-        return self._known[key]
+                del self._known[next(iter(self._known))]
+            known = self._known[key] = CallMetadata(modes, self._infer(call))
+        elif known.modes != modes:
+            try:
+                self._refuse_other_outputs(call, known.stages)
+            except InputError as error:
+                raise StageError(str(error)) from error
+            known = self._known[key] = replace(known, modes=modes)
+        return known
+
+    def _infer(self, call: Call) -> Sequence[Any]:
+        """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
+        ranks, trees = self._partition.ranks, []
+        infer = partial(infer_stages, self.params, self._model, call, self._forward_context.autocast)
+        for stage, rank in enumerate(ranks) if not is_simulated() else ():
+            given = trees[-1] if trees else None
+            told = _pickled(lambda: infer([stage], given)) if rank == self.context.pp_rank else b""  # noqa: B023
+            told = broadcast_object(told, rank, self.context.device, self.context.group("pp"))
+            if not told:
+                break
+            with torch.inference_mode(False):
+                found, error = pickle.loads(told)
+            if error is not None:
+                raise error
+            trees += found
+        # In a dry run there are no other ranks; and what cannot be sent each rank finds by itself.
+        return trees if len(trees) == len(ranks) else infer(range(len(ranks)), None)
+
+    def _refuse_other_outputs(self, call: Call, stages: Sequence[Any]) -> None:
+        """Raise InputError if this rank's stages have other outputs in the model's present modes, which others do not
+        expect."""
+        autocast = self._forward_context.autocast
+        for index in self._modules:
+            given = stages[index - 1] if index else None
+            found = infer_stages(self.params, self._model, call, autocast, [index], given)[0]
+            if signature_of(Call((found,))) != signature_of(Call((stages[index],))):
+                raise InputError(
+                    f"stage {index} of the pipeline returns other shapes, dtypes or values than before for the same "
+                    "inputs, because some of its modules were put into training or evaluation mode, or attributes "
+                    "were changed. Do that before the first batch, or close the engine, and initialize again"
+                )
 
     def can_run(self, call: Call) -> bool:
         """Return True if the forward accepts `call`: it may be limited to one size of batches, or to training."""
         try:
             self.look_up(call)
+        except StageError:
+            raise
         except InputError:
             return False
         return True
@@ -224,6 +273,23 @@ class Pipeline:
 
     def _empty(self, tree: Any) -> list[torch.Tensor]:
         return [torch.empty(t.shape, dtype=t.dtype, device=self.context.device) for t in on_wire(tree)]
+
+
+def _pickled(infer: Callable[[], Any]) -> bytes:
+    """(value, error), pickled: what `infer` returns, or the error that it raises. b"" if it would become another."""
+    value, error = None, None
+    try:
+        value = infer()
+    except Exception as raised:
+        error = raised
+    if not is_data(value):  # such as an object that is compared by `is`
+        return b""
+    try:
+        told = pickle.dumps((value, error))
+        pickle.loads(told)
+    except Exception:  # a class within a function; an error whose class takes other arguments
+        return b""
+    return told
 
 
 def refuse_own_loss(output: Any) -> None:

@@ -47,21 +47,28 @@ def caches_as_before() -> Iterator[None]:
 
 
 def _cache_misses() -> dict[Any, int]:
-    found = (each for each in gc.get_objects() if type(each) is _CACHED)
+    found = (each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED)  # as each object refers to its type
     return {each: each.cache_info().misses for each in found if not str(each.__module__).startswith("torch.")}
 
 
 @caches_as_before()
 def infer_stages(
-    params: StageParameters, model: nn.Module, call: Call, autocast: Callable[[], AbstractContextManager[Any]]
+    params: StageParameters,
+    model: nn.Module,
+    call: Call,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    stages: Sequence[int],
+    given: Any,
 ) -> list[Any]:
-    """Each stage's output for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
+    """The output of each of `stages` for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
 
     The forward runs on a copy of `params.meta_model`, whose attributes it may change.
 
     Args:
         model: this rank's, in training mode or not.
         autocast: the scope of the stages' forward.
+        stages: consecutive ones.
+        given: the output of the stage before them, as returned here; None before the first one.
 
     Raises:
         InputError: the forward needs values.
@@ -72,13 +79,13 @@ def infer_stages(
         if piece.prepare is not None:
             piece.prepare(meta_model, call)
 
-    def run_stages(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        activations, trees = None, []
+    def run_stages(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Any) -> list[Any]:
+        activations, trees = map_tensors(_receive, given), []
         before = {name for name, _ in _plain_tensors(meta_model)}  # such as the weight that weight_norm computes
-        for stage in partition.stages:
+        for stage in stages:
             each = Call(args, kwargs)
             with autocast():
-                for piece in stage:
+                for piece in partition.stages[stage]:
                     activations = piece.run(meta_model, each, activations)
             trees.append(activations)
             activations = map_tensors(_receive, activations)
@@ -91,7 +98,7 @@ def infer_stages(
         return trees
 
     try:
-        trees = run_without_data(meta_model, run_stages, params.context.device, call.args, dict(call.kwargs))
+        trees = run_without_data(meta_model, run_stages, params.context.device, call.args, dict(call.kwargs), given)
     except (*DATA_NEEDED, RuntimeError) as error:
         raise InputError(
             "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
@@ -120,7 +127,7 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
         data = {
             name: value
             for name, value in vars(theirs).items()
-            if name not in own and (_is_data(value) if is_held else isinstance(value, _PLAIN))
+            if name not in own and (is_data(value) if is_held else isinstance(value, _PLAIN))
         }
         vars(mine).update(copy.deepcopy(data, {id(tensor): tensor for tensor in tensors_of(data)}))
         for name, buffer in theirs.named_buffers(recurse=False):
@@ -130,14 +137,14 @@ def _update(meta_model: nn.Module, model: nn.Module) -> None:
                 mine.register_buffer(name, buffer)
 
 
-def _is_data(value: Any) -> bool:
+def is_data(value: Any) -> bool:
     """Return True if `value` consists of tensors, other than parameters, and plain values."""
     if isinstance(value, Mapping):
-        return all(map(_is_data, (*value.keys(), *value.values())))
+        return all(map(is_data, (*value.keys(), *value.values())))
     if isinstance(value, (list, tuple, set)):
-        return all(map(_is_data, value))
+        return all(map(is_data, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(_is_data(getattr(value, field.name, None)) for field in dataclasses.fields(value))
+        return all(is_data(getattr(value, field.name, None)) for field in dataclasses.fields(value))
     return value is None or (isinstance(value, (torch.Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter))
 
 
