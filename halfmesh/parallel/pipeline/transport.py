@@ -25,6 +25,7 @@ from ...errors import InputError, shorten
 from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import DATA_NEEDED
 from ..modules import meta_copy, run_without_data
+from ..rng import IsolatedRNG
 from .pieces import Call
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def infer_stages(
         return trees
 
     try:
-        trees = run_without_data(meta_model, run_stages, params.context.device, call.args, dict(call.kwargs), given)
+        with IsolatedRNG(0):  # what this rank's stages draw, others do not
+            trees = run_without_data(meta_model, run_stages, params.context.device, call.args, dict(call.kwargs), given)
     except (*DATA_NEEDED, RuntimeError) as error:
         raise InputError(
             "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
