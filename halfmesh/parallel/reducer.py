@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,19 @@ STATISTICS = ("running_mean", "running_var")
 class ReduceOptions:
     """Options of the reduction. Defaults: fp32 sums, 25 MiB buckets (as torch DDP), 8 in flight (as SageMaker)."""
 
+    INFLIGHT_BYTES: ClassVar[int] = 256 * 2**20
+    """So many bytes may be in flight, or two buckets: under zero1 they are temporary memory."""
+
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = 25 * 2**20
     max_inflight: int = 8
     mean: bool = True
     """Average over the ranks of the reducer; False sums."""
+
+    def has_room(self, inflight: Collection[Bucket], more: Bucket) -> bool:
+        """Return True if `more` may be sent before one of the buckets `inflight` has arrived."""
+        held = sum(bucket.bytes for bucket in (*inflight, more))
+        return len(inflight) < self.max_inflight and (len(inflight) < 2 or held <= self.INFLIGHT_BYTES)
 
 
 class Bucket:
@@ -44,6 +52,7 @@ class Bucket:
 
     Attributes:
         group: the ranks over which they are summed.
+        bytes: of the gradients.
         sent: the flat tensor, once it is sent.
         missing: the parameters whose gradients have not arrived yet.
         absent: indices of the shards that had no gradient on this rank.
@@ -55,28 +64,31 @@ class Bucket:
         self.params = [shard.param for shard in shards]
         self.numel = sum(param.numel() for param in self.params)
         self.dtype = dtype
+        self.bytes = self.numel * dtype.itemsize
         self._layout: tuple[list[Any], list[Any]] = [], []  # the parameters' strides, and those of their gradients
         self.reset()
 
     def reset(self) -> None:
         self.missing = {param for param in self.params if param.requires_grad}
         self.sent: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
         self.absent: list[int] = []
 
     def pack(self) -> torch.Tensor:
         """Move the gradients into a new flat tensor."""
-        flat = self._take_grads(self.numel + len(self.shards))
+        flat, self._views = self._take_grads(self.numel + len(self.shards))
         flat[self.numel :].fill_(1)
         for index in self.absent:
             flat[self.numel + index] = 0
         self.sent = flat
         return flat
 
-    def _take_grads(self, size: int) -> torch.Tensor:
-        """A new flat tensor that begins with the gradients, zeros for absent ones."""
+    def _take_grads(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A new flat tensor that begins with the gradients, zeros for absent ones; and views of them."""
         flat = torch.empty(size, dtype=self.dtype, device=self.params[0].device)
+        views = self.views(flat)
         self.absent, present = [], []
-        for index, (param, view) in enumerate(zip(self.params, self.views(flat), strict=True)):
+        for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
             grad = param.grad
             if grad is None:
                 self.absent.append(index)
@@ -91,14 +103,14 @@ class Bucket:
         clear_grads(self.params)
         if present:
             foreach_copy_(*zip(*present, strict=True))
-        return flat
+        return flat, views
 
     def unpack(self) -> None:
         """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows."""
         assert self.sent is not None
         flags = self.sent[self.numel :].tolist() if self.absent else []
         unused = {index for index in self.absent if flags[index] == 0}
-        views = enumerate(zip(self.params, self.views(self.sent), strict=True))
+        views = enumerate(zip(self.params, self._views, strict=True))
         give_grads([pair for index, pair in views if index not in unused])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -319,7 +331,7 @@ class Reducer:
     def _reset(self) -> None:
         self._sends = False
         self._unsent = deque(self._buckets)
-        self._inflight: deque[dist.Work] = deque()
+        self._inflight: deque[tuple[dist.Work, Bucket]] = deque()
         for bucket in self._buckets:
             bucket.reset()
 
@@ -342,9 +354,10 @@ class Reducer:
     def _send_complete(self, everything: bool = False) -> None:
         """Send complete buckets in index order, because all ranks must send in the same order."""
         while self._unsent and (everything or not self._unsent[0].missing):
-            if len(self._inflight) >= self.options.max_inflight:
-                self._inflight.popleft().wait()
-            self._inflight.append(self._send(self._unsent.popleft()))
+            bucket = self._unsent.popleft()
+            while self._inflight and not self.options.has_room([sent for _, sent in self._inflight], bucket):
+                self._wait_oldest()
+            self._inflight.append((self._send(bucket), bucket))
 
     def _make_buckets(self) -> list[Any]:
         return make_buckets(self._shards, self.options, self._group_of, Bucket)
@@ -358,9 +371,13 @@ class Reducer:
     def _receive(self) -> None:
         """Wait for all buckets in flight, and set their gradients."""
         while self._inflight:
-            self._inflight.popleft().wait()
+            self._wait_oldest()
         for bucket in self._buckets:
             bucket.unpack()
+
+    def _wait_oldest(self) -> None:
+        work, _ = self._inflight.popleft()
+        work.wait()
 
     def _average_statistics(self) -> None:
         held = self._statistics

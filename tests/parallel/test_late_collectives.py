@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
+from halfmesh.parallel.reducer import ReduceOptions
 from halfmesh.parallel.tensor.colwise import SharedInput
 from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from tests.support.models import MODES, adamw
@@ -24,7 +25,15 @@ X, Y = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), torch.aran
 
 
 class Late:
-    """A collective in flight: what it writes is nan until `wait`, and what it reads may not change until then."""
+    """A collective in flight: what it writes is nan until `wait`, and what it reads may not change until then.
+
+    Attributes:
+        sizes: the bytes of those in flight that scatter or gather.
+        most: the most of these, and the most bytes, at once.
+    """
+
+    sizes: ClassVar[list[int]] = []
+    most: ClassVar[tuple[int, int]] = (0, 0)
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, result: torch.Tensor) -> None:
         self._target, self._result = target, result
@@ -32,11 +41,17 @@ class Late:
         self._target.fill_(torch.nan)
         self._tensors = target, source
         self._versions = [tensor._version for tensor in self._tensors]
+        self._size = max(tensor.nbytes for tensor in self._tensors) if target is not source else 0
+        if self._size:
+            Late.sizes.append(self._size)
+            Late.most = max(Late.most[0], len(Late.sizes)), max(Late.most[1], sum(Late.sizes))
 
     def wait(self) -> None:
         if self._is_over:
             return
         self._is_over = True
+        if self._size:
+            Late.sizes.remove(self._size)
         assert [tensor._version for tensor in self._tensors] == self._versions, "a buffer was written before `wait`"
         self._target.copy_(self._result)
 
@@ -92,6 +107,20 @@ def test_nothing_is_read_or_written_before_its_time(layout, mode, two_ranks):
     assert all(value.isfinite().all() for value in found.values())
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(("limit", "most", "size"), [(10**6, 6, 6 * 524), (1200, 2, 1200), (1, 2, 2 * 524)])
+def test_few_bytes_are_in_flight_under_zero1(limit, most, size, two_ranks, monkeypatch):
+    """Buckets of 524 bytes at most, in fp32; two of them may always be in flight."""
+    monkeypatch.setattr(ReduceOptions, "INFLIGHT_BYTES", limit)
+    expected = train(LAYOUTS["zero1"], {})
+    two_ranks.append(True)
+    monkeypatch.setattr(Late, "most", (0, 0))
+    found = train(LAYOUTS["zero1"], {})
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert Late.most[0] == most
+    assert 524 < Late.most[1] <= size
+    assert not Late.sizes
 
 
 def test_a_gradient_that_others_hold_is_not_summed_in_place(two_ranks):

@@ -142,7 +142,7 @@ class Zero1(DataStrategy):
         # The first is the same on all ranks. One rank's slices are all of the model's memory.
         if self._stepped.isdisjoint(bucket.slices) or bucket.group.size() == 1:
             return
-        if len(self._inflight) >= self.inputs.reduce.max_inflight:
+        while self._inflight and not self.inputs.reduce.has_room([sent for _, sent, _ in self._inflight], bucket):
             self._wait_oldest()
         work, flat = bucket.gather([part.param for part in bucket.slices])
         self._inflight.append((work, bucket, flat))
@@ -187,7 +187,7 @@ class SliceBucket(Bucket):
 
     def scatter(self, divisor: float) -> dist.Work:
         """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
-        flat = self._take_grads(self.chunk * self.group.size())
+        flat, _ = self._take_grads(self.chunk * self.group.size())
         if len(flat) > self.numel:
             flat[self.numel :].zero_()
         if divisor != 1:
@@ -284,11 +284,11 @@ class Zero1Reducer(Reducer):
         for group, buckets in groups.items():
             had = [0.0 if index in b.absent else 1.0 for b in buckets for index in range(len(b.shards))]
             counts = torch.tensor(had).to(buckets[0].params[0].device, non_blocking=True)
-            self._inflight.append(all_reduce(counts, group))
-            flags.append((buckets, had, counts))
+            flags.append((all_reduce(counts, group), buckets, had, counts))
         while self._inflight:
-            self._inflight.popleft().wait()
-        for buckets, had, counts in flags:
+            self._wait_oldest()
+        for work, buckets, had, counts in flags:
+            work.wait()
             ranks = iter(counts.tolist() if 0.0 in had else had)
             for bucket in buckets:
                 used = list(itertools.islice(ranks, len(bucket.shards)))
