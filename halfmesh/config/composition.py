@@ -85,7 +85,9 @@ def find_advice(setup: Setup) -> Iterator[Finding]:
     if setup.strategy is not strategy:
         message = f"{asked!r} has nothing to shard over one data rank; the run is one of 'replicate'"
         yield Finding("parallel.data.strategy", message, "advice")
-    for key, message in strategy.find_advice(setup.config, setup.recipe.param_dtype) if setup.dims.dp > 1 else ():
+    for key, message in (
+        strategy.find_advice(setup.config, setup.recipe.param_dtype) if setup.dims.grad_ranks > 1 else ()
+    ):
         yield Finding(key, message, "advice")
 
 

@@ -142,7 +142,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     try:
         engine = _make_engine(given, setup, context, loaders, plans, late, ends)
         _log.info("%s", engine.plan)
-        for advice in find_advice(setup) if context.dp_size > 1 else ():
+        for advice in find_advice(setup) if setup.dims.grad_ranks > 1 else ():
             _log.info("advice: %s", advice)
         owner = group if launch is None else launch.group
         if owner is not None:

@@ -175,11 +175,11 @@ class ParallelContext:
         """The axes of each group that was created so far ("dp", "dp x cp"), by the group's name."""
         return {group.group_name: words for words, group in self._groups.values() if group is not None}
 
-    def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The ranks of `group(axis)` at the coordinates `places`, in a separate group; None if this rank is not among
+    def subgroup(self, places: Sequence[int], *axes: str) -> dist.ProcessGroup | None:
+        """The ranks of `group(*axes)` at the coordinates `places`, in a separate group; None if this rank is not among
         them. All ranks."""
-        rows = [[row[place] for place in places] for row in self.dims.rows(axis)]
-        return self._made((axis, *places), axis, lambda: self._new_groups(rows))
+        rows = [[row[place] for place in places] for row in self.dims.rows(*axes)]
+        return self._made((axes, *places), " x ".join(axes), lambda: self._new_groups(rows))
 
     def _new_groups(self, rows: list[list[int]], backend: str | None = None) -> Any:
         """Groups of these ranks; returns the one of this rank, or None. All ranks together."""

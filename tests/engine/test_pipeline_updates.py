@@ -191,7 +191,7 @@ def groups(rank: int, world_size: int) -> tuple[list[list[int]], set[str], set[s
     sent from stage to stage, and for collectives."""
     engine = make(pipe(keep_outputs=True))
     context, x, y = engine.context, *here(make_data(8))
-    names = {context.subgroup("pp", range(context.pp_size)): "send_group", context.group("pp"): "pp"}
+    names = {context.subgroup(range(context.pp_size), "pp"): "send_group", context.group("pp"): "pp"}
     sent: set[str] = set()
     collectives: set[str] = set()
 

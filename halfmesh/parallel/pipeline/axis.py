@@ -182,7 +182,7 @@ class StageParameters(AppliedAxis):
         return len(self.ties.get(param, [0]))
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> CompleteGradients | None:
-        groups = {ranks: self.context.subgroup("pp", ranks) for ranks in self._shared_by}  # all ranks together
+        groups = {ranks: self.context.subgroup(ranks, "pp") for ranks in self._shared_by}  # all ranks together
         sums = [
             SharedGradients({p for p, holders in self.ties.items() if holders == ranks}, group, shards)
             for ranks, group in groups.items()

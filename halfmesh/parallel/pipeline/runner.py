@@ -74,7 +74,7 @@ class Pipeline:
         self._model = model
         self.context = context = params.context
         self._forward_context = forward_context
-        self._group = context.subgroup("pp", range(context.pp_size))  # the loss must not wait for earlier sends
+        self._group = context.subgroup(range(context.pp_size), "pp")  # the loss must not wait for earlier sends
         self._modules = {
             index: StageModule(model, partition.stages[index], index, len(partition.stages), forward_context)
             for index, rank in enumerate(partition.ranks)

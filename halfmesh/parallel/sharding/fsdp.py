@@ -68,9 +68,9 @@ class FSDP(DataStrategy):
         self.inputs = inputs
         self.publisher = self
         model, data, device = inputs.model, inputs.options, inputs.context.device
-        self._mesh = mesh = make_mesh(inputs.context, data.hybrid)
-        self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-        units = find_units(model, inputs.blocks, inputs.not_called)
+        all_axes = dict.fromkeys([inputs.axes, *inputs.fewer_axes.values()])
+        self._meshes = {axes: make_mesh(inputs.context, axes, data.hybrid) for axes in all_axes}
+        units = find_units(model, inputs.blocks, inputs.fewer_axes.keys(), inputs.not_called)
         replicated: set[Any] = {*inputs.kept, *inputs.outside, *unowned_params(model, units)}
         replicated |= {shard.param for shard in inputs.shards if not can_be_sharded(shard.param)}
         self.replicated = [shard.name for shard in inputs.shards if shard.param in replicated]
@@ -199,10 +199,13 @@ class FSDP(DataStrategy):
             self._writes.add(unit)
             inputs.make(unit)  # materializes a deferred unit
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is inputs.model else policy
+            taken = next((param for param in unit.parameters() if param in self._dtypes), None)  # of no inner unit
+            mesh = self._meshes[inputs.axes if taken is None else inputs.fewer_axes.get(taken, inputs.axes)]
             has_root = inputs.not_called is None
-            wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, replicated, has_root))
+            wrapped.append(wrap(unit, mesh, own, data, inputs.reduce.mean, replicated, has_root))
             self._free_originals(unit)
-        prefetch(wrapped[: len(inputs.blocks)], data.prefetch)
+        blocks = {module for name, module in inputs.model.named_modules() if name in inputs.blocks}
+        prefetch([unit for unit in wrapped if unit in blocks], data.prefetch)
         return wrapped
 
     def _cast_gathers(self) -> int:
@@ -210,7 +213,7 @@ class FSDP(DataStrategy):
         Returns their number."""
         casts, now = {} if self.inputs.options.cpu_offload else self.inputs.casts, dict(_slots(self.inputs.model))
         given = {now[slot]: casts[param] for slot, param in self.slots.items() if param in casts}
-        fits = {weight: cast for weight, cast in given.items() if len(weight) % self._ranks == 0}
+        fits = {weight: cast for weight, cast in given.items() if len(weight) % _place(weight)[1] == 0}
         count = len(fits)
         for unit in self.units:
             mine = {weight: fits.pop(weight) for weight in unit.parameters() if weight in fits}
@@ -229,26 +232,22 @@ class FSDP(DataStrategy):
 
     def _shard_optimizer(self) -> dict[nn.Parameter, ParamShard]:
         """Put this rank's shards into the optimizer. Returns them by the parameters that it held."""
-        now = dict(_slots(self.inputs.model))
+        now: dict[Any, Any] = dict(_slots(self.inputs.model))
         weights = {old: now[slot] for slot, old in self.slots.items()}
         found = {}
         for shard in self.inputs.shards:
             if (weight := weights.get(shard.param)) is not None:
-                own = nn.Parameter(weight.detach().to_local(), shard.param.requires_grad)  # type: ignore[attr-defined]
-                source, share = ParamShard(shard.name, weight), shard.weight * self._ranks
+                own = nn.Parameter(weight.detach().to_local(), shard.param.requires_grad)
+                source, share = ParamShard(shard.name, weight), shard.weight * _place(weight)[1]
                 found[shard.param] = ParamShard(shard.name, own, share, source=source, original=shard.param)
 
         def cut(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-            start = self._first_row(len(value))
+            start = _first_row(weights[param])
             own = value[start : start + len(found[param].param)].clone()
             return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
 
         repoint(self.inputs.optimizer, {param: shard.param for param, shard in found.items()}, cut)
         return found
-
-    def _first_row(self, rows: int) -> int:
-        """The row at which this rank's shard of a parameter begins."""
-        return min(self._rank * -(-rows // self._ranks), rows)
 
     def _load(self, module: nn.Module, *given: Any) -> None:
         """A hook that also accepts full tensors: each rank loads its shard."""
@@ -275,7 +274,7 @@ class FSDP(DataStrategy):
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
-        start = self._first_row(len(shard.source.param))
+        start = _first_row(shard.source.param)
         return source.rows(start, start + len(shard.param))
 
     @property
@@ -286,7 +285,7 @@ class FSDP(DataStrategy):
     def text(self) -> str:
         data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
         cast = f", {self._cast} weights gathered in float8" if self._cast else ""
-        ranks = data.hybrid or self.inputs.context.dp_size
+        ranks = data.hybrid or self.inputs.mean_over
         kept = f"sharded{where} over {ranks} data ranks" if ranks > 1 else f"kept whole{where} by one data rank"
         return f", {kept} (fsdp){cast}"
 
@@ -354,6 +353,18 @@ def _slots(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Paramet
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             yield (module, name), param
+
+
+def _place(weight: Any) -> tuple[int, int]:
+    """This rank's place among those that shard a DTensor, and their number."""
+    mesh = weight.device_mesh
+    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1)
+
+
+def _first_row(weight: Any) -> int:
+    """The row at which this rank's shard of a DTensor begins."""
+    (rank, ranks), rows = _place(weight), len(weight)
+    return min(rank * -(-rows // ranks), rows)
 
 
 def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:

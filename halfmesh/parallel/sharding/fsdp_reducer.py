@@ -43,7 +43,12 @@ class FSDPReducer(Reducer):
         self._used: set[int] = set()
         watch_grads(strategy.units, {slot: originals[p] for slot, p in strategy.slots.items()}, self._note_grad)
         self._is_broken = False
-        super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
+        inputs = strategy.inputs
+        held = [inputs.group_of(shard.model_param) for shard, _ in self._sharded]
+        self._groups = [(group, torch.tensor([g is group for g in held])) for group in dict.fromkeys(held)]
+        # FSDP2 sums over the ranks that shard a parameter, which may be fewer: `Reducer.group_of`.
+        self._factors = [1 if inputs.reduce.mean else inputs.mean_over // group.size() for group in held]
+        super().__init__(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
     def _note_grad(self, shard: int) -> None:
         """Note that the parameter of the shard with that id got a gradient on this rank."""
@@ -87,11 +92,16 @@ class FSDPReducer(Reducer):
                 "(data='fsdp'); call engine.backward(loss) for every loss"
             )
         used = [id(shard) in self._used for shard, _ in self._sharded]
-        counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
-        work = all_reduce(counts, self.group)
+        flags = torch.tensor(used, dtype=torch.float32)
+        device = self._strategy.inputs.context.device
+        sums = [(of, flags[of].to(device, non_blocking=True), group) for group, of in self._groups]
+        works = [all_reduce(counts, group) for _, counts, group in sums]
         super().finish()
-        work.wait()
-        self._take_grads([1.0] * len(used) if all(used) else counts.tolist())
+        for work, (of, counts, _) in zip(works, sums, strict=True):
+            work.wait()
+            if not all(used):
+                flags[of] = counts.cpu()
+        self._take_grads(flags.tolist())
 
     def forget(self) -> None:
         self._is_broken |= self.state == "local"
@@ -139,9 +149,11 @@ class FSDPReducer(Reducer):
         """
         lost = []
         weight: Any
-        for (shard, weight), count in zip(self._sharded, counts, strict=True):
+        for (shard, weight), factor, count in zip(self._sharded, self._factors, counts, strict=True):
             if weight.grad is not None and count:
                 local, held = weight.grad.detach().to_local(), shard.param.grad
+                if factor != 1:
+                    local.mul_(factor)
                 if not self._withholds:  # a further backward adds to the DTensor's gradient, whose memory this is
                     shard.param.grad = local
                     continue

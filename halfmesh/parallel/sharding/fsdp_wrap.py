@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -22,16 +22,24 @@ from ..mesh import ParallelContext
 from ..rank_checks import norms
 
 
-def find_units(model: nn.Module, blocks: Sequence[str], not_called: Collection[str] | None) -> list[nn.Module]:
+def find_units(
+    model: nn.Module, blocks: Sequence[str], apart: Set[nn.Parameter], not_called: Collection[str] | None
+) -> list[nn.Module]:
     """The modules that gather their weights separately, inner ones first.
 
     Args:
         blocks: names of the repeated blocks; a rank may not have all of them.
+        apart: parameters that are sharded over other ranks than the rest, as those of experts.
         not_called: under a pipeline, names of the modules that stages do not call directly, with the model itself. All
             other modules with parameters are units then. None: the model is the unit of the rest.
     """
-    known = dict(model.named_modules())
-    units = [known[name] for name in blocks if name in known and name not in (not_called or ())]
+    known, within = dict(model.named_modules()), set[nn.Module]()
+    units = list[nn.Module]()
+    for module in model.modules() if apart else ():  # outer ones first
+        if module not in within and (held := {*module.parameters()}) and held <= apart:
+            units.append(module)
+            within.update(module.modules())
+    units += [known[name] for name in blocks if name in known and name not in (not_called or ())]
     if not_called is None:
         return [*units, model]
     within = {inner for unit in units for inner in unit.modules()}
@@ -56,19 +64,18 @@ def can_be_sharded(param: torch.Tensor) -> bool:
 
 
 @with_memory()  # a mesh reads its table of ranks
-def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
-    """The mesh of the data ranks for FSDP2: one dim, or two with `hybrid` ranks to a replica. All ranks together."""
-    kind = context.device.type
+def make_mesh(context: ParallelContext, axes: Sequence[str], hybrid: int | None) -> DeviceMesh:
+    """The mesh for FSDP2 of the ranks of `axes`: one dim, or two with `hybrid` ranks to a copy. All ranks together."""
+    kind, group, size = context.device.type, context.group(*axes), context.size_of(*axes)
     # DTensors look groups up by a mesh that compares equal, which may be that of an earlier engine. So each has
     # another name.
-    if hybrid is None or hybrid == context.dp_size:
-        group = context.dp_group
+    if hybrid is None or hybrid == size:
         return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shard_{group.group_name}",))
-    grid = torch.arange(context.dp_size).view(-1, hybrid)
-    copies = [context.subgroup("dp", column) for column in grid.T.tolist()]
-    shards = [context.subgroup("dp", row) for row in grid.tolist()]
+    grid = torch.arange(size).view(-1, hybrid)
+    copies = [context.subgroup(column, *axes) for column in grid.T.tolist()]
+    shards = [context.subgroup(row, *axes) for row in grid.tolist()]
     mine = [next(group for group in groups if group is not None) for groups in (copies, shards)]
-    ranks = torch.tensor(dist.get_process_group_ranks(context.dp_group)).view(-1, hybrid)
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, hybrid)
     names = tuple(f"{dim}_{group.group_name}" for dim, group in zip(("replicate", "shard"), mine, strict=True))
     return DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=names)
 
