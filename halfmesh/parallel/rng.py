@@ -13,12 +13,11 @@ import torch
 from ..utils.torch_private import in_shapes_only, with_memory
 from .mesh import ParallelContext
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it differ widely
-_WORD = 2**64
-_OFFSET_STEP = 4  # CUDA counts in steps of 4
-_OFFSET_FACTOR = 0xBF58476D1CE4E5B9  # odd, and no small multiple of _GOLDEN
+_SEEDS = 2**40  # of common sequences; seeds of forks are above
+_FORK = 0x5EED5F  # the bits of a fork's seed above these
+_STEP = 0x9E3779B97F  # 2**40 / golden ratio, odd: multiples of it come back after 2**40 steps, and lie far apart
+_RANK_STEP = 0xBF58476D1D  # odd, and no small multiple of _STEP
 CPU = torch.device("cpu")
-_REMEMBERED = 1024  # forks that a recomputation may still go back into, of 5 kB each on the CPU
 
 
 @with_memory()
@@ -124,7 +123,7 @@ class ModelRNG:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._on_cuda, self._generator = device.type == "cuda", _generator_of(device)
-        self.state = torch.Generator(device).manual_seed(seed).get_state()
+        self.state = torch.Generator(device).manual_seed(seed % _SEEDS).get_state()
         """The state of the sequence between two forwards."""
         self._outside: torch.Tensor | None = None
 
@@ -152,8 +151,9 @@ class RandomFork:
     it draws from a sequence of this rank, for sharded activations. After a fork the ranks draw the same again, however
     much was drawn inside.
 
-    The state of the generator shows if a fork is open, and where its sequence begins. So activation checkpointing,
-    which restores that state, repeats a forward exactly, even if it begins or ends inside a fork.
+    The seed of the generator shows if a fork is open, and how the common sequence goes on after it. So activation
+    checkpointing, which restores the generator, repeats a forward exactly, even if it begins or ends inside a fork,
+    however many forks were opened since: nothing is remembered.
 
     Args:
         rank: this rank in the tensor group.
@@ -161,46 +161,26 @@ class RandomFork:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        self._on_cuda, self._generator = device.type == "cuda", _generator_of(device)
-        self._outside: dict[int, Any] = {}  # the common state to go back to, by the seed inside
+        self._offset = (rank + 1) * _RANK_STEP
+        self._generator = _generator_of(device)
 
     @property
     def is_open(self) -> bool:
         """True inside a fork."""
-        return self._generator.initial_seed() in self._outside
+        return self._generator.initial_seed() // _SEEDS == _FORK
 
     @torch.compiler.disable
     def open(self) -> None:
         """Draw from this rank's sequence. Does nothing inside a fork, and where only shapes are inferred."""
-        if self.is_open or in_shapes_only():
-            return
-        generator = self._generator
-        outside: Any
-        if self._on_cuda:  # the state is a seed and a counter, both known to the host
-            seed, offset = generator.initial_seed(), generator.get_offset()
-            outside, begin = (seed, offset + _OFFSET_STEP), seed + offset * _OFFSET_FACTOR
-        else:
-            begin = int(torch.randint(2**62, (), generator=generator))
-            outside = generator.get_state()
-        seed = (begin + (self._rank + 1) * _GOLDEN) % _WORD
-        self._outside[seed] = outside
-        if len(self._outside) > _REMEMBERED:
-            del self._outside[next(iter(self._outside))]
-        generator.manual_seed(seed)
+        if not (self.is_open or in_shapes_only()):
+            inside = (self._generator.initial_seed() + self._offset) % _SEEDS
+            self._generator.manual_seed(_FORK * _SEEDS + inside)
 
     @torch.compiler.disable
     def close(self) -> None:
-        """Return to the common sequence. Does nothing outside a fork."""
-        outside = self._outside.get(self._generator.initial_seed())
-        if outside is None:
-            return
-        if self._on_cuda:
-            seed, offset = outside
-            self._generator.manual_seed(seed)
-            self._generator.set_offset(offset)
-        else:
-            self._generator.set_state(outside)
+        """Go on with the common sequence. Does nothing outside a fork."""
+        if self.is_open:
+            self._generator.manual_seed((self._generator.initial_seed() - self._offset + _STEP) % _SEEDS)
 
 
 def _generator_of(device: torch.device) -> torch.Generator:
