@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -175,6 +175,34 @@ def make_buckets(
     return [make(*each) for each in made]
 
 
+class Reduction(Protocol):
+    """Completes the gradients of one rank by those of other ranks. The engine calls `open` before and `finish` after
+    the backwards of an update, and `forget` after the update; all ranks together."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if `finish` need not be called: no gradient has arrived since it was."""
+
+    def set_params(self, shards: Sequence[ParamShard]) -> None:
+        """These are trained from now on."""
+
+    def open(self, last: bool) -> None:
+        """A backward begins; `last`: no other one follows before `finish`."""
+
+    def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
+        """Under a pipeline one `open` covers several backwards. The next of them is the last that adds gradients to
+        `params`; `rest`: those of all other parameters are complete."""
+
+    def finish(self) -> None:
+        """Set the complete gradient of each shard."""
+
+    def forget(self) -> None:
+        """The gradients were used or dropped."""
+
+    def close(self) -> None:
+        """Remove what this has added to the model."""
+
+
 class NothingSent(dist.Work):
     """The work of a group of one rank."""
 
@@ -250,7 +278,7 @@ class Reducer:
         self._reset()
 
     def open(self, last: bool) -> None:
-        """Begin a backward. In the `last` one before the update buckets are sent as they fill.
+        """In the `last` backward before the update buckets are sent as they fill.
 
         Raises:
             InputError: as `finish`.
@@ -266,8 +294,7 @@ class Reducer:
         self._sends = last
 
     def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
-        """Under a pipeline one `open` covers several backwards. The next of them is the last that adds gradients to
-        `params`; `rest`: those of all other parameters are complete. Then complete buckets are sent while it runs."""
+        """See `Reduction`. With `rest` complete buckets are sent while the last backward runs."""
         if rest:
             self._sends = True
             for bucket in self._buckets:
@@ -292,11 +319,11 @@ class Reducer:
 
     @property
     def is_complete(self) -> bool:
-        """True if the gradients are those of all ranks: none has arrived since `finish`."""
+        """See `Reduction`."""
         return self.state == "reduced"
 
     def forget(self) -> None:
-        """Start again: the gradients were used or cleared."""
+        """See `Reduction`."""
         if self.state == "local":
             self._reset()  # some buckets may have been sent
         self.state = "none"
@@ -425,7 +452,7 @@ class CompleteGradients:
 
     @property
     def is_complete(self) -> bool:
-        """See `Reducer`."""
+        """See `Reduction`."""
         return all(reduction.is_complete for reduction in self._reductions)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
@@ -449,6 +476,3 @@ class CompleteGradients:
     def _each(self, method: str, *args: Any) -> None:
         for reduction in self._reductions:
             getattr(reduction, method)(*args)
-
-
-Reduction = Reducer | CompleteGradients
