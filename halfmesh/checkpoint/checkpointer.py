@@ -22,6 +22,7 @@ from ..utils.engine_hook import Progress
 from ..utils.log import get_logger
 from . import rank_state, storage, validate
 from .background import BackgroundWriter, wait_for_writers
+from .messages import StoreMessages
 from .rank_state import AttachedState, Schedule
 from .state import AVERAGE, MODEL, ShardedState, index_of, without_empty
 from .storage import Snapshot, Stored
@@ -63,6 +64,7 @@ class Checkpointer:
     def __post_init__(self) -> None:
         self._settings = validate.GivenSettings(self.lr, self.state.update.optimizer)
         self._writer = BackgroundWriter(self.context.device)
+        self._messages: StoreMessages | None = None
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -84,8 +86,8 @@ class Checkpointer:
                 copies = run_on_all_ranks(context, what, lambda: self._writer.copy(snapshot.boxes))
                 snapshot = replace(snapshot, boxes=copies)
             unfinished = run_on_rank_zero(context, what, begin)
-            group = context.gloo_group("saving") if in_background else None
-            write = partial(storage.write, unfinished, snapshot, keep, context, what, group)
+            self._messages = self._messages or StoreMessages(context, self.config.timeout)
+            write = partial(storage.write, unfinished, snapshot, keep, context, what, self._messages)
             if in_background:
                 self._writer.start(write, directory)
             else:

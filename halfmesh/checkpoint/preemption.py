@@ -12,21 +12,23 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, Interrupted, Preempted
+from ..parallel.comm import is_simulated, own_store
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import run_on_rank_zero
 from ..utils.engine_hook import EngineHook, Progress
 from ..utils.log import get_logger
 from . import storage
+from .stop import StopAgreement
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -48,8 +50,8 @@ class PreemptionHook(EngineHook):
     all work that follows a step (scheduler, averaged weights), and has drawn nothing for the next one. There is no
     boundary while gradients are pending, nor in evaluation, before which the loop may not have finished the step.
 
-    All ranks pass the same boundaries. At each they start an all-reduce, over gloo, of a flag for received signals, and
-    read the result at the next one: so no rank waits, and all of them save there.
+    All ranks pass the same boundaries. One that has received a signal asks the others at its next one, and all of them
+    save at the same one: see `StopAgreement`.
 
     Args:
         is_between_steps: whether the weights are those of training, and no gradients are pending.
@@ -69,7 +71,12 @@ class PreemptionHook(EngineHook):
         self._step = self._saved = self.progress.global_step
         self._prepared = False
         self._handled = sys.exception()
-        self._flag: tuple[dist.Work, torch.Tensor] | None = None
+        self._agreement: StopAgreement | None = None
+        if self.context.size > 1 and not is_simulated():
+            store, blocked = own_store(self.context, connections=2)
+            timeout_s = self.checkpointer.config.timeout
+            self._agreement = StopAgreement(store, blocked, self.context.rank, self.context.size, timeout_s)
+            Finalize(self, self._agreement.close, exitpriority=1)  # an engine that nobody closed
         self._received: list[str] = []  # the requests to end the run, in order
         names = self.options.signals if hasattr(sys, "ps1") else (*self.options.signals, "SIGINT")  # not interactively
         found = {name: find_handler(signal.Signals[name]) for name in names}
@@ -97,7 +104,6 @@ class PreemptionHook(EngineHook):
 
     def after_load(self) -> None:
         """Note that a checkpoint was loaded: the next event is not a step boundary."""
-        self._read_flag()
         self._step = self._saved = self.progress.global_step
 
     def before_fetch(self) -> None:
@@ -125,6 +131,8 @@ class PreemptionHook(EngineHook):
                 if not handler.listeners:
                     handler.give_way(handler.before)
             self._handled = None
+            if self._agreement is not None:
+                self._agreement.close()
 
     def _pass_boundary(self) -> None:
         step, before = self.progress.global_step, self._step
@@ -151,24 +159,9 @@ class PreemptionHook(EngineHook):
         raise kind(folder)
 
     def _must_stop(self) -> bool:
-        """True if some rank had received a signal by the boundary before; a single rank, by now."""
-        if self.context.size == 1:
-            return bool(self._received)
-        if self._read_flag():
-            return True
-        flag = torch.tensor(int(bool(self._received)))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.context.gloo_group("host"), async_op=True)
-        assert work is not None
-        self._flag = work, flag
-        return False
-
-    def _read_flag(self) -> bool:
-        """The result of the last all-reduce, if one was started."""
-        pending, self._flag = self._flag, None
-        if pending is None:
-            return False
-        pending[0].wait()
-        return bool(pending[1].item())
+        """True if all ranks stop at this boundary."""
+        asks = bool(self._received)
+        return asks if self._agreement is None else self._agreement.pass_boundary(asks)
 
     def _reason(self) -> str:
         """The requests to end the run, on any rank, in words."""
@@ -176,7 +169,6 @@ class PreemptionHook(EngineHook):
 
     def _end(self) -> None:
         """End on all ranks: a signal that came after the last boundary counts, too."""
-        self._read_flag()
         reason = self._reason()
         if not all(self.context.everyone(self.is_between_steps())):
             if reason:

@@ -30,13 +30,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
+from ..parallel.rank_checks import Failure, attempt, gather_results, refuse_failures, run_on_all_ranks, run_on_rank_zero
 from ..utils.log import get_logger
 from .full_state import WholeTensor
+from .messages import StoreMessages
 from .state import Boxes
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def write(
     keep: int | None,
     context: ParallelContext,
     what: str,
-    group: dist.ProcessGroup | None,
+    messages: StoreMessages,
 ) -> None:
     """Write a checkpoint into the folder of `begin`, and give it its name. All ranks together, perhaps each in a
-    thread; `keep` as of `finish`, `what` and `group` as of `gather_results`."""
+    thread; `keep` as of `finish`, `what` and errors as of `gather_results`."""
     from . import dcp
 
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
@@ -116,7 +116,7 @@ def write(
         names += [path.name for path in unfinished.glob(f"__{context.rank}_*")]
         return results, {name: size_and_digest(unfinished / name) for name in names}
 
-    def complete() -> None:
+    def complete(everyone: list[tuple[list[Any], dict[str, tuple[int, str]]]]) -> None:
         dcp.finish(snapshot.tensors, [results for results, _ in everyone], unfinished)
         files = {name: known for _, theirs in everyone for name, known in theirs.items()}
         files[dcp.METADATA] = size_and_digest(unfinished / dcp.METADATA)
@@ -125,9 +125,20 @@ def write(
         final, size = finish(unfinished, keep), sum(size for size, _ in files.values())
         _log.info("saved step %d to %s: %.1f MB", snapshot.about["step"], final, size / 2**20)
 
+    own, failure, error = attempt(write_own)
+
+    def complete_if_all_wrote(everyone: list[tuple[Any, Any]]) -> dict[int, Failure]:
+        """The failures, by rank."""
+        nonlocal error
+        failures = {rank: failure for rank, (_, failure) in enumerate(everyone) if failure}
+        if not failures:
+            _, failure, error = attempt(lambda: complete([own for own, _ in everyone]))
+            failures = {0: failure} if failure else {}
+        return failures
+
+    failures = messages.answer((own, failure), complete_if_all_wrote)
     try:
-        everyone = gather_results(context, what, write_own, group)
-        run_on_rank_zero(context, what, complete, group)
+        refuse_failures(context, what, failures, error)
     except HalfmeshError:
         if context.rank == 0:  # the disk may be full
             shutil.rmtree(unfinished, ignore_errors=True)

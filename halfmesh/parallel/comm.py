@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from ..distributed.env import list_ranks
 from ..distributed.failures import ANSWER_S
 from ..errors import InputError, show
 from ..utils.log import get_logger
+
+if TYPE_CHECKING:
+    from .mesh import ParallelContext
 
 _log = get_logger(__name__)
 LOOK_S = 0.5
@@ -75,6 +79,15 @@ def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     return torch.cat([rows[:count] for rows, count in zip(received, counts, strict=True)])
 
 
+def own_store(context: ParallelContext, connections: int = 1) -> list[Any]:
+    """A part of the process group's store that only the caller uses, over so many separate connections: each may be
+    blocked in a wait. All ranks together."""
+    name = context.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
+    world: Any = dist.group.WORLD
+    store = world.get_group_store()
+    return [dist.PrefixStore(f"halfmesh/{name}", store.clone()) for _ in range(connections)]
+
+
 class NamedCalls:
     """Compares the collective calls of one engine over its ranks, by name, before anything is sent: the messages of
     `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses no collective.
@@ -83,7 +96,7 @@ class NamedCalls:
     block on one key of the store: so the number of requests does not grow with ranks x seconds.
 
     Args:
-        store: of this engine alone, over a connection that nobody else uses: a rank blocks in it.
+        store: of `own_store`.
         timeout_s: the seconds that a rank waits for the other ranks.
         told: the last word of each other rank that has told one: see `FailureWatch.told`.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..distributed.env import RankNames
 from ..errors import InputError
 from ..utils.tensors import is_dense
-from .comm import NamedCalls, broadcast_object, gather_objects, host_backend, is_simulated, join_rows
+from .comm import NamedCalls, broadcast_object, gather_objects, host_backend, is_simulated, join_rows, own_store
 from .dims import ParallelDims
 
 if TYPE_CHECKING:
@@ -267,11 +266,8 @@ class ParallelContext:
             owner: of the process group; knows which ranks have ended.
         """
         if self.size > 1 and not is_simulated():  # a dry run has one process
-            name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
             told = dict if owner is None else owner.failures.told
-            world: Any = dist.group.WORLD
-            store = dist.PrefixStore(f"halfmesh/calls/{name}", world.get_group_store().clone())
-            self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds(), told)
+            self._calls = NamedCalls(*own_store(self), self.rank, self.size, self._timeout.total_seconds(), told)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""

@@ -185,29 +185,31 @@ class SameCalls:
 # -- work that all ranks do together -------------------------------------------------------------------------------
 
 
-def gather_results(
-    context: ParallelContext, what: str, work: Callable[[], T], group: dist.ProcessGroup | None = None
-) -> list[T]:
+Failure = tuple[str, bool]
+"""What an error says, and True if it is an InputError."""
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, Failure | None, Exception | None]:
+    """The result of `work`; or the failure, to be told to the other ranks, with the error itself."""
+    try:
+        return work(), None, None
+    except Exception as error:
+        words = str(error) if isinstance(error, HalfmeshError) else f"{type(error).__name__}: {error}"
+        return None, (words, isinstance(error, InputError)), error
+
+
+def gather_results(context: ParallelContext, what: str, work: Callable[[], T]) -> list[T]:
     """Do `work` on every rank. Returns the result of each rank, on all of them.
 
     Args:
         what: the beginning of the error message: "saving to here failed".
-        group: of all ranks, for a thread that runs during training; None: torch's default one.
 
     Raises:
         CheckpointError, InputError: it failed on some ranks; raised on all, with the reason of each.
     """
-    result, error, failure = None, None, None
-    try:
-        result = work()
-    except Exception as raised:
-        error = raised
-        words = str(error) if isinstance(error, HalfmeshError) else f"{type(error).__name__}: {error}"
-        failure = words, isinstance(error, InputError)
-    everyone = gather_objects((failure, result), group)
-    failures = {rank: failure for rank, (failure, _) in enumerate(everyone) if failure is not None}
-    if failures:
-        raise _join(context, what, failures) from error
+    result, failure, error = attempt(work)
+    everyone: list[tuple[Any, T]] = gather_objects((failure, result))
+    refuse_failures(context, what, {rank: failure for rank, (failure, _) in enumerate(everyone) if failure}, error)
     return [result for _, result in everyone]
 
 
@@ -218,22 +220,25 @@ def run_on_all_ranks(context: ParallelContext, what: str, work: Callable[[], T])
     return done[0]
 
 
-def run_on_rank_zero(
-    context: ParallelContext, what: str, work: Callable[[], T], group: dist.ProcessGroup | None = None
-) -> T:
+def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
     """Do `work` on rank 0 alone. Returns its result on all ranks; arguments and errors as of `gather_results`."""
-    return gather_results(context, what, lambda: work() if context.rank == 0 else None, group)[0]  # type: ignore[return-value]
+    return gather_results(context, what, lambda: work() if context.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def _join(context: ParallelContext, what: str, failures: dict[int, tuple[str, bool]]) -> HalfmeshError:
+def refuse_failures(context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None) -> None:
+    """Raise the error of `gather_results` if there are `failures`, by rank; `cause` is this rank's."""
+    if not failures:
+        return
     kind = InputError if all(is_input for _, is_input in failures.values()) else CheckpointError
     reasons: dict[str, list[int]] = {}
     for rank, (words, _) in failures.items():
         reasons.setdefault(words, []).append(rank)
     if len(reasons) == 1 and len(failures) == context.size:
-        return kind(f"{what}: {next(iter(reasons))}")
+        raise kind(f"{what}: {next(iter(reasons))}") from cause
     names = context.rank_names
-    return kind(bullet_list(f"{what}:", (f"{names.names(ranks)}: {words}" for words, ranks in reasons.items())))
+    raise kind(
+        bullet_list(f"{what}:", (f"{names.names(ranks)}: {words}" for words, ranks in reasons.items()))
+    ) from cause
 
 
 # -- the start -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""At which step boundary all ranks stop: agreed on through the store, without a collective in each step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..distributed.env import list_ranks
+
+_LONG = timedelta(days=7)
+
+
+class StopAgreement:
+    """Makes all ranks stop at the same boundary after any of them has asked for it. Steps before that cost nothing.
+
+    A thread of each rank blocks on a key of the store, until a rank asks. Each rank then posts the number of boundaries
+    that it has passed, and waits at its next one for the numbers of all: they stop at the one after the greatest.
+    Threads post for ranks that are blocked in a collective, for which others may have to come to their next boundary.
+
+    Args:
+        store: for the main thread.
+        blocked: the same store over another connection, which the thread blocks.
+        timeout_s: the seconds that a rank waits for the others.
+    """
+
+    def __init__(self, store: Any, blocked: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._store, self._blocked, self._rank, self._size, self._timeout_s = store, blocked, rank, size, timeout_s
+        self._lock, self._decided = threading.Lock(), threading.Event()
+        self._passed = self._stop_at = 0
+        self._has_posted = False
+        blocked.set_timeout(_LONG)
+        self._thread = threading.Thread(target=self._answer, daemon=True, name="halfmesh stop agreement")
+        self._thread.start()
+
+    def pass_boundary(self, asks: bool) -> bool:
+        """Called at each boundary, equally often on all ranks. Returns True if all ranks stop at this one.
+
+        Args:
+            asks: this rank wants to stop: at the next boundary, or the one after it.
+
+        Raises:
+            TimeoutError: some rank does not answer.
+        """
+        with self._lock:
+            waits = self._has_posted
+            if not waits:
+                self._passed += 1
+                if asks:
+                    self._store.set("asked", "1")
+                    self._post(self._store)
+        if not waits:
+            return False
+        if not self._decided.wait(self._timeout_s):
+            posted = {int(line.split()[0]) for line in self._store.get("posts").decode().splitlines()}
+            missing = set(range(self._size)).difference(posted)
+            late = f"within {self._timeout_s:g} s (config key timeout)"
+            raise TimeoutError(f"{list_ranks(missing)} did not say {late} at which step to stop; have they ended?")
+        self._passed += 1
+        return self._passed == self._stop_at
+
+    def close(self) -> None:
+        """End the threads of all ranks. May be called twice, and by one rank alone: then nobody stops any more."""
+        with contextlib.suppress(dist.DistError):  # the store is gone, and with it what the thread waits for
+            self._store.compare_set("stop_at", "", "0")
+            self._store.set("asked", "1")
+        self._thread.join(1.0)  # one that comes back from C++ while the interpreter shuts down aborts the process
+
+    def _post(self, store: Any) -> None:
+        self._has_posted = True
+        store.append("posts", f"{self._rank} {self._passed}\n")
+        if store.add("count", 1) == self._size:
+            furthest = max(int(line.split()[1]) for line in store.get("posts").decode().splitlines())
+            store.compare_set("stop_at", "", str(furthest + 1))
+
+    def _answer(self) -> None:
+        with contextlib.suppress(dist.DistError):  # the store is gone: the launch has failed or ended, and says so
+            self._blocked.get("asked")
+            with self._lock:
+                if not self._has_posted:
+                    self._post(self._blocked)
+            self._stop_at = int(self._blocked.get("stop_at"))
+        self._decided.set()

@@ -1,0 +1,112 @@
+"""Ranks agree on the step at which they stop, whoever asks, and without a collective or a request in each step."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from halfmesh.checkpoint.stop import StopAgreement
+from tests.support.models import make_data, make_engine, step_on
+from tests.support.ranks import here, run_ranks
+
+STEPS = 60
+
+
+class _CountingStore:
+    """A store of one process, which threads use as ranks use that of a launch; counts their requests."""
+
+    def __init__(self):
+        self._store, self.requests = dist.HashStore(), Counter()
+
+    def __getattr__(self, name):
+        self.requests[name] += 1
+        return getattr(self._store, name)
+
+
+def run_loops(asking, size, seed=0):
+    """The step at which each of `size` ranks stops (None: it does all steps), and the requests to the store. Steps end
+    with a collective, for which ranks wait as long as others are at an earlier boundary.
+
+    Args:
+        asking: the step from which on a rank wants to stop, by rank.
+    """
+    store, barrier, waits = _CountingStore(), threading.Barrier(size), random.Random(seed)
+    agreements = [StopAgreement(store, store, rank, size, 60.0) for rank in range(size)]
+    naps = [[waits.choice([0, 0, 0.002]) for _ in range(STEPS)] for _ in range(size)]
+
+    def loop(rank):
+        for step in range(1, STEPS + 1):
+            threading.Event().wait(naps[rank][step - 1])
+            barrier.wait(30)
+            if agreements[rank].pass_boundary(asks=step >= asking.get(rank, STEPS + 1)):
+                return step
+        return None
+
+    with ThreadPoolExecutor(size) as threads:
+        stopped = list(threads.map(loop, range(size)))
+    requests = store.requests.copy()
+    for agreement in agreements:
+        agreement.close()
+    assert not any(agreement._thread.is_alive() for agreement in agreements)
+    return stopped, requests
+
+
+@pytest.mark.parametrize("asking", [{3: 20}, {0: 30, 5: 30}, {0: 10, 1: 11, 7: 12}, dict.fromkeys(range(8), 25)])
+def test_all_stop_at_one_step_soon_after_one_asks(asking):
+    for seed in range(5):
+        stopped, requests = run_loops(asking, 8, seed)
+        assert len(set(stopped)) == 1
+        assert min(asking.values()) < stopped[0] <= min(asking.values()) + 2
+        assert requests.total() <= 10 * 8  # however many steps there were
+
+
+def test_without_a_wish_nothing_is_asked_of_the_store_in_a_step():
+    stopped, requests = run_loops({}, 8)
+    assert stopped == [None] * 8
+    assert requests == {"set_timeout": 8, "get": 8}  # those of the threads, which block
+    stopped, _ = run_loops({2: STEPS}, 8)  # too late for this: `PreemptionHook.close` sees it
+    assert stopped == [None] * 8
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    store = dist.HashStore()
+    agreement = StopAgreement(store, store, 1, 3, 0.2)
+    assert not agreement.pass_boundary(asks=True)
+    with pytest.raises(TimeoutError, match=r"^ranks 0, 2 did not say within 0.2 s \(config key timeout\)"):
+        agreement.pass_boundary(asks=True)
+    agreement.close()
+    assert not agreement.pass_boundary(asks=True)  # closed by another rank, perhaps: nobody stops
+
+
+def groups_and_collectives(rank, world_size, folder, keys):
+    """Counts of an engine that trains, saves in the background every second step, and is closed."""
+    counts, made = Counter(), []
+    new_group = dist.new_group
+    dist.new_group = lambda *args, **kwargs: made.append(args) or new_group(*args, **kwargs)
+    engine = make_engine({"checkpoint": {"directory": folder} | keys} if keys is not None else {})
+    batch = here(make_data(8))
+    for _ in range(2):
+        step_on(engine, *batch)
+    for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list"):
+        call = getattr(dist, name)
+        setattr(dist, name, lambda *a, call=call, name=name, **k: counts.update([name]) or call(*a, **k))
+    for _ in range(3):
+        step_on(engine, *batch)
+    found = dict(counts)
+    if keys is not None:
+        engine.save(folder, in_background=True)
+    engine.close()
+    return found, len(made)
+
+
+@pytest.mark.distributed
+def test_the_key_checkpoint_adds_no_group_and_no_collective_to_a_step(tmp_path):
+    plain = run_ranks(groups_and_collectives, 2, str(tmp_path), None, fresh=True)
+    saving = run_ranks(groups_and_collectives, 2, str(tmp_path), {}, fresh=True)
+    assert plain == saving
+    assert plain[0][0]  # something was counted
