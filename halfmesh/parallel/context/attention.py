@@ -72,7 +72,8 @@ def attend(
 
 def _repeated(x: torch.Tensor, size: int) -> torch.Tensor:
     """`x` with as many heads that `size` divides: each is repeated for the ranks whose queries attend to it."""
-    return x.repeat_interleave(size // math.gcd(size, x.shape[_HEADS]), _HEADS)
+    times = size // math.gcd(size, x.shape[_HEADS])
+    return x if times == 1 else x.repeat_interleave(times, _HEADS)
 
 
 def _attend_head_tail(
@@ -153,7 +154,7 @@ def attend_in_layer(layer: FunctionType, query: torch.Tensor, *args: Any, **opti
         if padding is not None:
             masks.append(padding[:, None, None])
     zero = query.new_zeros(())
-    whole = sum(zero.where(~x, -torch.inf) if x.dtype == torch.bool else x for x in masks) if masks else None
+    whole: Any = sum(zero.where(~x, -torch.inf) if x.dtype == torch.bool else x for x in masks) if masks else None
 
     def attention(query: Any, key: Any, value: Any, _: Any, dropout_p: float, is_causal: bool) -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, whole, dropout_p, is_causal)
