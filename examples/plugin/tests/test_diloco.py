@@ -1,0 +1,116 @@
+"""DiLoCo: two ranks end with the weights of one process that has a copy of the model for each."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import halfmesh
+
+UPDATES = 12
+OUTER = {"outer_lr": 0.6, "outer_momentum": 0.8}
+INNER: dict[int, Callable[..., torch.optim.Optimizer]] = {
+    1: lambda params: torch.optim.SGD(params, lr=0.1),
+    3: lambda params: torch.optim.AdamW(params, lr=0.05),
+}
+"""The inner optimizer by the length of a round."""
+
+
+def make() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    x = torch.randn(40, 6)
+    return model, x, (x[:, 0] > 0).long()
+
+
+def train(rank: int, length: int, folder: Path) -> dict[str, torch.Tensor]:
+    """As one of two ranks; halfway all of them go on from what they saved."""
+    model, x, y = make()
+    data = {"strategy": "diloco", "inner_steps": length, **OUTER}
+    config = {"parallel": {"data": data}}
+    engine = halfmesh.initialize(model, INNER[length], nn.CrossEntropyLoss(), config=config, device="cpu")
+    for update in range(UPDATES):
+        if update == 6 and length == 1:  # AdamW's state would be that of one rank
+            engine.save(folder)
+            engine.load(folder)
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x[rank::2]), y[rank::2]))
+        engine.step()
+        same = len({str(weights) for weights in engine.context.everyone(model[0].weight.tolist())}) == 1
+        assert same == ((update + 1) % length == 0), "they are equal after a round, and only then"
+    weights = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return weights
+
+
+def one_of_two(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for length in INNER:
+        torch.save(train(rank, length, Path(folder) / f"saved-{length}"), Path(folder) / f"{length}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def by_hand(length: int) -> dict[str, torch.Tensor]:
+    """In one process: the outer optimizer is torch's SGD. With rounds of one update there is nothing local."""
+    model, x, y = make()
+    outer = torch.optim.SGD(model.parameters(), OUTER["outer_lr"], OUTER["outer_momentum"], nesterov=True)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    inner = [INNER[length](one.parameters()) for one in copies]
+    for _ in range(UPDATES // length):
+        for rank, one in enumerate(copies):
+            one.load_state_dict(model.state_dict())
+            for _ in range(length):
+                inner[rank].zero_grad()
+                nn.functional.cross_entropy(one(x[rank::2]), y[rank::2]).backward()
+                inner[rank].step()
+        for param, *own in zip(model.parameters(), *(one.parameters() for one in copies), strict=True):
+            param.grad = param.detach() - torch.stack([each.detach() for each in own]).mean(0)
+        outer.step()
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
+
+
+def test_parity(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(one_of_two, args=(port, str(tmp_path)), nprocs=2)
+    for length in INNER:
+        expected = by_hand(length)
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(tmp_path / f"{length}-{rank}.pt"), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"parallel": {"tensor": 2, "data": "diloco"}}, "parallel.tensor: diloco has not been tried with it"),
+        ({"loss_reduction": "sum"}, "loss_reduction: diloco averages changes of weights"),
+        ({"debug": "sync"}, "debug: under diloco ranks differ within a round"),
+        ({"checkpoint": {"directory": "x", "every": 30, "signals": ()}}, "every 20 updates; use a multiple of it"),
+        ({"checkpoint": {"directory": "x", "every": 40}}, "checkpoint.signals: they save within a round"),
+    ],
+)
+def test_what_would_save_or_compare_within_a_round_is_refused(keys: dict[str, Any], words: str) -> None:
+    from halfmesh.compat import check
+
+    config = halfmesh.load_config({"parallel": {"data": "diloco"}, **keys})
+    assert words in "\n".join(map(str, check(config, 4, "cpu")))
+
+
+def test_running_statistics_are_refused() -> None:
+    from halfmesh_plugin_example.diloco import DiLoCo
+
+    assert "0: diloco does not average running statistics" in next(
+        DiLoCo.find_problems(nn.Sequential(nn.BatchNorm1d(3)), None)
+    )
