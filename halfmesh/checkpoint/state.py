@@ -105,9 +105,11 @@ class ShardedState:
             to_load: the tensors of `weight_targets`, for their shapes.
 
         Raises:
-            InputError: some rank has state that cannot be saved; raised on all.
+            InputError: some rank has state that cannot be saved, or weights of its own; raised on all.
         """
         shards, groups = Shards(), list[dict[str, Any]]()
+        if not to_load and (diverged := self.parallel_model.data.diverged):
+            raise InputError(f"{what}: {diverged}")
 
         def describe_own() -> list[Part]:
             plain = dict[str, dict[str, Any]]()

@@ -233,7 +233,7 @@ class ForwardWrites(EngineHook):
         context, data = self._context, self._state.parallel_model.data
         held, found = dict(self._state.model.named_parameters()), set[str]()
         groups: dict[Any, set[str]] = {}
-        for name, param in held.items() if context.dims.grad_ranks > 1 else ():
+        for name, param in held.items() if context.dims.grad_ranks > 1 and not data.diverged else ():
             groups.setdefault(data.inputs.group_of(param), set()).add(name)
         values = norms(held.values() if groups else (), context.device)
         for group, same in groups.items():

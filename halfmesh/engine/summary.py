@@ -207,7 +207,7 @@ def _layout(
     text = ", ".join(layouts) or "every rank holds all of the model"
     text += parallel_model.data.text
     if context.dp_size > 1:
-        text += f", gradients averaged in {parallel.data.reduce_dtype}"
+        text += f", {parallel_model.data.exchange}"
     return {"layout": f"{mesh}; {text}", **rows}
 
 

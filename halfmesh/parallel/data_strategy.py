@@ -182,6 +182,16 @@ class DataStrategy:
             else f" ({asked} has nothing to shard over one data rank)"
         )
 
+    @property
+    def exchange(self) -> str:
+        """The end of that line: what data ranks send to each other."""
+        return f"gradients averaged in {self.inputs.options.reduce_dtype}"
+
+    @property
+    def diverged(self) -> str:
+        """Why the data ranks hold different weights now, on purpose, so that none can be saved; "" where they agree."""
+        return ""
+
     def follow(self) -> None:
         """See `Publisher`."""
 

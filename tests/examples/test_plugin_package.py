@@ -108,7 +108,7 @@ def test_installed_by_pip_it_works_and_its_own_tests_pass(tmp_path):
     assert "keepnorm fp16 x pipeline: keepnorm has not been tried with a pipeline; use mode='naive'" in done.stdout
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", source / "tests", path=[site], cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "16 passed" in done.stdout
+    assert "24 passed" in done.stdout
 
 
 def test_a_broken_package_is_named_where_it_is_used_and_breaks_nothing_else(tmp_path):

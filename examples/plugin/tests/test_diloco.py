@@ -20,7 +20,7 @@ UPDATES = 12
 OUTER = {"outer_lr": 0.6, "outer_momentum": 0.8}
 INNER: dict[int, Callable[..., torch.optim.Optimizer]] = {
     1: lambda params: torch.optim.SGD(params, lr=0.1),
-    3: lambda params: torch.optim.AdamW(params, lr=0.05),
+    4: lambda params: torch.optim.AdamW(params, lr=0.05),
 }
 """The inner optimizer by the length of a round."""
 
@@ -47,6 +47,9 @@ def train(rank: int, length: int, folder: Path) -> dict[str, torch.Tensor]:
         engine.step()
         same = len({str(weights) for weights in engine.context.everyone(model[0].weight.tolist())}) == 1
         assert same == ((update + 1) % length == 0), "they are equal after a round, and only then"
+        if not same:
+            with pytest.raises(halfmesh.InputError, match="full_state_dict: diloco's ranks have equal weights every 4"):
+                engine.full_state_dict()
     weights = engine.full_state_dict(rank0_only=False)
     engine.close()
     return weights
@@ -94,10 +97,14 @@ def test_parity(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        (
+            {"parallel": {"data": {"strategy": "diloco", "size": 1}, "tensor": 4}},
+            "on one data rank diloco would be 'repl",
+        ),
         ({"parallel": {"tensor": 2, "data": "diloco"}}, "parallel.tensor: diloco has not been tried with it"),
         ({"loss_reduction": "sum"}, "loss_reduction: diloco averages changes of weights"),
         ({"debug": "sync"}, "debug: under diloco ranks differ within a round"),
-        ({"checkpoint": {"directory": "x", "every": 30, "signals": ()}}, "every 20 updates; use a multiple of it"),
+        ({"checkpoint": {"directory": "x", "every": 30, "signals": ()}}, "every 20 updates; use a multiple"),
         ({"checkpoint": {"directory": "x", "every": 40}}, "checkpoint.signals: they save within a round"),
     ],
 )

@@ -1,11 +1,11 @@
 """A data strategy: DiLoCo (https://arxiv.org/abs/2311.08105), for data ranks that are far apart.
 
-Each data rank steps its own copy of the weights with its own gradients. Only every `inner_steps` updates, a round, do the
+Each data rank steps its own copy of the weights with its own gradients. Only every `inner_steps` updates, a round, the
 ranks meet: their changes are averaged, and an outer optimizer, SGD with Nesterov momentum, takes the average for its
 gradient. So they send 1 / `inner_steps` of what `replicate` sends.
 
-Within a round the ranks' weights differ, and what is saved or evaluated then is of none of them: do both after a round.
-A checkpoint has the outer momentum, and the inner optimizer's state of one rank; a resumed run goes on with that on all.
+Within a round the ranks' weights differ: saves are refused, and an evaluation is of each rank's own. A checkpoint has
+the outer momentum, and of the inner optimizers' states one; all ranks of a resumed run go on with that.
 """
 
 from __future__ import annotations
@@ -64,9 +64,17 @@ class DiLoCo(DataStrategy):
             yield "debug", "under diloco ranks differ within a round; remove it"
         saves, length = config.checkpoint, config.parallel.data.inner_steps
         if saves is not None and saves.every is not None and saves.every % length:
-            yield "checkpoint.every", f"diloco's ranks have equal weights every {length} updates; use a multiple of it"
+            yield "checkpoint.every", f"diloco's ranks have equal weights every {length} updates; use a multiple"
         if saves is not None and saves.signals:
             yield "checkpoint.signals", "they save within a round, where diloco's ranks differ; use ()"
+
+    @staticmethod
+    def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
+        if data_ranks == 1:
+            yield (
+                "parallel.data.strategy",
+                "on one data rank diloco would be 'replicate', without outer steps",
+            )
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
@@ -80,8 +88,13 @@ class DiLoCo(DataStrategy):
         return CompleteGradients([])  # a rank's own gradients are complete
 
     @property
-    def text(self) -> str:
-        return f" (its own, averaged every {self.inputs.options.inner_steps} updates)"
+    def exchange(self) -> str:
+        return f"weights averaged every {self.inputs.options.inner_steps} updates"
+
+    @property
+    def diverged(self) -> str:
+        length = self.inputs.options.inner_steps
+        return f"diloco's ranks have equal weights every {length} updates; call it then" if self._steps else ""
 
     # -- the publisher -----------------------------------------------------------------------------------------
 
