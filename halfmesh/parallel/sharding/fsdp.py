@@ -215,12 +215,12 @@ class FSDP(DataStrategy):
         given = {now[slot]: casts[param] for slot, param in self.slots.items() if param in casts}
         fits = {weight: cast for weight, cast in given.items() if len(weight) % _place(weight)[1] == 0}
         count = len(fits)
-        for unit in self.units:
-            mine = {weight: fits.pop(weight) for weight in unit.parameters() if weight in fits}
-            if mine:
-                gather = CastGather(list(mine), list(mine.values()))
-                gather.attach()
-                self.inputs.model.register_forward_pre_hook(gather.attach, prepend=True)
+        # With a root all scales of a mesh are computed as it begins; else those of each unit as it does.
+        for unit in self.units if self.inputs.not_called is not None else self.units[-1:]:
+            mine = [weight for weight in unit.parameters() if weight in fits]
+            for mesh in dict.fromkeys(weight.device_mesh for weight in mine):
+                some = {weight: fits.pop(weight) for weight in mine if weight.device_mesh == mesh}
+                unit.register_forward_pre_hook(CastGather(list(some), list(some.values())).attach, prepend=True)
         return count
 
     def _free_originals(self, unit: nn.Module) -> None:

@@ -171,26 +171,32 @@ def watch_grads(
 
 
 class CastGather:
-    """Casts weights of one unit before FSDP2 gathers them, which it does together and in the same order each time.
+    """Casts weights before FSDP2 gathers them. Their scales come from one all-reduce, at the first gather after
+    `is_stale` was set; FSDP2 gathers in the same order each time, and on all ranks.
 
     FSDP2 calls a shard's `fsdp_pre_all_gather` for the tensor to send, and its `fsdp_post_all_gather` for the parameter
     that the model computes with. They are attributes here: a subclass of torch.Tensor would be seen by optimizers and
     checkpoints, too.
 
     Args:
-        weights: DTensors of which every rank holds the same number of rows.
+        weights: DTensors of one mesh, of which every rank holds the same number of rows.
         casts: one for each, see `StrategyInputs`.
+
+    Attributes:
+        is_stale: the weights may have changed. A write of the user cannot be detected, so each forward sets this.
     """
 
     def __init__(self, weights: Sequence[Any], casts: Sequence[Any]) -> None:
         self._weights = weights
         self._casts = casts
         self._scales: list[Any] = [None] * len(weights)
-        self._first: int | None = None
         self._largest = torch.empty(0)
+        self.attach()
 
     def attach(self, *_: Any) -> None:
-        """Set the shards' attributes: again after `model.to(device)`, even to the same one, which replaces them."""
+        """Before a forward. Set the shards' attributes: again after `model.to(device)`, even to the same one, which
+        replaces them."""
+        self.is_stale = True
         for index, weight in enumerate(self._weights):
             shard = weight._local_tensor
             if not hasattr(shard, "fsdp_pre_all_gather"):
@@ -202,9 +208,8 @@ class CastGather:
     ) -> tuple[tuple[torch.Tensor], None]:
         shards = [weight._local_tensor for weight in self._weights]
         dtype = policy.param_dtype or shards[index].dtype
-        if self._first in (None, index):
-            self._first = index
-            # One all-reduce for all, each time: a write of the user into a weight cannot be detected.
+        if self.is_stale:
+            self.is_stale = False
             self._largest = torch.stack([torch.linalg.vector_norm(shard, torch.inf) for shard in shards])
             dist.all_reduce(self._largest, dist.ReduceOp.MAX, mesh.get_group())
         data, scale = self._casts[index].pack(shards[index].to(dtype), self._largest[index].to(dtype))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -177,6 +178,63 @@ def test_bytes_that_are_gathered(ranks, options, recipe, expected, count):
             assert found >= 4 * (FLOAT8 + REST)
         else:
             assert found == expected
+
+
+def count_scales(rank, world_size, config):
+    """How often ranks exchange largest numbers: in two updates, and in an evaluation."""
+    engine = make_engine({"data": FSDP}, **config)
+    train(engine)
+    counts, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
+        counts[-1] += op == dist.ReduceOp.MAX
+        return all_reduce(tensor, op, *args, **kwargs)
+
+    ids, y = here(torch.zeros(4, dtype=torch.long)), here(torch.zeros(4, dtype=torch.long))
+    dist.all_reduce = counted
+    try:
+        for _ in range(2):
+            counts.append(0)
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(ids), y))
+            engine.step()
+        counts.append(0)
+        with torch.no_grad():
+            engine.eval()(ids)
+    finally:
+        dist.all_reduce = all_reduce
+    return counts
+
+
+@pytest.mark.parametrize("config", [{}, {"activation_checkpoint": "full"}], ids=str)
+def test_all_scales_come_from_one_all_reduce(config):
+    """For each forward, and none in backward, which gathers again."""
+    assert run_ranks(count_scales, 2, config) == [[1, 1, 1]] * 2
+
+
+def write(rank, world_size):
+    """By what torch does not count."""
+    engine = make_engine({"data": FSDP})
+    train(engine)
+    with torch.no_grad():
+        for param in engine.model.parameters():
+            getattr(param, "_local_tensor", param).data.mul_(64)
+        return engine.eval()(here(torch.arange(4)))
+
+
+def write_alone(rank, world_size):
+    engine = make_engine({})
+    train(engine)
+    with torch.no_grad():
+        for param in engine.model.parameters():
+            param.data.mul_(64)
+        return engine.eval()(here(torch.arange(4)))
+
+
+def test_scales_follow_what_is_written():
+    (alone,) = run_ranks(write_alone, 1)
+    for output in run_ranks(write, 2):
+        assert torch.equal(output, alone)
 
 
 def save(rank, world_size, path):
