@@ -244,14 +244,16 @@ def data_config(strategy: object) -> type[DataConfig]:
         ValueError: a package's strategy cannot be imported.
     """
     try:
-        return _data_with(DATA_STRATEGIES.get(strategy).options if strategy in DATA_STRATEGIES else Options)
+        known = isinstance(strategy, str) and strategy in DATA_STRATEGIES
+        return _data_with(DATA_STRATEGIES.get(str(strategy)).options if known else Options)
     except RegistryError as error:
         raise ValueError(str(error)) from error
 
 
 @cache
 def _data_with(own: type[Options]) -> type[DataConfig]:
-    return DataConfig if own is Options else create_model("DataConfig", __base__=(own, DataConfig))
+    bases: Any = (own, DataConfig)
+    return DataConfig if own is Options else create_model("DataConfig", __base__=bases)
 
 
 def _read_data(keys: Mapping[str, Any]) -> DataConfig:

@@ -46,7 +46,8 @@ def train(config: dict[str, Any], folder: Path | None = None) -> tuple[dict[str,
     held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
     numbers = [param.numel() for param in make().parameters()]
     shares = {"next": (sum(numbers[::2]), sum(numbers[1::2])), "lightest": (numbers[0], sum(numbers[1:]))}
-    assert held == (sum(numbers) if size == 1 else shares[engine.config.parallel.data.owner][rank])
+    options: Any = engine.config.parallel.data
+    assert held == (sum(numbers) if size == 1 else shares[options.owner][rank])
     full = engine.full_state_dict(optimizer=True, rank0_only=False)
     engine.close()
     return full["model"], full["optimizer"]["state"]
