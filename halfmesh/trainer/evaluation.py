@@ -20,6 +20,7 @@ from ..engine.pipeline_handles import Handle
 from ..errors import InputError
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
+from .gather import gather_tensors
 
 _VALUES = (str, int, float, np.generic, np.ndarray)
 """What an output holds besides tensors."""
@@ -123,7 +124,7 @@ def predict(engine: Engine, dataloader: Any) -> Any:
             output = _call(engine, batch)
             if context.counts_outputs:
                 mine.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
-    everyone = context.everyone((context.dp_rank, mine) if mine else None)
+    everyone = gather_tensors((context.dp_rank, mine) if mine else None, context)
     by_rank = dict(given for given in everyone if given is not None)
     if context.dp_size > 1 and loader.loader.splits_samples:
         by_rank = {rank: [row for output in theirs for row in _rows(output)] for rank, theirs in by_rank.items()}

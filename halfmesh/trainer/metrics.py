@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..parallel.comm import broadcast_object
+from .gather import gather_tensors
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -87,15 +89,16 @@ class MetricHook(Hook):
         mine = None
         if context.counts_outputs:  # other ranks have no outputs, or the same ones
             mine = {name: _state_of(metric) for name, metric in self._metrics.items()}
-        everyone = [states for states in context.everyone(mine) if states is not None]
+        everyone = gather_tensors(mine, context)
+        having = [rank for rank, states in enumerate(everyone) if states and None not in states.values()]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            filled = [state for states in everyone if (state := states[name]) is not None]
-            # A rank without a batch has no usable state; it takes the values of a rank that has one.
+            filled = [everyone[rank][name] for rank in having]
             if metric.update_count or not filled:
                 values |= dict(_flat(prefix + name, _computed(metric, filled)))
             metric.reset()
-        return max(context.everyone(values), key=len)
+        # A rank without a batch has no usable state.
+        return broadcast_object(values, having[0], context.device) if having and context.size > 1 else values
 
 
 def _state_of(metric: Any) -> list[torch.Tensor] | None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..config.composition import Setup
@@ -187,8 +188,8 @@ class ThroughputHook(Hook):
     def _per_sample(self, trainer: Trainer, rows: int) -> float | None:
         """The mean over all samples of the batch, on all ranks. None if there are none."""
         context = trainer.engine.context
-        everyone = context.everyone((self._counter.get_total_flops(), rows if context.counts_outputs else 0))
-        flops, rows = map(sum, zip(*everyone, strict=True))
+        counts = torch.tensor([self._counter.get_total_flops(), rows if context.counts_outputs else 0])
+        flops, rows = context.all_reduce(counts.to(context.device)).tolist()
         if not rows:
             _log.warning("model FLOP/s are not measured: the second batch has no rows (Outcome.rows)")
         return flops / rows if rows else None
@@ -214,4 +215,7 @@ class MemoryHook(Hook):
         else:
             # Linux counts KiB, macOS bytes.
             mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {"memory_mib": max(context.everyone(mine)) / 2**20}
+        most = torch.tensor(mine, device=context.device)
+        if context.size > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return {"memory_mib": most.item() / 2**20}
