@@ -123,8 +123,8 @@ class Engine:
         if self._criterion.function is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
         try:
-            with self._parallel.scope():
-                return self._executor.criterion(self._criterion.function, *args, **kwargs)
+            function, args, kwargs = self._parallel.criterion_call(self._criterion.function, args, kwargs)
+            return self._executor.criterion(function, *args, **kwargs)
         except RuntimeError as error:
             self._explain(error)
             raise
@@ -144,6 +144,8 @@ class Engine:
         self._refuse_if_closed()
         for told in self._hooks.calls["before_backward"]:
             told(loss)
+        for check in self._parallel.loss_checks:
+            check(loss)
         loader = self._dataloader
         is_last_batch = loader is not None and loader.at_end
         try:
@@ -152,7 +154,7 @@ class Engine:
         except RuntimeError as error:
             self._explain(error)
             raise
-        for told in (*self._parallel.loss_checks, *self._hooks.calls["after_backward"]):
+        for told in self._hooks.calls["after_backward"]:
             told(loss)
         if loader is not None:
             loader.note_training()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -23,17 +23,20 @@ from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
 from ..parallel.batch_shard.calls import SplitBatch
+from ..parallel.context.axis import ContextParallel
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.deferred.creation import Materializer
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import SameCalls
 from ..parallel.reducer import ReduceOptions, Reduction
 from ..parallel.registries import AXES
-from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed
+from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state
 from ..parallel.shard_spec import Placement, whole
 from ..parallel.trial import find_optimizer_problem
 from ..utils.param_shard import ParamShard
+from ..utils.tensors import leaves_of
 from . import compilation
+from .pipeline_handles import PipelineOutput
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -166,6 +169,7 @@ class ParallelModel:
         self.late = late
         self._config = config
         self._context = context
+        self._linear: Any = None  # products of linear layers in another dtype
         self.compiled: list[nn.Module] = []
         self.data: DataStrategy
         self.checkpointed: list[Checkpointed] = []
@@ -194,9 +198,15 @@ class ParallelModel:
         if len(splitting) > 1:
             raise InputError(f"parallel.{' and parallel.'.join(splitting)} both shard batches; leave one of them out")
         self._split_batch = split = next(iter(splitting.values()), None)
-        self.loss_checks: list[Callable[[Any], None]] = [] if split is None else [split.check_loss]
-        self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext if split is None else lambda: split.mode
-        """The scope of criterion and backward."""
+        context_axis = self.axes.get("context")
+        self.sequences = context_axis if isinstance(context_axis, ContextParallel) else None
+        """The axis whose ranks share sequences."""
+        whole: Any = split or self.sequences
+        self.loss_checks: list[Callable[[Any], None]] = [] if whole is None else [whole.check_loss]
+        self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext if whole is None else lambda: whole.mode
+        """The scope of backward."""
+        if self.sequences is not None:
+            self.sequences.is_weighted = config.loss_reduction == "weighted"
 
     def make_shards(
         self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
@@ -205,6 +215,7 @@ class ParallelModel:
         `optimizer` holds afterwards; each with weight 1 / (number of ranks that hold the same numbers).
         """
         context, late, plans = self._context, self.late, self.plans
+        self._linear = recipe.linear
         if late is not None:
             late.cuts = {p: cut for axis in self.axes.values() for p, cut in axis.cuts.items()}
         inputs = StrategyInputs(
@@ -282,8 +293,56 @@ class ParallelModel:
 
     def full_call(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A function that returns the output of the full model; `forward` computes this rank's share of it."""
+        split, axis = self._split_batch, self.sequences
+        if axis is None:
+            return forward if split is None else lambda *args, **kwargs: split.call(model, forward, args, kwargs)
+        axis.trial_scope = self._trial_scope(model)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output, sequences = axis.call(model, forward, args, kwargs)
+            if isinstance(output, PipelineOutput):
+                output.sequences = sequences
+            return output
+
+        return call
+
+    def _trial_scope(self, model: nn.Module) -> Callable[[], AbstractContextManager[Callable[[], bool]]]:
+        """See `ContextParallel.trial_scope`."""
+        generators: list[Any] = [self.host_random] if self.random is None else [self.random, self.host_random]
+
+        @contextmanager
+        def scope() -> Iterator[Callable[[], bool]]:
+            before = [generator.state for generator in generators]
+            if self._linear is not None:
+                self._linear.remove(model)  # the trial restores the modules' attributes
+            try:
+                yield lambda: any(
+                    then is not None and not same_state(then, generator.state)
+                    for then, generator in zip(before, generators, strict=True)
+                )
+            finally:
+                for generator, then in zip(generators, before, strict=True):
+                    generator.state = then
+
+        return scope
+
+    def criterion_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+        """The criterion and its arguments for what this rank has of a batch."""
         split = self._split_batch
-        return forward if split is None else lambda *args, **kwargs: split.call(model, forward, args, kwargs)
+        if split is not None:
+
+            def scoped(*args: Any, **kwargs: Any) -> Any:
+                with split.mode:
+                    return function(*args, **kwargs)
+
+            return scoped, args, kwargs
+        if self.sequences is None:
+            return function, args, kwargs
+        waiting = (handle for handle in leaves_of((args, kwargs), PipelineOutput) if not handle.is_ready)
+        handle = next(waiting, None)
+        return self.sequences.criterion_call(function, args, kwargs, None if handle is None else handle.sequences)
 
     def settle(self) -> None:
         """Reset the axes: a forward or backward may have ended early."""

@@ -82,6 +82,7 @@ class PipelineExecutor:
         self._scope = partial(random_numbers, parallel_model, model)
         self._group = context.group("pp")
         self._same = parallel_model.same
+        self._sequences = parallel_model.sequences
         self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
         self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._most_rows = 0  # of a microbatch so far
@@ -313,6 +314,8 @@ class PipelineExecutor:
         compares, reduction = forward.full is not None, self._accumulation.reduction
         if self._pipeline.has_last:
             figures = last.figures(self._context.device)
+            if self._sequences is not None:
+                figures[:2] = self._sequences.average(figures[:2])
         else:
             figures = torch.empty(3 if compares else 2, dtype=torch.float64, device=self._context.device)
         works = self._broadcast(figures)

@@ -67,6 +67,8 @@ class PipelineOutput(Handle):
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
+        self.sequences: Any = None
+        """The sequences of which this rank has some tokens, if it does not have all."""
         self.was_used = False
 
     def drop(self) -> None:

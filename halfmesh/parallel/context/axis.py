@@ -2,57 +2,297 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ...errors import shorten
+from ...errors import InputError, did_you_mean, shorten
 from ...options import Names, Options, PositiveInt
-from ...utils.tensors import parameter_names
+from ...utils.tensors import map_named, map_tensors, parameter_names, position_names, tensors_of
 from ...utils.torch_private import RUNNING_STATISTICS
-from ..axis import Axis, AxisInputs, PlanInputs
-from ..batch_shard.calls import SplitBatch
-from ..batch_shard.shard import TOKENS, BatchShard
-from ..models.transformers import find_context_problem, whole_sequence_arguments
-from .attention import attend, attend_in_layer
+from .. import collectives
+from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
+from ..models.transformers import find_context_problem, whole_sequence_arguments, without_cache
+from ..rank_checks import SameCalls
+from .attention import attend
+from .loss import LOSS, TokensMode, is_made_otherwise, mark, mark_of, signature, trace
+from .sequences import Sequences
+from .trial import ModelTrial, Run, try_criterion
 
 
-def _attend(shard: BatchShard, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return attend(shard.group, *args, **kwargs)
+_ADVICE = (
+    "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken from "
+    "the argument position_ids (or positions, or the one that parallel.context.positions names; pass it if they do not "
+    "count from 0): no convolution, mean or shift along the sequence, no arange(length). Each output has to be "
+    "[batch, sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets of "
+    "whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
+)
+_SHIFT = (
+    "engine.criterion takes what engine(...) returned, all of this rank's tokens, and targets [batch, sequence, ...] of "
+    "whole sequences; compute within the criterion what you need of them. Shift the targets of whole sequences, before "
+    "the call: target = F.pad(ids, (0, 1), value=-100)[:, 1:]"
+)
+_IN_ORDER = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone", "Mul", "Div")}
+_VIEWS = _IN_ORDER | {f"{name}Backward0" for name in ("Transpose", "Permute", "T", "Slice", "Select", "Squeeze")}
+"""What may be done with outputs before they are given to the criterion; with those in order also if targets are flat."""
 
 
-class ContextParallel(SplitBatch):
-    """A model that each rank calls with its tokens of every sequence. It holds all parameters."""
+class ContextParallel(AppliedAxis):
+    """A model that each rank calls with its tokens of every sequence. It holds all parameters.
 
-    key = "context"
-    sharded_dim = TOKENS
-    advice = (
-        "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken "
-        "from the argument position_ids (or positions; pass it if they do not count from 0): no convolution, mean or "
-        "shift along the sequence, no arange(length). Shift targets of whole sequences before the call: "
-        "F.pad(ids, (0, 1), value=-100)[:, 1:]"
-    )
-    functions = MappingProxyType(
-        {F.scaled_dot_product_attention: _attend, F.multi_head_attention_forward: attend_in_layer}
-    )
+    The ranks' losses are made such that their mean, and the mean of their gradients, are those of whole sequences.
+
+    Attributes:
+        mode: the scope of backward, which may compute activations again.
+        is_weighted: the criterion returns (sum, weight).
+        trial_scope: the scope of a trial: nothing draws from the engine's random numbers, and products are not in
+            float8. It gives a function that returns True if something did draw.
+    """
+
+    is_weighted = False
 
     def __init__(self, inputs: AxisInputs) -> None:
-        super().__init__(inputs, ContextParallelism.dim)
-        self._positions, self.non_split = inputs.plan
-        self._device = inputs.context.device
+        super().__init__(inputs.context, ContextParallelism.dim)
+        self._context, self._group = inputs.context, inputs.context.group(self.dim)
+        self._positions, self._non_split = inputs.plan
+        self._names = parameter_names(inputs.model)
+        self._calls = SameCalls(self._group, "context group")
+        self._attend = partial(attend, self._group)
+        self.mode = TokensMode(self._attend, self.average)
+        self.trial_scope: Callable[[], AbstractContextManager[Callable[[], bool]]]
+        self._adds: dict[Any, list[bool]] = {}  # of each kind of call, for the losses in the outputs
+        self._criteria: dict[tuple[str, ...], list[bool | None]] = {}  # by what it computes
+        self._made: dict[Any, set[tuple[str, ...]]] = {}  # by which operations
+        self._losses: set[tuple[str, ...]] = set()  # given to backward
+        self._is_tried = True
 
-    def prepare(self, model: nn.Module, given: dict[str, Any], shard: BatchShard) -> dict[str, Any]:
-        given = whole_sequence_arguments(model, given)
-        if given.get(self._positions) is None:
-            given[self._positions] = torch.arange(shard.full_size, device=self._device).expand(shard.rows, -1)
-        return given
+    def skip_trial(self) -> None:
+        self._is_tried = False
+
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks; the gradient is each rank's."""
+        return collectives.average(value, self._group)
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def call(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Sequences | None]:
+        """`forward` with this rank's tokens of the arguments, which are the same on all ranks of the group.
+
+        In training it returns this rank's outputs, for the criterion, and whose they are; else all of them. Losses in
+        the outputs are those of whole sequences.
+        """
+        self._calls.compare_inputs(model.training, args, kwargs)
+        given = dict(zip(position_names(self._names, len(args)), args, strict=True)) | dict(kwargs)
+
+        def run(given: Mapping[str, Any]) -> Any:
+            values = list(given.values())
+            return forward(*values[: len(args)], **dict(list(given.items())[len(args) :]))
+
+        trains = model.training and torch.is_grad_enabled()
+        given = without_cache(model, given)
+        sequences = self._sequences_of(given, must_be_even=trains)
+        if sequences is None:
+            return run(given), None  # each rank computes all tokens
+        own = self._cut(self._prepare(model, given, sequences), sequences)
+        kind: Any = (model.training, *sorted(name for name, value in given.items() if value is not None))
+        if kind not in self._adds:
+            self._adds[kind] = self._try_out(model, run, given, sequences)
+        with self.mode:
+            output = run(own)
+        losses = [tensor for tensor in tensors_of(output) if _is_number(tensor)]
+        if losses and trains:
+            made = signature(losses, (tensor for tensor in tensors_of(output) if tensor.dim()))
+            known = self._made.setdefault(kind, {made})
+            if made not in known:  # a term has set in
+                self._adds[kind] = self._try_out(model, run, given, sequences)
+                known.add(made)
+        output = self._complete(output, self._adds[kind])
+        if not trains:
+            return map_tensors(sequences.join_if_own, output), None
+        for tensor in tensors_of(output):
+            if tensor.dim():
+                mark(tensor, sequences)
+        return output, sequences
+
+    def _sequences_of(self, given: Mapping[str, Any], must_be_even: bool) -> Sequences | None:
+        """The sequences of a call, by the first argument that is sharded; None if the ranks do not divide them.
+
+        Raises:
+            InputError: they have to be sharded, and cannot be.
+        """
+        split = {name: value for name, value in given.items() if name not in self._non_split}
+        shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > 1), None)
+        if shape is None:
+            raise InputError("engine(...) was given no tensor [batch, sequence, ...], which parallel.context shards")
+        rows, length = shape[:2]
+        if length % self.size == 0:
+            return Sequences(self._group, rows, length)
+        if not must_be_even:
+            return None
+        raise InputError(
+            f"a sequence of {length} tokens cannot be sharded over context={self.size} ranks: {self.size} does not "
+            f"divide it; pad it to {-(-length // self.size) * self.size}, with targets that the loss ignores"
+        )
+
+    def _prepare(self, model: nn.Module, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
+        """The arguments by name, with further ones that the model needs for a part of its tokens."""
+        new = whole_sequence_arguments(model, dict(given))
+        if self._positions is not None and new.get(self._positions) is None:
+            places = torch.arange(sequences.length, device=self._context.device)
+            new[self._positions] = places.expand(sequences.rows, -1)
+        return new
+
+    def _cut(self, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
+        whole = self._non_split
+        return {n: v if n in whole else map_tensors(sequences.cut_if_whole, v) for n, v in given.items()}
+
+    def _try_out(self, model: nn.Module, run: Run, given: Mapping[str, Any], sequences: Sequences) -> list[bool]:
+        if not self._is_tried:
+            return []
+        prepare = partial(self._prepare, model)
+        trial = ModelTrial(model, run, prepare, self._cut, self.trial_scope, self._attend, self.average, self._context)
+        return trial.compare(given, sequences, self._non_split, _ADVICE)
+
+    def _complete(self, tree: Any, adds: Iterable[bool | None], is_deferred: bool = False) -> Any:
+        """`tree` with numbers of whole sequences, of those of this rank's tokens.
+
+        Args:
+            adds: for each of them, True if the ranks' numbers add up; None: it stays this rank's.
+            is_deferred: their mean over the ranks is taken later.
+        """
+        rest = chain(adds, repeat(False))
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            if not _is_number(tensor) or (adds := next(rest)) is None:
+                return tensor
+            tensor = tensor * self.size if adds else tensor
+            if is_deferred:
+                return tensor
+            tensor = self.average(tensor)
+            mark(tensor, LOSS)
+            return tensor
+
+        return map_tensors(whole, tree)
+
+    # -- the criterion ---------------------------------------------------------------------------------------------
+
+    def criterion_call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        deferred: Sequences | None = None,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+        """The criterion and its arguments, for this rank's tokens, if among them are outputs of these.
+
+        Args:
+            deferred: whose outputs they will be, if a pipeline has not computed them yet.
+
+        Raises:
+            InputError: outputs or targets are not in the order of the tokens.
+        """
+        sequences, in_order = deferred, False
+        own = {id(t) for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
+        for tensor in (t for t in tensors_of((args, kwargs)) if id(t) in own):
+            nodes, ends = trace([tensor], mark_of)
+            marks = [made for made in map(mark_of, ends) if made is not LOSS]
+            if not marks:
+                continue
+            if sequences is not None and any(made != sequences for made in marks):
+                raise InputError("parallel.context: the criterion got outputs of calls with other lengths; pad them")
+            sequences, names = marks[0], {node.name() for node in nodes}
+            is_flat = tensor.shape[0] == sequences.rows * sequences.own
+            if not names <= _VIEWS or not (is_flat or sequences.own in tensor.shape[1:]):
+                raise InputError(f"parallel.context: an output of shape {list(tensor.shape)} was changed. {_SHIFT}")
+            in_order |= is_flat and sequences.own not in tensor.shape[1:] and names <= _IN_ORDER
+        if sequences is None:
+            return function, args, kwargs  # in evaluation: all tokens
+
+        def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in own or name.partition(".")[0] in self._non_split:
+                return tensor
+            targets.append(tensor)
+            if tensor.dim() != 1 or len(tensor) != sequences.rows * sequences.length or sequences.own == 0:
+                return sequences.cut_if_whole(tensor)
+            if not in_order:
+                raise InputError(f"parallel.context: {len(tensor)} targets without a dim of tokens. {_SHIFT}")
+            return sequences.cut(tensor.view(sequences.rows, -1)).flatten()
+
+        targets: list[torch.Tensor] = []
+        names = position_names(parameter_names(function), len(args))
+        args = tuple(map_named(cut, value, name) for name, value in zip(names, args, strict=True))
+        kwargs = {name: map_named(cut, value, name) for name, value in kwargs.items()}
+        self._calls.compare_inputs(True, targets, {}, of="targets")
+        return partial(self._whole_loss, function, sequences.own, deferred is not None), args, kwargs
+
+    def _whole_loss(self, function: Callable[..., Any], own: int, is_deferred: bool, /, *args: Any, **kw: Any) -> Any:
+        """The criterion's value for whole sequences, from this rank's tokens. See `_complete`."""
+
+        def compute(*args: Any, **kw: Any) -> Any:
+            value = function(*args, **kw)
+            if self.is_weighted and isinstance(value, (tuple, list)) and len(value) == 2:
+                total, weight = value
+                return total, torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
+            return value
+
+        def numbers(value: Any) -> list[torch.Tensor]:
+            return [tensor for tensor in tensors_of(value) if _is_number(tensor)]
+
+        with self.mode:
+            value = compute(*args, **kw)
+        outputs = tensors_of((args, kw))
+        made = signature(numbers(value), outputs)
+        if made not in self._criteria and self._is_tried:
+            found = try_criterion(compute, (args, kw), own, numbers)
+            is_loss = (number.requires_grad or self.is_weighted for number in numbers(value))
+            nodes, ends = trace(numbers(value), {tensor.grad_fn for tensor in outputs}.__contains__, 256)
+            if any(adds is None and needed for adds, needed in zip(found, is_loss, strict=True)) or is_made_otherwise(
+                nodes, ends
+            ):
+                raise InputError(
+                    "with parallel.context the criterion has to be a mean over tokens, or a sum, which each rank "
+                    "computes of its own; tried with a few tokens, it is neither. A mean over some of them only has to "
+                    "be F.cross_entropy(..., ignore_index=i), or (sum, weight) with loss_reduction='weighted'; what "
+                    "compares tokens or uses what the model keeps has to be left out, or context"
+                )
+            self._criteria[made] = found
+        return self._complete(value, self._criteria.get(made, ()), is_deferred)
+
+    def check_loss(self, loss: Any) -> None:
+        """Before its backward.
+
+        Raises:
+            InputError: `loss` was not made of those that the criterion or the model returned.
+        """
+        total = loss[0] if isinstance(loss, (tuple, list)) and loss else loss
+        if not isinstance(total, torch.Tensor):
+            return
+        nodes, ends = trace([total], mark_of)
+        made = tuple(node.name() for node in nodes)
+        is_right = all(mark_of(end) is LOSS for end in ends)
+        if is_right and made not in self._losses:
+            self._losses.add(made)
+            is_right = not is_made_otherwise(nodes, ends) if ends else self._calls.are_same(total, "losses")
+        if not is_right:
+            raise InputError(
+                "with parallel.context the loss was computed from outputs of engine(...), or from what the model keeps, "
+                "which are of this rank's tokens only: compute the loss in the model or in engine.criterion; what is "
+                "added to it has to be the same on all ranks, as a penalty on weights is"
+            )
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         return {"layout": f"1/{self.size} of the tokens of each sequence"}
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.is_floating_point()
 
 
 _POSITIONS = ("position_ids", "positions")
@@ -64,6 +304,8 @@ class ContextOptions(Options):
 
     size: PositiveInt = 1
     """The number of ranks over which each sequence is sharded."""
+    positions: str | None = None
+    """The model's argument that takes the position of each token; by default position_ids or positions, if it has one."""
     non_split: Names = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "attn_mask", "mask")
     """Arguments of the model that every rank gets unsharded: masks, which attention needs for all tokens."""
 
@@ -86,7 +328,7 @@ class ContextParallelism(Axis):
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
-        """The name of the argument that takes positions, and those that every rank gets unsharded."""
+        """The name of the argument that takes positions (None: there is none), and those that every rank gets unsharded."""
         model, names = inputs.model, parameter_names(inputs.model)
         problems = []
         if mixing := [name for name, module in model.named_modules() if isinstance(module, _MIXES_TOKENS)]:
@@ -96,11 +338,13 @@ class ContextParallelism(Axis):
             )
         if problem := find_context_problem(model):
             problems.append(f"parallel.context: {problem}")
-        positions = next((name for name in _POSITIONS if name in names), None)
+        positions = inputs.options.positions
         if positions is None:
+            positions = next((name for name in _POSITIONS if name in names), None)
+        elif positions not in names and "**kwargs" not in names:
             problems.append(
-                f"parallel.context: {type(model).__name__}.forward has no argument position_ids, so each rank would "
-                "count its tokens from 0; add one (int64 [batch, sequence]) for its embeddings; halfmesh passes it"
+                f"parallel.context.positions: {type(model).__name__}.forward has no argument {positions!r}"
+                f"{did_you_mean(positions, names)}"
             )
         return (positions, inputs.options.non_split), problems
 

@@ -200,6 +200,22 @@ def find_context_problem(model: nn.Module) -> str | None:
     return None
 
 
+def without_cache(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, such that a model which keeps keys and values by default does not.
+
+    Raises:
+        InputError: they were asked for.
+    """
+    if asked := [name for name in ("past_key_values", "use_cache") if given.get(name)]:
+        raise InputError(
+            f"{asked[0]}: with parallel.context each rank has keys and values of its own tokens, so that decoding with "
+            "a cache would be wrong; leave it out, or decode with the model of engine.full_state_dict()"
+        )
+    config: Any = getattr(model, "config", None)
+    keeps = _is_transformers(model) and bool(getattr(config.get_text_config(), "use_cache", False))
+    return given | {"use_cache": False} if keeps else given
+
+
 def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, prepared as a Hugging Face model would do itself: labels are shifted, masks of
     padding, joined sequences or windows become those of all pairs of tokens, and positions are counted without padding.
@@ -208,7 +224,7 @@ def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any
         return given
     labels, mask, positions = given.get("labels"), given.get("attention_mask"), given.get("position_ids")
     if labels is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss":
-        given.setdefault("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
+        given.setdefault("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous())
     ids = given.get("input_ids")
     kinds = _layer_kinds(model.config.get_text_config())
     is_made_before = mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2)

@@ -1,0 +1,137 @@
+"""Losses of this rank's tokens: targets are counted over all ranks, and the graph shows what a loss was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ...utils.torch_private import BACKWARD, without_override
+from .attention import attend_in_layer
+
+_CALL_OTHERS = BACKWARD | {F.multi_head_attention_forward}
+"""Functions that call some of the replaced ones; backward does if it recomputes activations."""
+COUNTING = (F.cross_entropy, F.nll_loss)
+"""torch's losses whose mean is over the targets that count."""
+
+_Attend = Callable[..., torch.Tensor]
+_Average = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TokensMode(TorchFunctionMode):
+    """A scope in which torch's attention and means over targets are those of whole sequences. It keeps nothing of a
+    call, so that backward, which may recompute activations, need not follow the forward.
+
+    Args:
+        attend: called with torch's scaled_dot_product_attention and its arguments.
+        average: the mean over the ranks of a number of targets.
+    """
+
+    def __init__(self, attend: _Attend, average: _Average) -> None:
+        super().__init__()
+        self._attend, self._average = attend, average
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CALL_OTHERS:
+            is_attention = func is F.multi_head_attention_forward
+            with self:
+                return attend_in_layer(func, *args, **kwargs) if is_attention else without_override(func)(*args, **kwargs)
+        if any(issubclass(kind, torch.fx.Proxy) for kind in types):
+            return func(*args, **kwargs)  # a pipeline traces the model
+        if func is F.scaled_dot_product_attention:
+            return self._attend(func, *args, **kwargs)
+        if func in COUNTING:
+            return _mean_over_targets(self._average, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _mean_over_targets(
+    average: _Average,
+    loss: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    reduction: str,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`loss`, which is torch's cross_entropy or nll_loss. A mean is divided by the mean of the ranks' counts of targets:
+    the mean over the ranks of these losses is the loss of whole sequences."""
+    if size_average is not None or reduce is not None:  # deprecated
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    if reduction != "mean" or target.is_floating_point():
+        return loss(input, target, reduction=reduction, **options)
+    losses = loss(input, target, reduction="none", **options)
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+    counted, weight = target != options["ignore_index"], options["weight"]
+    count = counted.sum(dtype=total.dtype) if weight is None else weight[target[counted]].sum(dtype=total.dtype)
+    return (total / average(count)).to(losses.dtype)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+_Node = torch.autograd.graph.Node
+_MARK = "halfmesh.context"
+LOSS = "loss"
+"""The mark of a loss of whole sequences; an output's is its `Sequences`."""
+
+
+def mark(tensor: torch.Tensor, what: Any) -> None:
+    """Note in the graph what `tensor` is."""
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.metadata[_MARK] = what
+
+
+def mark_of(node: _Node) -> Any:
+    """The mark of the tensor that `node` has made; None if it has none."""
+    return node.metadata.get(_MARK)
+
+
+def trace(
+    tensors: Iterable[torch.Tensor], is_end: Callable[[_Node], Any], most: int | None = None
+) -> tuple[list[_Node], list[_Node]]:
+    """The nodes of the graph from `tensors` to where it ends, breadth first, and the ends that were met.
+
+    Args:
+        is_end: behind such a node nothing is looked at.
+        most: nodes to look at.
+    """
+    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    nodes, ends = dict[_Node, None](), dict[_Node, None]()
+    for node in todo:  # which grows
+        if node in nodes or node in ends:
+            continue
+        if is_end(node):
+            ends[node] = None
+            continue
+        if len(nodes) == most:
+            break
+        nodes[node] = None
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return list(nodes), list(ends)
+
+
+def signature(losses: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], most: int = 256) -> tuple[str, ...]:
+    """The operations by which `losses` were made from `outputs`: another one may be another function of them."""
+    ends = {tensor.grad_fn for tensor in outputs}
+    return tuple(node.name() for node in trace(losses, ends.__contains__, most)[0])
+
+
+def is_made_otherwise(nodes: Collection[_Node], ends: Iterable[_Node]) -> bool:
+    """Return True if some of `nodes` also belong to the graph behind `ends`: activations were used, not parameters."""
+    todo, seen = [following for end in ends for following, _ in end.next_functions], set[_Node | None]([None])
+    made = {node for node in nodes if not hasattr(node, "variable")}
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node in made:
+            return True
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return False
