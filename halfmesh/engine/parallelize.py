@@ -22,7 +22,6 @@ from ..errors import IncompatibleConfigError, InputError, counted, shorten
 from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
-from ..parallel.batch_shard.calls import SplitBatch
 from ..parallel.context.axis import ContextParallel
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.deferred.creation import Materializer
@@ -148,7 +147,7 @@ class ParallelModel:
         axes: each applied axis larger than 1, in the order of application.
         data: the applied data strategy.
         settles: reset the axes: a forward or backward may have ended early.
-        loss_checks: raise InputError if a loss should be the same on other ranks, and is not.
+        loss_checks: raise InputError if a loss, before its backward, is of this rank's tokens only.
         own_rng_axes: axes of the mesh whose ranks compute different things, with different random numbers.
         random: the model's random number generators, if there are several ranks.
         compiled: the modules that `compile` has compiled.
@@ -194,19 +193,16 @@ class ParallelModel:
                 self._fewer_axes |= dict.fromkeys(applied.splits, fewer)
         axes = self.axes.values()
         self.settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
-        splitting = {name: axis for name, axis in self.axes.items() if isinstance(axis, SplitBatch)}
-        if len(splitting) > 1:
-            raise InputError(f"parallel.{' and parallel.'.join(splitting)} both shard batches; leave one of them out")
-        self._split_batch = split = next(iter(splitting.values()), None)
         context_axis = self.axes.get("context")
         self.sequences = context_axis if isinstance(context_axis, ContextParallel) else None
         """The axis whose ranks share sequences."""
-        whole: Any = split or self.sequences
-        self.loss_checks: list[Callable[[Any], None]] = [] if whole is None else [whole.check_loss]
-        self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext if whole is None else lambda: whole.mode
+        self.loss_checks: list[Callable[[Any], None]] = []
+        self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext
         """The scope of backward."""
-        if self.sequences is not None:
-            self.sequences.is_weighted = config.loss_reduction == "weighted"
+        if (sequences := self.sequences) is not None:
+            sequences.reduction = config.loss_reduction
+            self.loss_checks.append(sequences.check_loss)
+            self.scope = lambda: sequences.mode
 
     def make_shards(
         self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
@@ -293,9 +289,9 @@ class ParallelModel:
 
     def full_call(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A function that returns the output of the full model; `forward` computes this rank's share of it."""
-        split, axis = self._split_batch, self.sequences
+        axis = self.sequences
         if axis is None:
-            return forward if split is None else lambda *args, **kwargs: split.call(model, forward, args, kwargs)
+            return forward
         axis.trial_scope = self._trial_scope(model)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -330,14 +326,6 @@ class ParallelModel:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
         """The criterion and its arguments for what this rank has of a batch."""
-        split = self._split_batch
-        if split is not None:
-
-            def scoped(*args: Any, **kwargs: Any) -> Any:
-                with split.mode:
-                    return function(*args, **kwargs)
-
-            return scoped, args, kwargs
         if self.sequences is None:
             return function, args, kwargs
         waiting = (handle for handle in leaves_of((args, kwargs), PipelineOutput) if not handle.is_ready)

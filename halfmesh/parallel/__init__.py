@@ -13,7 +13,6 @@ rank_checks        checks that ranks have the same values, make the same calls, 
 trial              what a model or an optimizer is tried out with before training
 
 tensor/            layers sharded over a tensor group
-batch_shard/       batches sharded over the ranks of an axis: the base of context and expert
 context/           sequences sharded over ranks
 pipeline/          stages, and microbatches that go through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp

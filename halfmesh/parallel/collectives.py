@@ -10,8 +10,7 @@ An activation, or its gradient, is "replicated", the same on every rank; "sharde
 | `gather` | sharded -> replicated | this rank's shard (all ranks compute the same, and have the same gradient) |
 | `all_gather_sequence` | sharded -> replicated | partial gradients are summed, each rank keeps its shard |
 | `reduce_scatter_sequence` | partial -> summed, this rank's shard | shards are gathered |
-| `average` | numbers -> their mean | the gradient as it is: that of each rank's part, to be averaged over the ranks |
-| `total_loss` | partial -> replicated, summed | the gradient times the number of ranks |
+| `average` | partial -> replicated, averaged | the gradient times a factor |
 | `scale_gradient` | as it is | the gradient times a factor |
 | `exchange` | sharded along one dim -> sharded along another | the reverse |
 | `send_rows` | rows in order of the rank that they are for -> those for this rank | the reverse |
@@ -72,17 +71,10 @@ def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup)
 
 
 @torch.compiler.disable
-def total_loss(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of the ranks' partial losses. Its gradient is multiplied by the number of ranks, because gradients are
-    averaged over the ranks afterwards; so terms that are equal on each rank (a penalty on weights) stay right."""
-    return _Collective.apply(part, lambda x: _summed(x, group), lambda grad: grad * group.size())
-
-
-@torch.compiler.disable
-def average(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The mean of the ranks' `part`, a loss of this rank's tokens. Gradients are averaged over the ranks afterwards; so
-    terms that are equal on each rank (a penalty on weights) stay right."""
-    return _Collective.apply(part, lambda x: _summed(x, group) / group.size(), lambda grad: grad)
+def average(part: torch.Tensor, group: dist.ProcessGroup, factor: float = 1.0) -> torch.Tensor:
+    """The mean of the ranks' `part`, a loss of this rank's tokens. Its gradient, times a factor, is that of `part`:
+    gradients of weights are averaged over the ranks afterwards."""
+    return _Collective.apply(part, lambda x: _summed(x, group) / group.size(), lambda grad: grad * factor)
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:

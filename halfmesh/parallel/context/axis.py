@@ -24,37 +24,37 @@ from .loss import LOSS, TokensMode, is_made_otherwise, mark, mark_of, signature,
 from .sequences import Sequences
 from .trial import ModelTrial, Run, try_criterion
 
-
 _ADVICE = (
     "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken from "
     "the argument position_ids (or positions, or the one that parallel.context.positions names; pass it if they do not "
     "count from 0): no convolution, mean or shift along the sequence, no arange(length). Each output has to be "
-    "[batch, sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets of "
-    "whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
+    "[batch, sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets "
+    "of whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
 )
 _SHIFT = (
-    "engine.criterion takes what engine(...) returned, all of this rank's tokens, and targets [batch, sequence, ...] of "
-    "whole sequences; compute within the criterion what you need of them. Shift the targets of whole sequences, before "
-    "the call: target = F.pad(ids, (0, 1), value=-100)[:, 1:]"
+    "engine.criterion takes what engine(...) returned, all of this rank's tokens, and targets [batch, sequence, ...] "
+    "of whole sequences; compute within the criterion what you need of them. Shift the targets of whole sequences, "
+    "before the call: target = F.pad(ids, (0, 1), value=-100)[:, 1:]"
 )
 _IN_ORDER = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone", "Mul", "Div")}
 _VIEWS = _IN_ORDER | {f"{name}Backward0" for name in ("Transpose", "Permute", "T", "Slice", "Select", "Squeeze")}
-"""What may be done with outputs before they are given to the criterion; with those in order also if targets are flat."""
+"""What may be done with outputs before the criterion; those that keep the order also if targets are flat."""
 
 
 class ContextParallel(AppliedAxis):
     """A model that each rank calls with its tokens of every sequence. It holds all parameters.
 
-    The ranks' losses are made such that their mean, and the mean of their gradients, are those of whole sequences.
+    Each loss of this rank's tokens is made one of whole sequences, the same on all ranks, whose gradients are reduced
+    over data and context ranks as `reduction` says.
 
     Attributes:
         mode: the scope of backward, which may compute activations again.
-        is_weighted: the criterion returns (sum, weight).
+        reduction: the config's `loss_reduction`.
         trial_scope: the scope of a trial: nothing draws from the engine's random numbers, and products are not in
             float8. It gives a function that returns True if something did draw.
     """
 
-    is_weighted = False
+    reduction: str = "mean"
 
     def __init__(self, inputs: AxisInputs) -> None:
         super().__init__(inputs.context, ContextParallelism.dim)
@@ -74,9 +74,13 @@ class ContextParallel(AppliedAxis):
     def skip_trial(self) -> None:
         self._is_tried = False
 
-    def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks; the gradient is each rank's."""
-        return collectives.average(value, self._group)
+    def average(self, part: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks, whose gradient is for a mean over the ranks afterwards, or a sum by `reduction`."""
+        return collectives.average(part, self._group, self._gradient_factor)
+
+    @property
+    def _gradient_factor(self) -> float:
+        return 1 / self.size if self.reduction == "sum" else 1.0
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -165,7 +169,7 @@ class ContextParallel(AppliedAxis):
 
         Args:
             adds: for each of them, True if the ranks' numbers add up; None: it stays this rank's.
-            is_deferred: their mean over the ranks is taken later.
+            is_deferred: a pipeline takes their mean over the ranks afterwards.
         """
         rest = chain(adds, repeat(False))
 
@@ -174,7 +178,7 @@ class ContextParallel(AppliedAxis):
                 return tensor
             tensor = tensor * self.size if adds else tensor
             if is_deferred:
-                return tensor
+                return collectives.scale_gradient(tensor, self._gradient_factor)
             tensor = self.average(tensor)
             mark(tensor, LOSS)
             return tensor
@@ -237,7 +241,7 @@ class ContextParallel(AppliedAxis):
 
         def compute(*args: Any, **kw: Any) -> Any:
             value = function(*args, **kw)
-            if self.is_weighted and isinstance(value, (tuple, list)) and len(value) == 2:
+            if self.reduction == "weighted" and isinstance(value, (tuple, list)) and len(value) == 2:
                 total, weight = value
                 return total, torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
             return value
@@ -251,7 +255,7 @@ class ContextParallel(AppliedAxis):
         made = signature(numbers(value), outputs)
         if made not in self._criteria and self._is_tried:
             found = try_criterion(compute, (args, kw), own, numbers)
-            is_loss = (number.requires_grad or self.is_weighted for number in numbers(value))
+            is_loss = (number.requires_grad or self.reduction == "weighted" for number in numbers(value))
             nodes, ends = trace(numbers(value), {tensor.grad_fn for tensor in outputs}.__contains__, 256)
             if any(adds is None and needed for adds, needed in zip(found, is_loss, strict=True)) or is_made_otherwise(
                 nodes, ends
@@ -282,9 +286,9 @@ class ContextParallel(AppliedAxis):
             is_right = not is_made_otherwise(nodes, ends) if ends else self._calls.are_same(total, "losses")
         if not is_right:
             raise InputError(
-                "with parallel.context the loss was computed from outputs of engine(...), or from what the model keeps, "
-                "which are of this rank's tokens only: compute the loss in the model or in engine.criterion; what is "
-                "added to it has to be the same on all ranks, as a penalty on weights is"
+                "with parallel.context the loss was computed from outputs of engine(...), or from what the model "
+                "keeps, which are of this rank's tokens only: compute the loss in the model or in engine.criterion; "
+                "what is added to it has to be the same on all ranks, as a penalty on weights is"
             )
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
@@ -305,7 +309,7 @@ class ContextOptions(Options):
     size: PositiveInt = 1
     """The number of ranks over which each sequence is sharded."""
     positions: str | None = None
-    """The model's argument that takes the position of each token; by default position_ids or positions, if it has one."""
+    """The model's argument for the position of each token; by default position_ids or positions, if it has one."""
     non_split: Names = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "attn_mask", "mask")
     """Arguments of the model that every rank gets unsharded: masks, which attention needs for all tokens."""
 
@@ -328,7 +332,7 @@ class ContextParallelism(Axis):
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
-        """The name of the argument that takes positions (None: there is none), and those that every rank gets unsharded."""
+        """The name of the argument that takes positions, or None, and those that every rank gets unsharded."""
         model, names = inputs.model, parameter_names(inputs.model)
         problems = []
         if mixing := [name for name, module in model.named_modules() if isinstance(module, _MIXES_TOKENS)]:

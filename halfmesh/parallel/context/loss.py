@@ -37,9 +37,10 @@ class TokensMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CALL_OTHERS:
-            is_attention = func is F.multi_head_attention_forward
             with self:
-                return attend_in_layer(func, *args, **kwargs) if is_attention else without_override(func)(*args, **kwargs)
+                if func is F.multi_head_attention_forward:
+                    return attend_in_layer(func, *args, **kwargs)
+                return without_override(func)(*args, **kwargs)
         if any(issubclass(kind, torch.fx.Proxy) for kind in types):
             return func(*args, **kwargs)  # a pipeline traces the model
         if func is F.scaled_dot_product_attention:
@@ -60,8 +61,8 @@ def _mean_over_targets(
     reduce: bool | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """`loss`, which is torch's cross_entropy or nll_loss. A mean is divided by the mean of the ranks' counts of targets:
-    the mean over the ranks of these losses is the loss of whole sequences."""
+    """`loss`, which is torch's cross_entropy or nll_loss. A mean is divided by the mean of the ranks' counts of
+    targets: the mean over the ranks of these losses is the loss of whole sequences."""
     if size_average is not None or reduce is not None:  # deprecated
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     if reduction != "mean" or target.is_floating_point():

@@ -282,8 +282,8 @@ class _HalvesMode(TokensMode):
 def try_criterion(
     function: Callable[..., Any], arguments: Any, own: int, numbers: Callable[[Any], list[torch.Tensor]]
 ) -> list[bool | None]:
-    """For each of the `numbers` that the criterion returns: True if those of two halves of some tokens add up to that of
-    all; False if it is their mean; None if neither.
+    """For each of the `numbers` that the criterion returns: True if those of two halves of some tokens add up to that
+    of all; False if it is their mean; None if neither.
 
     Args:
         arguments: positional and by name: this rank's outputs, and the targets of its tokens.

@@ -90,9 +90,14 @@ class ShiftsItself(Plain):
         return F.cross_entropy(logits.flatten(0, 1), F.pad(ids[:, 1:], (0, 1), value=-100).flatten())
 
 
-def by_hand(output, target):
-    size = output.shape[1]
-    return -output.log_softmax(-1).gather(-1, target[:, :size, None]).mean()
+def squared(output, target):
+    return criterion(output, target) + output.mean((0, 1)).square().sum()
+
+
+def outside(engine, seed):
+    ids, target = tokens(seed)
+    own = engine.context.coordinate("cp") * LENGTH // 2
+    return criterion(engine(ids), target[:, own : own + LENGTH // 2].contiguous())
 
 
 def own_loss(engine, seed):
@@ -135,9 +140,10 @@ def refused(rank, world_size, make, step, loss):
         ),
         (AsksForWeights, "no rank has the weights of attention", plain_step, criterion),
         (Pools, r"the model returns something else: its output for 16 tokens", plain_step, criterion),
-        (LosesTheBorder, "Shift the targets of whole sequences", own_loss, None),
+        (LosesTheBorder, "Shift targets of whole sequences", own_loss, None),
         (ShiftsItself, "Shift targets of whole sequences before the call", own_loss, None),
-        (Plain, "have different losses", plain_step, by_hand),
+        (Plain, "the criterion has to be a mean over tokens", plain_step, squared),
+        (Plain, "was computed from outputs of engine", outside, None),
         (Plain, "ranks of a context group were given different inputs", other_inputs, criterion),
         (Plain, "a sequence of 15 tokens cannot be sharded over context=2", odd_length, criterion),
     ],
@@ -150,7 +156,8 @@ def refused(rank, world_size, make, step, loss):
         "pooled",
         "border",
         "border kept",
-        "loss by hand",
+        "squared mean",
+        "loss outside",
         "inputs",
         "length",
     ],
@@ -202,8 +209,9 @@ def test_models_that_cannot_be_sharded_are_refused_before_anything_runs(monkeypa
     }.items():
         monkeypatch.setenv(name, str(value))
     parallel = {"context": 2}
-    assert "Sequential.forward has no argument position_ids" in problems(
-        nn.Sequential(nn.Linear(2, 2)), parallel=parallel
+    named = {"context": {"size": 2, "positions": "position_id"}}
+    assert "Plain.forward has no argument 'position_id'; did you mean 'position_ids'?" in problems(
+        Plain(), parallel=named
     )
     for kind in ("eager", "flex_attention"):
         other = make_llama(attn_implementation=kind)

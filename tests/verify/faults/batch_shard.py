@@ -1,4 +1,4 @@
-"""Faults of context and expert ranks, which share a batch."""
+"""Faults of context and expert ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from halfmesh.parallel import collectives, expert
-from halfmesh.parallel.batch_shard import shard as losses
-from halfmesh.parallel.batch_shard.calls import SplitBatch
-from halfmesh.parallel.batch_shard.shard import BatchShard
-from halfmesh.parallel.context import attention
+from halfmesh.parallel.context import attention, axis
+from halfmesh.parallel.context import loss as losses
 from halfmesh.parallel.context.axis import ContextParallel
+from halfmesh.parallel.context.sequences import Sequences
 from halfmesh.parallel.data_strategy import StrategyInputs
 from halfmesh.parallel.reducer import SharedGradients
 
@@ -46,73 +43,56 @@ def heads_in_other_order(patch: pytest.MonkeyPatch) -> None:
 
 def own_tokens_only(patch: pytest.MonkeyPatch) -> None:
     """Each rank attends to its own tokens."""
-    sdpa = F.scaled_dot_product_attention
-    attend = ContextParallel.functions[sdpa]
+    attend = attention.attend
 
-    def alone(sequence: BatchShard, function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return function(*args, **kwargs) if trains() else attend(sequence, function, *args, **kwargs)
+    def alone(group: Any, function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return function(*args, **kwargs) if trains() else attend(group, function, *args, **kwargs)
 
-    patch.setattr(ContextParallel, "functions", {sdpa: alone})
+    patch.setattr(axis, "attend", alone)
 
 
 def border_label_lost(patch: pytest.MonkeyPatch) -> None:
     """The last token of each rank has no target."""
-    inner = losses._own_targets
+    inner = ContextParallel._whole_loss
 
-    def own(shard: BatchShard, outputs: int, target: torch.Tensor) -> torch.Tensor:
-        found = inner(shard, outputs, target).clone()
-        found.view(-1, shard.own)[:, -1] = -100
-        return found
+    def whole_loss(self: ContextParallel, function: Any, own: int, is_deferred: bool, output: Any, target: Any) -> Any:
+        target = target.clone()
+        target[:, -1] = -100
+        return inner(self, function, own, is_deferred, output, target)
 
-    patch.setattr(losses, "_own_targets", own)
+    patch.setattr(ContextParallel, "_whole_loss", whole_loss)
 
 
 def targets_counted_by_each_rank(patch: pytest.MonkeyPatch) -> None:
-    """A loss divides by the number of its own tokens, and the ranks' losses are summed."""
-    inner = losses.classify
+    """A loss divides by the number of its own tokens."""
+    inner = losses._mean_over_targets
 
-    class Alone:
-        """torch.distributed, whose all_reduce does nothing."""
+    def alone(average: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return inner((lambda count: count) if trains() else average, *args, **options)
 
-        def __getattr__(self, name: str) -> Any:
-            return (lambda *args, **kwargs: None) if name == "all_reduce" else getattr(dist, name)
-
-    def classify(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(losses, "dist", Alone())
-            return inner(*args, **kwargs)
-
-    def replaced(functions: Any) -> dict[Any, Any]:
-        return {name: classify if function is inner else function for name, function in functions.items()}
-
-    mode = SplitBatch.__init__
-
-    def init(self: SplitBatch, *args: Any, **kwargs: Any) -> None:
-        mode(self, *args, **kwargs)
-        self.mode._functions = replaced(self.mode._functions)
-
-    patch.setattr(SplitBatch, "__init__", init)
+    patch.setattr(losses, "_mean_over_targets", alone)
 
 
-def loss_gradient_not_multiplied(patch: pytest.MonkeyPatch) -> None:
-    """The gradient of a loss that is summed over ranks is averaged over them afterwards."""
+def loss_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Each rank has the loss of its own tokens, and no mean."""
+    inner = collectives.average
 
-    def total_loss(part: torch.Tensor, group: Any) -> torch.Tensor:
-        return collectives._Collective.apply(part, lambda x: collectives._summed(x, group), lambda grad: grad)
+    def average(part: torch.Tensor, group: Any, factor: float = 1.0) -> torch.Tensor:
+        return part * 1 if part.requires_grad else inner(part, group, factor)
 
-    patch.setattr(collectives, "total_loss", total_loss)
+    patch.setattr(collectives, "average", average)
 
 
 def positions_off_by_a_shard(patch: pytest.MonkeyPatch) -> None:
     """Each rank's tokens have the positions of the rank before it; that of the trial is right."""
-    inner = ContextParallel.prepare
+    inner = ContextParallel._prepare
 
-    def prepare(self: ContextParallel, model: Any, given: dict[str, Any], shard: BatchShard) -> Any:
-        shift = shard.own if model.training else 0
-        places = (torch.arange(shard.full_size) - shift).clamp_min(0).expand(shard.rows, -1)
-        return inner(self, model, given | {self._positions: places}, shard)
+    def prepare(self: ContextParallel, model: Any, given: Any, sequences: Sequences) -> Any:
+        shift = sequences.own if trains() else 0
+        places = (torch.arange(sequences.length) - shift).clamp_min(0).expand(sequences.rows, -1)
+        return inner(self, model, {**given, self._positions: places}, sequences)
 
-    patch.setattr(ContextParallel, "prepare", prepare)
+    patch.setattr(ContextParallel, "_prepare", prepare)
 
 
 def tokens_not_summed(patch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def _shared_batches() -> Iterator[Fault]:
     yield Fault(shares.own_tokens_only, gpt, attended)
     yield Fault(shares.border_label_lost, gpt, LOSS)
     yield Fault(shares.targets_counted_by_each_rank, gpt, (*LOSS, *ANY_GRADIENT))
-    yield Fault(shares.loss_gradient_not_multiplied, gpt, (*LOSS, *ANY_GRADIENT))
+    yield Fault(shares.loss_of_own_tokens, gpt, LOSS)
     yield Fault(shares.positions_off_by_a_shard, gpt, (after("positions"), before("drop")))
     yield Fault(shares.positions_off_by_a_shard, llama, (after("model.rotary_emb"), before("model.layers.0*")))
     yield Fault(shares.tokens_not_summed, gpt, (*ANY_GRADIENT, UNLIKE))

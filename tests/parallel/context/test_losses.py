@@ -1,0 +1,196 @@
+"""Criteria of sharded sequences: losses and weights are those of one process, or the criterion is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import halfmesh
+from tests.support.ranks import here, run_ranks
+from tests.support.whole import close_whole
+
+from .runs import make_engine, make_gpt, tokens
+
+pytestmark = pytest.mark.distributed
+
+
+def uneven():
+    """The ranks' tokens do not count alike."""
+    ids, target = tokens()
+    target[0, :11], target[1, 4:6] = -100, -100
+    return ids, target
+
+
+def entropy(output, target, **options):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
+
+
+def weights():
+    return here(torch.rand(256, generator=torch.Generator().manual_seed(0)) + 0.5)
+
+
+def time_major(output, target):
+    return F.cross_entropy(output.transpose(0, 1).flatten(0, 1), target.t().flatten())
+
+
+def by_outputs(output, target):
+    return entropy(output, target, reduction="sum") / output.shape[:2].numel()
+
+
+def by_hand(output, target):
+    return -output.log_softmax(-1).gather(-1, target.clamp_min(0)[..., None]).mean()
+
+
+def with_z_loss(output, target):
+    return entropy(output, target) + 0.1 * output.logsumexp(-1).square().mean()
+
+
+def mean_of_tensors(loss):
+    return lambda output, target: loss(output, output.detach().roll(1, -1))
+
+
+def summed(output, target):
+    return entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+def flat(engine, ids, target):
+    return engine.criterion(engine(ids).flatten(0, 1), target.flatten())
+
+
+def of_a_function(engine, ids, target):
+    """What is made of the loss outside of the criterion."""
+    return engine.criterion(engine(ids), target).square() + 0.1
+
+
+def plain(engine, ids, target):
+    return engine.criterion(engine(ids), target)
+
+
+def of_probabilities(output, target):
+    return F.cross_entropy(output.flatten(0, 1), output.detach().roll(1, -1).softmax(-1).flatten(0, 1))
+
+
+RIGHT = {
+    "uneven": (entropy, plain, "mean"),
+    "class weights": (lambda o, t: entropy(o, t, weight=weights(), label_smoothing=0.1), plain, "mean"),
+    "a module": (lambda o, t: torch.nn.CrossEntropyLoss()(o.transpose(1, 2), t), plain, "mean"),
+    "log-likelihood": (lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t.flatten()), plain, "mean"),
+    "probabilities": (of_probabilities, plain, "mean"),
+    "time-major": (time_major, plain, "mean"),
+    "a sum by a count of outputs": (by_outputs, plain, "mean"),
+    "a sum": (lambda o, t: entropy(o, t, reduction="sum") / 20, plain, "mean"),
+    "a sum, summed": (lambda o, t: entropy(o, t, reduction="sum") / 20, plain, "sum"),
+    "a mean, summed": (entropy, plain, "sum"),
+    "weighted": (summed, plain, "weighted"),
+    "by hand": (by_hand, plain, "mean"),
+    "z-loss": (with_z_loss, plain, "mean"),
+    "mse": (mean_of_tensors(F.mse_loss), plain, "mean"),
+    "smooth l1": (mean_of_tensors(F.smooth_l1_loss), plain, "mean"),
+    "flat tensors": (F.cross_entropy, flat, "mean"),
+    "a function of the loss": (entropy, of_a_function, "mean"),
+}
+
+
+def update_each(rank, world_size):
+    """For each criterion the loss and the norms of the weights after an update."""
+    found = {}
+    for name, (loss_of, step, reduction) in RIGHT.items():
+        make = partial(make_gpt, depth=1, width=8, num_heads=2)
+        engine = make_engine(make, world_size, loss_of, loss_reduction=reduction)
+        loss = step(engine, *uneven())
+        engine.backward(loss)
+        engine.step()
+        total = torch.stack([torch.as_tensor(x).double() for x in loss]) if isinstance(loss, tuple) else loss
+        found[name] = total.detach().double(), torch.cat([w.flatten() for w in close_whole(engine).values()])
+    return found
+
+
+def test_losses_are_those_of_one_process():
+    expected = update_each(0, 1)
+    for found in run_ranks(update_each, 2):
+        for name, (loss, new) in expected.items():
+            torch.testing.assert_close(
+                found[name][0], loss, rtol=1e-5, atol=1e-6, msg=f"{name}: {found[name][0]}, {loss}"
+            )
+            torch.testing.assert_close(found[name][1], new, rtol=0, atol=2e-6, msg=name)
+
+
+def centred(output, target):
+    return entropy(output - output.mean(1, keepdim=True), target)
+
+
+def masked_mean(output, target):
+    mask = target != -100
+    return (entropy(output, target, reduction="none") * mask.flatten()).sum() / mask.sum()
+
+
+class Late:
+    """A term sets in with the third call."""
+
+    calls = 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        late = output.mean((0, 1)).square().sum() if self.calls > 2 else 0.0
+        return entropy(output, target) + late
+
+
+def flattened_before(engine, ids, target):
+    return engine.criterion(engine(ids).transpose(0, 1).flatten(0, 1), target.t().flatten())
+
+
+def shifted_before(engine, ids, target):
+    return engine.criterion(engine(ids)[:, :-1], target[:, 1:])
+
+
+def mixed_before(engine, ids, target):
+    output = engine(ids)
+    return engine.criterion(output - output.mean(1, keepdim=True), target)
+
+
+WRONG = {
+    "centred": (centred, plain, "neither"),
+    "a mean by a mask": (masked_mean, plain, "loss_reduction='weighted'"),
+    "late": (Late(), plain, "neither"),
+    "time-major before": (F.cross_entropy, flattened_before, "without a dim of tokens"),
+    "shifted before": (entropy, shifted_before, "Shift the targets of whole sequences"),
+    "mixed before": (entropy, mixed_before, "compute within the criterion"),
+}
+
+
+def refuse_each(rank, world_size):
+    said = {}
+    for name, (loss_of, step, _) in WRONG.items():
+        engine = make_engine(partial(make_gpt, depth=1, width=8, num_heads=2), world_size, loss_of)
+
+        def train(engine=engine, step=step):
+            for _ in range(3):
+                engine.backward(step(engine, *uneven()))
+                engine.step()
+
+        with pytest.raises(halfmesh.InputError) as caught:
+            train()
+        said[name] = str(caught.value), engine.global_step
+    return said
+
+
+def test_what_is_no_mean_over_tokens_is_refused_before_it_trains():
+    for said in run_ranks(refuse_each, 2):
+        for name, (_, _, words) in WRONG.items():
+            assert words in said[name][0], name
+        assert said["late"][1] == 2
+        assert {steps for name, (_, steps) in said.items() if name != "late"} == {0}
+
+
+def calls_of_criterion(rank, world_size):
+    late = Late()
+    engine = make_engine(make_gpt, world_size, late)
+    engine.backward(plain(engine, *uneven()))
+    return late.calls
+
+
+def test_the_trial_of_the_criterion_leaves_no_trace():
+    assert run_ranks(calls_of_criterion, 2) == [1, 1]
