@@ -17,7 +17,7 @@ parallel = dict(
     data=dict(
         strategy="fsdp",
         reduce_dtype="float32",  # the default: gradients are summed in fp32, whatever the weights' format
-        reshard_after_forward=True,  # the default: a block's weights are given up between its forward and its backward
+        reshard_after_forward=True,  # as by default: a block gives its weights up between its forward and its backward
         prefetch=1,  # the default: the next block's weights are gathered while one computes
     ),
 )

@@ -159,6 +159,10 @@ class DataStrategy:
         inputs = self.inputs
         return Reducer(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
+    def keep_gathered(self, keeps: bool, params: Collection[nn.Parameter] | None = None) -> None:
+        """Called under a pipeline: with True before the first microbatch of a batch, and with False before the last
+        backward of the stage with `params`. Between the two a strategy may keep what it gathers."""
+
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         """The region of the full tensor in `shard`, a data rank's shard of the tensor at `source`."""
         return source

@@ -36,7 +36,8 @@ class FSDPOptions(Options):
     param_dtype: DType | None = None
     output_dtype: DType | None = None
     buffer_dtype: DType | None = None
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
+    """None: True, but under a pipeline weights stay gathered from a batch's first microbatch to the last."""
     prefetch: PositiveInt = 1
     cpu_offload: bool = False
     hybrid: PositiveInt | None = None
@@ -102,13 +103,15 @@ class FSDP(DataStrategy):
                 set_compute_dtype(weight, param_dtype)
         self._storages = [weight.untyped_storage() for _, weight in self.sharded]
         self._cast = self._cast_gathers()
+        # Now, while all parameters are shards: a unit that has gathered its weights has other parameters.
+        self.unit_params = [(unit, set(map(id, unit.parameters()))) for unit in self.units]
 
     # -- the config --------------------------------------------------------------------------------------------
 
     @staticmethod
     def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
         data, computes_in = config.parallel.data, config.precision_dtype or "float32"
-        for key in ("output_dtype", "reshard_after_forward", "prefetch") if config.parallel.pipeline.size > 1 else ():
+        for key in ("output_dtype", "prefetch") if config.parallel.pipeline.size > 1 else ():
             if getattr(data, key) != type(data).model_fields[key].default:
                 yield (
                     f"parallel.data.{key}",
@@ -266,6 +269,14 @@ class FSDP(DataStrategy):
                 tensor.data = tensor.data.to(device)
 
     # -- for the engine ----------------------------------------------------------------------------------------
+
+    def keep_gathered(self, keeps: bool, params: Collection[nn.Parameter] | None = None) -> None:
+        if not self.inputs.options.reshard_after_forward:
+            wanted = None if params is None else set(map(id, params))
+            for unit, held in self.unit_params:
+                if wanted is None or not held.isdisjoint(wanted):
+                    unit.set_reshard_after_forward(not keeps, recurse=False)
+                    unit.set_reshard_after_backward(not keeps, recurse=False)
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool

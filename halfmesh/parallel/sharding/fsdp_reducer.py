@@ -37,8 +37,6 @@ class FSDPReducer(Reducer):
         self._sharded = strategy.sharded
         self._withholds = withholds
         self._given = [(shard, shard.model_param.requires_grad) for shard, _ in self._sharded]
-        # Now, while all parameters are shards: a unit that has gathered its weights has other parameters.
-        self._units = [(unit, set(map(id, unit.parameters()))) for unit in strategy.units]
         originals = strategy.originals
         self._used: set[int] = set()
         watch_grads(strategy.units, {slot: originals[p] for slot, p in strategy.slots.items()}, self._note_grad)
@@ -132,7 +130,7 @@ class FSDPReducer(Reducer):
             if isinstance(weight.grad, WithheldGradient):
                 weight.grad = None
         wanted = None if params is None else set(map(id, params))
-        for unit, held in self._units:
+        for unit, held in self._strategy.unit_params:
             if wanted is None or not held.isdisjoint(wanted):
                 unit.set_requires_gradient_sync(last)
                 if last:

@@ -100,7 +100,7 @@ def wrap(
     sharded = fully_shard(
         unit,
         mesh=mesh,
-        reshard_after_forward=(None if has_root else True) if options.reshard_after_forward else False,
+        reshard_after_forward=True if not has_root else False if options.reshard_after_forward is False else None,
         mp_policy=policy,
         offload_policy=offload,
         ignored_params=replicated,

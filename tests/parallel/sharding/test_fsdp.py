@@ -281,7 +281,6 @@ REFUSED = [
     ({}, {"param_dtype": "bfloat16"}, "is not the dtype that the mode computes in"),
     ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "is not the dtype that the mode casts the model to"),
     ({}, {"hybrid": 3}, "parallel.data.hybrid: 3 does not divide the 4 data ranks"),
-    (PIPELINE, {"reshard_after_forward": False}, "FSDP2 does not support this under a pipeline"),
     (PIPELINE, {"prefetch": 2}, "FSDP2 does not support this under a pipeline"),
     (PIPELINE, {"output_dtype": "float32"}, "FSDP2 does not support this under a pipeline"),
 ]
