@@ -81,7 +81,7 @@ class PipelineExecutor:
         self._context = context
         self._scope = partial(random_numbers, parallel_model, model)
         self._group = context.group("pp")
-        self._parallel_model = parallel_model
+        self._data, self._gathers = parallel_model.data, parallel_model.data.shards_model
         self._same = parallel_model.same
         self._sequences = parallel_model.sequences
         self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
@@ -160,12 +160,14 @@ class PipelineExecutor:
             return last.finish(output, index)
 
         def on_last(params: Any, rest: bool) -> None:
-            self._parallel_model.data.keep_gathered(False, params)
+            if self._gathers:
+                self._data.keep_gathered(False, params)
             if reducer is not None and reduces:
                 reducer.expect_last(params, rest)
 
         self._update.before_backward()
-        self._parallel_model.data.keep_gathered(True)
+        if self._gathers:
+            self._data.keep_gathered(True)
         with self._scope():
             self._pipeline.train(forward.calls, forward.known, finish, on_last)
         self._update.after_backward(loss_id)

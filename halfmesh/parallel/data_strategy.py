@@ -160,8 +160,9 @@ class DataStrategy:
         return Reducer(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
     def keep_gathered(self, keeps: bool, params: Collection[nn.Parameter] | None = None) -> None:
-        """Called under a pipeline: with True before the first microbatch of a batch, and with False before the last
-        backward of the stage with `params`. Between the two a strategy may keep what it gathers."""
+        """Begin or end a time in which gathered weights may be kept. Called under a pipeline if the strategy
+        `shards_model`: with True before the first microbatch, with False before the last backward of the stage with
+        `params`."""
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         """The region of the full tensor in `shard`, a data rank's shard of the tensor at `source`."""
