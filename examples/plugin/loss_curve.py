@@ -6,12 +6,15 @@ others, after so many updates.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 import halfmesh
 
 UPDATES, BATCH, SHOWN = 1000, 32, (20, 100, 200, 400, 600, 800, 1000)
+STRATEGIES: dict[str, dict[str, Any]] = {"replicate": {}, "diloco": {"inner_steps": 20}}
 
 
 def network(seed: int) -> nn.Module:
@@ -19,7 +22,7 @@ def network(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
-def curve(launch: halfmesh.Launch, data: dict[str, object]) -> list[float]:
+def curve(launch: halfmesh.Launch, data: dict[str, Any]) -> list[float]:
     """The losses after `SHOWN` updates."""
     teacher, model = network(1), network(2)
     draws = torch.Generator().manual_seed(10 + launch.dp_rank)
@@ -41,7 +44,7 @@ def curve(launch: halfmesh.Launch, data: dict[str, object]) -> list[float]:
 
 if __name__ == "__main__":
     with halfmesh.launch_from_torch({}, device="cpu", verbose=False) as launched:
-        for strategy in ({"strategy": "replicate"}, {"strategy": "diloco", "inner_steps": 20}):
-            found = curve(launched, strategy)
+        for name, keys in STRATEGIES.items():
+            found = curve(launched, {"strategy": name, **keys})
             if launched.rank == 0:
-                print(f"| `{strategy['strategy']}` |", " | ".join(f"{loss:.4f}" for loss in found), "|")
+                print(f"| `{name}` |", " | ".join(f"{loss:.4f}" for loss in found), "|")

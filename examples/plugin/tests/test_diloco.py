@@ -45,7 +45,7 @@ def train(rank: int, length: int, folder: Path) -> dict[str, torch.Tensor]:
         engine.zero_grad()
         engine.backward(engine.criterion(engine(x[rank::2]), y[rank::2]))
         engine.step()
-        same = len({str(weights) for weights in engine.context.everyone(model[0].weight.tolist())}) == 1
+        same = len({str(weights) for weights in engine.context.everyone(next(model.parameters()).tolist())}) == 1
         assert same == ((update + 1) % length == 0), "they are equal after a round, and only then"
         if not same:
             with pytest.raises(halfmesh.InputError, match="full_state_dict: diloco's ranks have equal weights every 4"):
