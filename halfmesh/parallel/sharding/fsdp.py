@@ -346,14 +346,12 @@ class FSDP(DataStrategy):
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """Do nothing: new weights are gathered when used."""
 
-    def finish(self) -> None:
-        """Free the gathered weights, which are stale."""
-        self.reshard()
-
     def reshard(self) -> None:
         """Free gathered weights."""
         for unit in self.units:
             unit.reshard()
+
+    finish = reshard  # after an update they are stale
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

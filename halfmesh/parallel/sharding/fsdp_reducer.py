@@ -42,10 +42,9 @@ class FSDPReducer(Reducer):
         watch_grads(strategy.units, {slot: originals[p] for slot, p in strategy.slots.items()}, self._note_grad)
         self._is_broken = False
         inputs = strategy.inputs
-        held = [inputs.group_of(shard.model_param) for shard, _ in self._sharded]
-        self._groups = [(group, torch.tensor([g is group for g in held])) for group in dict.fromkeys(held)]
         # FSDP2 sums over the ranks that shard a parameter, which may be fewer: `Reducer.group_of`.
-        self._factors = [1 if inputs.reduce.mean else inputs.mean_over // group.size() for group in held]
+        ranks = [inputs.group_of(shard.model_param).size() for shard, _ in self._sharded]
+        self._factors = [1 if inputs.reduce.mean else inputs.mean_over // size for size in ranks]
         super().__init__(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
     def _note_grad(self, shard: int) -> None:
@@ -90,16 +89,11 @@ class FSDPReducer(Reducer):
                 "(data='fsdp'); call engine.backward(loss) for every loss"
             )
         used = [id(shard) in self._used for shard, _ in self._sharded]
-        flags = torch.tensor(used, dtype=torch.float32)
-        device = self._strategy.inputs.context.device
-        sums = [(of, flags[of].to(device, non_blocking=True), group) for group, of in self._groups]
-        works = [all_reduce(counts, group) for _, counts, group in sums]
+        counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
+        work = all_reduce(counts, self.group)
         super().finish()
-        for work, (of, counts, _) in zip(works, sums, strict=True):
-            work.wait()
-            if not all(used):
-                flags[of] = counts.cpu()
-        self._take_grads(flags.tolist())
+        work.wait()
+        self._take_grads([1.0] * len(used) if all(used) else counts.tolist())
 
     def forget(self) -> None:
         self._is_broken |= self.state == "local"
