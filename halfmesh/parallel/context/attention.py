@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import fx
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -47,14 +46,12 @@ def attend(
     Raises:
         InputError: the attention is not that of a sequence with itself, or the mask was made for other lengths.
     """
-    options |= {"dropout_p": dropout_p}
-    if isinstance(query, fx.Proxy):  # it is recorded, and comes here when it runs
-        return attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
     size, rank, own = group.size(), group.rank(), query.shape[-2]
     if attn_mask is not None and has_no_memory(attn_mask) and attn_mask.shape[-2] == own:
         attn_mask = None  # transformers makes masks of placeholders, as if sequences were joined in one
     _refuse_other_shapes(size, (query, key, value), attn_mask)
     query, key, value = (_as_computed(x) for x in (query, key, value))
+    options |= {"dropout_p": dropout_p}
     if query.shape[_HEADS] % size == 0:
         key, value = (_repeated(x, size) for x in (key, value))
         query, key, value = (collectives.exchange(x, _HEADS, _TOKENS, group) for x in (query, key, value))
