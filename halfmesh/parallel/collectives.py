@@ -46,40 +46,40 @@ def reduce_from_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def split(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's shard of `x` along `dim`, whose size the number of ranks has to divide."""
     dim %= x.dim()
-    return _Collective.apply(x, lambda x: _shard(x, dim, group), lambda grad: _gathered(grad, dim, group))
+    return connect(x, lambda x: _shard(x, dim, group), lambda grad: start_gather(grad, dim, group)())
 
 
 @torch.compiler.disable
 def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The ranks' `x` concatenated along `dim`, for computations that are the same on all ranks."""
     dim %= x.dim()
-    return _Collective.apply(x, lambda x: _gathered(x, dim, group), lambda grad: _shard(grad, dim, group))
+    return connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: _shard(grad, dim, group))
 
 
 @torch.compiler.disable
 def all_gather_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The ranks' `x` concatenated along `dim`, for layers that each give a partial gradient."""
     dim %= x.dim()
-    return _Collective.apply(x, lambda x: _gathered(x, dim, group), lambda grad: _summed_shard(grad, dim, group))
+    return connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: start_sum_shard(grad, dim, group)())
 
 
 @torch.compiler.disable
 def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's shard along `dim` of the sum of `x` over the ranks."""
     dim %= x.dim()
-    return _Collective.apply(x, lambda x: _summed_shard(x, dim, group), lambda grad: _gathered(grad, dim, group))
+    return connect(x, lambda x: start_sum_shard(x, dim, group)(), lambda grad: start_gather(grad, dim, group)())
 
 
 @torch.compiler.disable
 def average(part: torch.Tensor, group: dist.ProcessGroup, factor: float = 1.0) -> torch.Tensor:
     """The mean of the ranks' `part`, a loss of this rank's tokens. Its gradient, times a factor, is that of `part`:
     gradients of weights are averaged over the ranks afterwards."""
-    return _Collective.apply(part, lambda x: _summed(x, group) / group.size(), lambda grad: grad * factor)
+    return connect(part, lambda x: start_sum(x, group)() / group.size(), lambda grad: grad * factor)
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """`x`, whose gradient is multiplied by `factor`."""
-    return _Collective.apply(x, lambda x: x.view_as(x), lambda grad: grad * factor)
+    return connect(x, lambda x: x.view_as(x), lambda grad: grad * factor)
 
 
 def link(x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def link(x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
 def exchange(x: torch.Tensor, whole: int, sharded: int, group: dist.ProcessGroup) -> torch.Tensor:
     """From this rank's shard along dim `sharded` to its shard along dim `whole`: one all-to-all. The number of ranks
     has to divide the size of `whole`."""
-    return _Collective.apply(
+    return connect(
         x, lambda x: _exchanged(x, whole, sharded, group), lambda grad: _exchanged(grad, sharded, whole, group)
     )
 
@@ -104,9 +104,7 @@ def send_rows(x: torch.Tensor, sent: list[int], received: list[int], group: dist
         sent: the number of rows of `x`, in order of rank, for each rank.
         received: the number of rows that each rank sends to this one.
     """
-    return _Collective.apply(
-        x, lambda x: _sent(x, sent, received, group), lambda grad: _sent(grad, received, sent, group)
-    )
+    return connect(x, lambda x: _sent(x, sent, received, group), lambda grad: _sent(grad, received, sent, group))
 
 
 _Step = Callable[[torch.Tensor], torch.Tensor]
@@ -150,7 +148,7 @@ class _Reduce(Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         # Selective checkpointing, a dispatch mode, keeps the product itself.
         if not x.is_contiguous() or _get_current_dispatch_mode() is not None:
-            return _summed(x, group)
+            return start_sum(x, group)()
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x
@@ -173,10 +171,6 @@ def _wait(work: Any, result: torch.Tensor, *_sent: torch.Tensor) -> torch.Tensor
     return result
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return start_sum(x, group)()
-
-
 def _shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
@@ -194,19 +188,11 @@ def _joined(shards: torch.Tensor, dim: int) -> torch.Tensor:
     return shards if dim == 0 else shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return start_gather(x, dim, group)()
-
-
 def start_sum_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Wait:
     """Start the sum of `x` over the ranks, of which this one gets its shard along `dim`."""
     shards = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(shards[0])
     return partial(_wait, reduce_scatter(mine, shards.flatten(0, 1), group=group, async_op=True), mine, shards)
-
-
-def _summed_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return start_sum_shard(x, dim, group)()
 
 
 def _exchanged(x: torch.Tensor, whole: int, sharded: int, group: dist.ProcessGroup) -> torch.Tensor:

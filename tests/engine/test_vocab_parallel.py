@@ -25,16 +25,17 @@ def gpt() -> Any:
     return workload.make(), workload.data(), criterion
 
 
-def config(sequence_parallel: bool = False, pipeline: Any = 1, **more: Any) -> dict[str, Any]:
+def config(sequence_parallel: bool = False, pipeline: Any = 1, data: str = "replicate", **more: Any) -> dict[str, Any]:
     tensor = {"size": 2, "plan": GPT_PLAN, "sequence_parallel": sequence_parallel}
-    return {"parallel": {"tensor": tensor, "pipeline": pipeline}, **more}
+    return {"parallel": {"tensor": tensor, "pipeline": pipeline, "data": data}, **more}
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "tensor": (config(), 2),
     "sequence": (config(sequence_parallel=True), 2),
     "accumulated, bf16": (config(bf16={"mode": "torch"}, gradient_accumulation=2), 2),
-    "data": (config(), 4),
+    "fsdp": (config(data="fsdp"), 4),
+    "fp16": (config(fp16={"mode": "naive"}), 2),
     "pipeline": (config(pipeline={"size": 2, "microbatches": 2}), 4),
 }
 
