@@ -7,7 +7,6 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import halfmesh
-from halfmesh.compat import mesh_sizes
 from halfmesh.options import Options
 from halfmesh.parallel.axis import Axis
 from halfmesh.parallel.dims import in_words
@@ -41,11 +40,11 @@ def config_of(**parallel):
 
 def test_an_axis_of_others_appears_by_itself(wide):
     config = config_of(pipeline={"size": 2, "microbatches": 2}, tensor=2, wide=3, data="fsdp")
-    sizes = mesh_sizes(config, 24)
-    assert in_words(sizes) == "pp 2 x dp 2 x wp 3 x tp 2"
-    assert describe_shards(config.parallel, sizes, 23) == "tensor 2/2, wide 3/3, fsdp 2/2"
-    assert describe_shards(config.parallel, sizes, 0) == "tensor 1/2, wide 1/3, fsdp 1/2"
-    drawn = words(draw(sizes, lambda rank: []))
+    dims = config.parallel.dims(24)
+    assert in_words(dims.sizes) == "pp 2 x dp 2 x wp 3 x tp 2"
+    assert describe_shards(config.parallel, dims, 23) == "tensor 2/2, wide 3/3, fsdp 2/2"
+    assert describe_shards(config.parallel, dims, 0) == "tensor 1/2, wide 1/3, fsdp 1/2"
+    drawn = words(draw(dims.sizes, lambda rank: []))
     assert drawn[0] == "24 ranks: pp 2 x dp 2 x wp 3 x tp 2 (10 are not drawn)"
     assert "dp 1, wp 2, tp 1" in drawn
     assert "rank 23" in drawn
@@ -61,8 +60,8 @@ def test_an_axis_of_others_appears_by_itself(wide):
 )
 def test_what_data_ranks_hold(data, expected):
     config = config_of(data=data)
-    sizes = mesh_sizes(config, 4)
-    assert [describe_shards(config.parallel, sizes, rank) for rank in range(4)] == expected
+    dims = config.parallel.dims(4)
+    assert [describe_shards(config.parallel, dims, rank) for rank in range(4)] == expected
 
 
 def test_a_rank_has_its_lines_and_its_node():
