@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..distributed.env import ranks_by_value
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import gather_results
@@ -104,11 +105,9 @@ class JoinedParts:
         digests, known = zip(*gather_results(context, what, compare), strict=True)
         if context.size == 1:
             return [part.join([([0], part.value)]) for part in parts]
-        holders = [dict[bytes, list[int]]() for _ in parts]
-        for rank, of_rank in enumerate(digests):
-            for ranks_of, digest in zip(holders, of_rank, strict=True):
-                ranks_of.setdefault(digest, []).append(rank)
-        keys = {n: hashlib.sha256(b"".join(of_ranks)).digest() for n, of_ranks in enumerate(zip(*digests, strict=True))}
+        by_part = list(zip(*digests, strict=True))
+        holders = list(map(ranks_by_value, by_part))
+        keys = {n: hashlib.sha256(b"".join(of_ranks)).digest() for n, of_ranks in enumerate(by_part)}
         # Of every rank: one may have been interrupted the last time.
         changed = [n for n, key in keys.items() if any(theirs.get(n) != key for theirs in known)]
         if changed:

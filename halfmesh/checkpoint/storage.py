@@ -31,7 +31,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
+from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list, shorten
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import Failure, attempt, gather_results, refuse_failures, run_on_all_ranks, run_on_rank_zero
 from ..utils.log import get_logger
@@ -161,7 +161,7 @@ def read_intact(folder: Path, what: str, context: ParallelContext) -> dict[str, 
 
     damaged = sorted(name for theirs in gather_results(context, what, find_damaged) for name in theirs)
     if damaged:
-        names = ", ".join(damaged)
+        names = shorten(damaged)
         raise CheckpointError(f"{what}: {folder} is damaged: {names} (missing, or changed); take another checkpoint")
     return manifest
 

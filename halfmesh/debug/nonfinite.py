@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..amp.step_result import StepResult
+from ..distributed.env import list_ranks
 from ..errors import NonFiniteError, bullet_list
 from ..utils.engine_hook import Progress
 from ..utils.param_shard import compute_dtype
@@ -106,7 +107,7 @@ class Diagnosis:
             lines.append(f"{began}; what follows is of the last update, which began with them")
         if self.fault is not None:
             ranks = self.fault.ranks
-            where = ", on all ranks" if len(ranks) == self.world_size else f", on rank {', '.join(map(str, ranks))}"
+            where = ", on all ranks" if len(ranks) == self.world_size else f", on {list_ranks(ranks)}"
             lines.append(f"first inf or nan of this update{where if self.world_size > 1 else ''}: {self.fault}")
         elif self.was_watched:
             lines.append("the outputs of all modules, the loss, and the gradients of both were finite in this update")

@@ -13,7 +13,7 @@ import torch
 from ..amp.step_result import StepResult
 from ..checkpoint.state import ShardedState
 from ..checkpoint.validate import IMPLEMENTATION
-from ..distributed.env import RankNames
+from ..distributed.env import RankNames, ranks_by_value
 from ..errors import SyncError, show
 from ..parallel.comm import broadcast_object, gather_objects
 from ..parallel.rank_checks import as_bytes, describe_form, digest, is_plain, plain_settings
@@ -169,10 +169,8 @@ def _find_difference(mine: Sequence[Values], ranks: RankNames, device: torch.dev
 
 def _group_by_digest(digests: Sequence[Any]) -> list[list[int]]:
     """The ranks with each digest, most ranks first, then the lowest; ranks without one are left out."""
-    ranks: dict[Any, list[int]] = {}
-    for rank, found in enumerate(digests):
-        if found is not None:
-            ranks.setdefault(found, []).append(rank)
+    ranks = ranks_by_value(digests)
+    ranks.pop(None, None)
     return sorted(ranks.values(), key=lambda some: (-len(some), some[0]))
 
 

@@ -7,11 +7,14 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,27 @@ class RankNames:
         return ", ".join(map(self.name, some)) if self.has_coordinates and len(some) <= NAMED else list_ranks(some)
 
 
+SHOWN = 8
+"""So many ranges of ranks at most are listed in one message."""
+
+
 def list_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-3, 7`."""
+    """`rank 3`, `ranks 0-3, 7`, or `ranks 0-1016 in steps of 8`; of more than `SHOWN` ranges the first ones."""
     some = sorted(ranks)
+    steps = {after - before for before, after in itertools.pairwise(some)}
+    if len(some) > 3 and len(steps) == 1 and (step := steps.pop()) > 1:
+        return f"ranks {some[0]}-{some[-1]} in steps of {step}"
     # Consecutive ranks have the same distance from their index.
     groups = itertools.groupby(enumerate(some), lambda item: item[1] - item[0])
     runs = [[rank for _, rank in group] for _, group in groups]
-    words = (str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else '-'}{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(some) != 1)} {', '.join(words)}"
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else '-'}{run[-1]}" for run in runs]
+    rest = sum(map(len, runs[SHOWN:]))
+    return f"rank{'s' * (len(some) != 1)} {', '.join(words[:SHOWN])}{f' and {rest} more' if rest else ''}"
+
+
+def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
+    """The ranks that have each of `values`, given in order of rank; in order of the first of these."""
+    found: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..distributed.env import list_ranks
+from ..distributed.env import list_ranks, ranks_by_value
 from ..distributed.failures import ANSWER_S
-from ..errors import InputError, show
+from ..errors import InputError, shorten, show
 from ..utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -67,9 +67,14 @@ def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     """
     shapes = gather_objects((tuple(rows.shape), str(rows.dtype)), group)
     if len({(shape[1:], dtype) for shape, dtype in shapes}) > 1:
+        of_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        given = (
+            f"{show(form)} on {list_ranks(of_ranks[place] for place in places)}"
+            for form, places in ranks_by_value(shapes).items()
+        )
         raise InputError(
-            f"context.gather joins tensors along dim 0, but the ranks gave {show(shapes)}; give all of them one dtype, "
-            "and the same size in each other dim"
+            f"context.gather joins tensors along dim 0, but the ranks gave {shorten(list(given))}; give all of them "
+            "one dtype, and the same size in each other dim"
         )
     counts = [shape[0] for shape, _ in shapes]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -143,10 +148,7 @@ class NamedCalls:
 
     def _compare(self) -> str:
         """What is wrong with the calls of all ranks."""
-        calls: dict[str, list[int]] = {}
-        for rank, theirs in self._calls().items():
-            calls.setdefault(theirs, []).append(rank)
-        (first, ranks), *rest = calls.items()
+        (first, ranks), *rest = ranks_by_value(self._calls().values()).items()
         others = ", and ".join(f"{other} on {list_ranks(theirs)}" for other, theirs in rest)
         advice = "call each on every rank, in the same order"
         return f"{first} was called on {list_ranks(ranks)}, and {others}; {advice}" if others else ""

@@ -17,7 +17,7 @@ from torch import nn
 
 import halfmesh
 from halfmesh.config.load import load_config
-from halfmesh.distributed.env import RankNames
+from halfmesh.distributed.env import RankNames, list_ranks, ranks_by_value
 from halfmesh.distributed.local_ranks import free_port
 from halfmesh.engine import launch as launching
 from halfmesh.engine.launch import (
@@ -169,6 +169,13 @@ def test_names_of_several_ranks():
     assert names.names(range(7)) == "ranks 0-6"
     assert RankNames(8).names([7, 3, 2, 1, 0]) == "ranks 0-3, 7"
     assert RankNames(8).names([4, 5, 7]) == "ranks 4, 5, 7"
+    assert list_ranks(range(1024)) == "ranks 0-1023"
+    assert list_ranks(range(3, 1024, 8)) == "ranks 3-1019 in steps of 8"
+    assert list_ranks([1, 3, 5]) == "ranks 1, 3, 5"
+    assert list_ranks(rank for rank in range(1024) if rank % 8 > 1) == (
+        "ranks 2-7, 10-15, 18-23, 26-31, 34-39, 42-47, 50-55, 58-63 and 720 more"
+    )
+    assert ranks_by_value("abac") == {"a": [0, 2], "b": [1], "c": [3]}
     assert RankNames(8).names([3]) == "rank 3"
 
 
