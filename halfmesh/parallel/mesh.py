@@ -267,7 +267,8 @@ class ParallelContext:
         """
         if self.size > 1 and not is_simulated():  # a dry run has one process
             told = dict if owner is None else owner.failures.told
-            self._calls = NamedCalls(*own_store(self), self.rank, self.size, self._timeout.total_seconds(), told)
+            (store,) = own_store(self)
+            self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds(), told)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""
