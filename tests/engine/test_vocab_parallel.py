@@ -16,6 +16,7 @@ from tests.support.tensor_parity import divide, parity, refusal
 
 pytestmark = pytest.mark.distributed
 
+ZBV = {"schedule": "zbv", "chunks": 2}
 GPT_PLAN = {"*": "auto", "head": "vocab_parallel"}
 LLAMA_PLAN = {"*": "auto", "model.embed_tokens": "vocab", "lm_head": "vocab_parallel"}
 
@@ -25,18 +26,20 @@ def gpt() -> Any:
     return workload.make(), workload.data(), criterion
 
 
-def config(sequence_parallel: bool = False, pipeline: Any = 1, data: str = "replicate", **more: Any) -> dict[str, Any]:
+def config(sequence_parallel: bool = False, axes: Any = None, **more: Any) -> dict[str, Any]:
     tensor = {"size": 2, "plan": GPT_PLAN, "sequence_parallel": sequence_parallel}
-    return {"parallel": {"tensor": tensor, "pipeline": pipeline, "data": data}, **more}
+    return {"parallel": {"tensor": tensor, **(axes or {})}, **more}
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "tensor": (config(), 2),
     "sequence": (config(sequence_parallel=True), 2),
     "accumulated, bf16": (config(bf16={"mode": "torch"}, gradient_accumulation=2), 2),
-    "fsdp": (config(data="fsdp"), 4),
+    "fsdp": (config(axes={"data": "fsdp"}), 4),
     "fp16": (config(fp16={"mode": "naive"}), 2),
-    "pipeline": (config(pipeline={"size": 2, "microbatches": 2}), 4),
+    "context": (config(axes={"context": 2}), 4),
+    "halves of backward": (config(True, {"pipeline": {"size": 2, "microbatches": 4, **ZBV}}), 4),
+    "pipeline": (config(axes={"pipeline": {"size": 2, "microbatches": 2}}), 4),
 }
 
 
@@ -85,7 +88,7 @@ def outputs(rank: int, world_size: int) -> dict[str, float]:
         find_workload("gpt").build(),
         lambda params: torch.optim.SGD(params, lr=0.1),
         criterion,
-        config=config(pipeline={"size": 2, "microbatches": 2, "keep_outputs": True}),
+        config=config(axes={"pipeline": {"size": 2, "microbatches": 2, "keep_outputs": True}}),
         device=rank_device(),
     )
     output = engine(ids)

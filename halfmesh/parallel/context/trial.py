@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...errors import InputError, shorten
-from ...utils.tensors import is_compound, map_tensors, tensors_of
+from ...utils.tensors import full_tensor, is_compound, map_tensors, tensors_of
 from ..modules import unchanged
 from ..trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from .loss import COUNTING, TokensMode
@@ -289,6 +289,7 @@ def try_criterion(
         arguments: positional and by name: this rank's outputs, and the targets of its tokens.
         own: this rank's tokens of each sequence.
     """
+    arguments = map_tensors(full_tensor, arguments)
     tensors = tensors_of(arguments)
     shape = next((t.shape for t in tensors if t.requires_grad and t.dim()), torch.Size([0, own]))
     rows = shape[0] if own in shape[1:] else shape[0] // own
