@@ -48,6 +48,7 @@ SHAPES: dict[str, Callable[[Any, torch.Tensor], tuple[Any, torch.Tensor]]] = {
     "flatten": lambda x, y: (x.flatten(0, 1), y.flatten()),
     "shifted": lambda x, y: (x[..., :-1, :].contiguous().view(-1, WORDS), y[..., 1:].reshape(-1)),
     "masked": lambda x, y: (x[y != 3], y[y != 3]),
+    "steep": lambda x, y: (x.mul(1000).view(-1, WORDS), y.view(-1)),  # the ranks' sums are far from each other
     "one": lambda x, y: (x[0, 1], y[0, 1]),
     "cast": lambda x, y: (torch.tanh(x / 30).mul(30).float().reshape((-1, WORDS)), y.reshape(-1)),
 }
