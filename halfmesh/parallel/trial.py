@@ -31,14 +31,15 @@ def no_side_effects(modules: Iterable[nn.Module], device: torch.device) -> Itera
     held = list(modules)
     state = random_state(device)
     with with_memory(), torch.no_grad(), unchanged(held):
-        before = [(buffer, buffer.clone()) for module in held for buffer in module.buffers(recurse=False)]
+        kept = (value for module in held for name, value in vars(module).items() if name != "_parameters")
+        before = [(tensor, tensor.clone()) for value in kept for tensor in tensors_of(value)]  # buffers, and others
         try:
             yield lambda: not same_state(state, random_state(device))
         finally:
             set_random_state(state, device)
-            for buffer, value in before:  # some cannot be written: expanded, or made in inference mode
-                if buffer.layout is not torch.strided or not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            for tensor, value in before:  # some cannot be written: expanded, or made in inference mode
+                if tensor.layout is not torch.strided or not torch.equal(tensor, value):
+                    tensor.copy_(value)
 
 
 def rounds_products() -> bool:

@@ -50,7 +50,6 @@ def messages() -> dict[str, list[str]]:
             found[finding.message].append(finding.where)
     for cell, key in {
         Cell(model="mlp", tensor=2, sequence_parallel=True): "sequence_parallel",
-        Cell(model="mlp", context=2): "context",
         Cell(model="mlp", expert=2): "expert",
     }.items():
         for problem in problems_with_sequence(cell):

@@ -28,6 +28,8 @@ _DROPOUT = (
 )
 _EXACT, _EXACT_HALF = 1e-5, 1e-3
 """Where kernels get the same shapes, a token's result is the same to the bit, except in layers of experts."""
+_ROUNDED_HALF = 0.01
+"""Of one token, where kernels get other shapes."""
 
 Run = Callable[[Mapping[str, Any]], Any]
 
@@ -151,10 +153,11 @@ class ModelTrial:
         size = sequences.group.size()
         few = Sequences(sequences.group, sequences.rows, min(sequences.length, TOKENS * size))
         short = {name: _shorten(name, value, sequences, few.length, name in masks) for name, value in given.items()}
-        with _random_weights(self._model):
+        with torch.no_grad(), _random_weights(self._model):
             gaps = {"tokens are combined": self._find_mixing(short, few, masks)}
             self._evaluates = any(self._context.everyone(self._drew))
-            limits = {"tokens are combined": (_EXACT, _EXACT_HALF)}
+            gaps["positions"] = self._find_other_positions(short, few)
+            limits = {"tokens are combined": (_EXACT, _EXACT_HALF), "positions": (TOLERANCE, _ROUNDED_HALF)}
             gap, adds = self._find_other_outputs(short, few)
             gaps["outputs"] = gap
             padded = {name: _padded(value, few) if name in masks else value for name, value in short.items()}
@@ -210,13 +213,28 @@ class ModelTrial:
         pairs = zip(others, reversed(halves), strict=True)
         return max(find_gap([t[:, kept] for t in one], [t[:, kept] for t in changed]) for changed, kept in pairs)
 
+    def _find_other_positions(self, short: Mapping[str, Any], few: Sequences) -> float:
+        """How much most of this rank's tokens differ from the same of whole sequences, without attention: by less
+        rounding than all outputs do. (Some may be sent to other experts.)"""
+        whole = self._run(short, _alone, lambda count: count)[0]
+        own = self._run(self._cut(self._prepare(dict(short), few), few), _alone, lambda count: count)[0]
+        gaps = [0.0]
+        for expected, found in zip(tensors_of(whole), tensors_of(own), strict=False):
+            if few.is_whole(expected) and expected.is_floating_point() and few.cut(expected).shape == found.shape:
+                one, other = (x.double().reshape(few.rows, few.own, -1) for x in (few.cut(expected), found))
+                tokens = (one - other).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-30)
+                gaps.append(float(tokens.nan_to_num().median()))
+        return max(gaps)
+
     def _find_other_outputs(self, short: Mapping[str, Any], few: Sequences) -> tuple[float, list[bool]]:
         """How much the outputs of all ranks' tokens differ from those of whole sequences; see `compare`."""
         size = few.group.size()
         whole, counted = self._run(short, lambda func, *args, **kw: func(*args, **kw), lambda count: count)
         own = self._cut(self._prepare(dict(short), few), few)
         sharded, averaged = self._run(own, self._attend, self._average)
-        if counted != [size * count for count in averaged]:
+        if len(tensors_of(whole)) != len(tensors_of(sharded)):
+            return float("inf"), []
+        if list(map(round, counted)) != [round(size * count) for count in averaged]:
             return 1.0, []  # targets were lost, which a loss hardly shows
         gaps, adds = [0.0], list[bool]()
         pairs = zip(tensors_of(whole), tensors_of(map_tensors(few.join_if_own, sharded)), strict=True)

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from halfmesh.parallel import collectives, expert
+from halfmesh.parallel import collectives, expert, reducer
 from halfmesh.parallel.context import attention, axis
 from halfmesh.parallel.context import loss as losses
 from halfmesh.parallel.context.axis import ContextParallel
 from halfmesh.parallel.context.sequences import Sequences
 from halfmesh.parallel.data_strategy import StrategyInputs
-from halfmesh.parallel.reducer import SharedGradients
 
 from . import trains
 
@@ -63,14 +62,14 @@ def border_label_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ContextParallel, "_whole_loss", whole_loss)
 
 
-def targets_counted_by_each_rank(patch: pytest.MonkeyPatch) -> None:
-    """A loss divides by the number of its own tokens."""
+def targets_of_all_ranks_counted(patch: pytest.MonkeyPatch) -> None:
+    """A mean over this rank's targets is divided by the number of all."""
     inner = losses._mean_over_targets
 
-    def alone(average: Any, *args: Any, **options: Any) -> torch.Tensor:
-        return inner((lambda count: count) if trains() else average, *args, **options)
+    def total(average: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return inner((lambda count: 2 * average(count)) if trains() else average, *args, **options)
 
-    patch.setattr(losses, "_mean_over_targets", alone)
+    patch.setattr(losses, "_mean_over_targets", total)
 
 
 def loss_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +96,7 @@ def positions_off_by_a_shard(patch: pytest.MonkeyPatch) -> None:
 
 def tokens_not_summed(patch: pytest.MonkeyPatch) -> None:
     """Each rank learns from its own tokens."""
-    patch.setattr(SharedGradients, "finish", lambda self: None)
+    patch.setattr(reducer, "all_reduce", lambda flat, group: reducer.NothingSent())
 
 
 def experts_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def _shared_batches() -> Iterator[Fault]:
     yield Fault(shares.heads_in_other_order, gpt, attended)
     yield Fault(shares.own_tokens_only, gpt, attended)
     yield Fault(shares.border_label_lost, gpt, LOSS)
-    yield Fault(shares.targets_counted_by_each_rank, gpt, (*LOSS, *ANY_GRADIENT))
+    yield Fault(shares.targets_of_all_ranks_counted, gpt, (*LOSS, *ANY_GRADIENT))
     yield Fault(shares.loss_of_own_tokens, gpt, LOSS)
     yield Fault(shares.positions_off_by_a_shard, gpt, (after("positions"), before("drop")))
     yield Fault(shares.positions_off_by_a_shard, llama, (after("model.rotary_emb"), before("model.layers.0*")))
