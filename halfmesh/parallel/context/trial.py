@@ -265,11 +265,11 @@ def _shorten(name: str, value: Any, sequences: Sequences, kept: int, is_mask: bo
 
 
 def _padded(value: Any, few: Sequences) -> Any:
-    """A mask of tokens [batch, sequence] with the first one of the first sequence as the others are not."""
+    """A mask of tokens [batch, sequence] with the second one of the first sequence as the others are not."""
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.shape != (few.rows, few.length):
         return value
     new = value.clone()
-    new[0, 0] = new[0, 0] == 0
+    new[0, 1] = new[0, 1] == 0  # not the first, without which the first row of a causal mask would be empty
     return new
 
 

@@ -1,0 +1,149 @@
+"""What the trial of a model finds, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfmesh
+from tests.support.ranks import run_ranks
+
+from .runs import LENGTH, criterion, make_engine, make_llama, plain_step, tokens
+from .test_refusals import Plain
+
+pytestmark = pytest.mark.distributed
+
+
+class RunningMean(Plain):
+    """A causal mixing that is small beside the rest."""
+
+    def mix(self, x):
+        counts = torch.arange(1, x.shape[1] + 1, device=x.device)[None, :, None]
+        return super().mix(x + 0.02 * x.cumsum(1) / counts.to(x.dtype))
+
+
+class Hidden(Plain):
+    """What it mixes begins at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(16))
+
+    def mix(self, x):
+        return super().mix(x) + self.gate * x.mean(1, keepdim=True)
+
+
+class Centres(Plain):
+    """In training only."""
+
+    def mix(self, x):
+        return super().mix(x - x.mean((0, 1)) if self.training else x)
+
+
+class LateLabels(Plain):
+    def forward(self, ids, labels=None, position_ids=None):
+        logits = super().forward(ids, position_ids)
+        return logits if labels is None else criterion(logits, F.pad(labels, (0, 1), value=-100)[:, 1:])
+
+
+class SmallPositions(Plain):
+    def embed(self, ids, position_ids):
+        return self.tokens(ids) + 0.05 * self.places(torch.arange(ids.shape[1], device=ids.device))
+
+
+class CountsMasked(Plain):
+    """Positions depend on the mask."""
+
+    def forward(self, ids, mask, position_ids=None):
+        return self.head(self.mix(self.embed(ids, mask.cumsum(1) - 1 if position_ids is None else position_ids)))
+
+
+class Balanced(Plain):
+    def forward(self, ids, position_ids=None):
+        logits = super().forward(ids, position_ids)
+        return logits, logits.softmax(-1).mean((0, 1)).square().sum()
+
+
+def late_labels(engine, seed):
+    ids, _ = tokens(seed)
+    with torch.no_grad():
+        engine(ids)
+    labels = ids.clone()
+    labels[:, : LENGTH // 2] = -100
+    return engine(ids, labels=labels)
+
+
+def masked(engine, seed):
+    ids, target = tokens(seed)
+    return engine.criterion(engine(ids, torch.ones_like(ids)), target)
+
+
+def cached(engine, seed):
+    engine.eval()
+    with torch.no_grad():
+        assert engine(input_ids=tokens()[0]).past_key_values is None
+        return engine(input_ids=tokens()[0], use_cache=True)
+
+
+BF16 = {"bf16": {"mode": "torch"}}
+WRONG = {
+    "diluted": (RunningMean, plain_step, {}, "tokens are combined"),
+    "diluted, bf16": (RunningMean, plain_step, BF16, "tokens are combined"),
+    "hidden": (Hidden, plain_step, {}, "tokens are combined"),
+    "training only": (Centres, plain_step, {}, "tokens are combined"),
+    "late labels": (LateLabels, late_labels, {}, "Shift targets of whole sequences"),
+    "positions": (SmallPositions, plain_step, {}, "positions"),
+    "positions, bf16": (SmallPositions, plain_step, BF16, "positions"),
+    "positions of a mask": (CountsMasked, masked, {}, "with a padded token"),
+    "a router's loss": (Balanced, plain_step, {}, "output_router_logits"),
+    "a cache": (lambda: make_llama(use_cache=True), cached, {}, "use_cache: with parallel.context"),
+}
+
+
+def refuse_each(rank, world_size):
+    said = {}
+    for name, (make, step, config, _) in WRONG.items():
+        engine = make_engine(make, world_size, **config)
+        with pytest.raises(halfmesh.InputError) as caught:
+            step(engine, 0)
+        said[name] = str(caught.value)
+    return said
+
+
+def test_what_combines_tokens_is_refused():
+    for said in run_ranks(refuse_each, 2):
+        for name, (*_, words) in WRONG.items():
+            assert words in said[name], name
+
+
+class Counts(Plain):
+    """Keeps a number, a list and a tensor of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.kept, self.total = 0, [], torch.zeros(())
+        self.zero = nn.Parameter(torch.zeros(3))
+
+    def forward(self, ids, position_ids=None):
+        self.calls += 1
+        self.kept.append(self.calls)
+        self.total += 1
+        return super().forward(ids, position_ids)
+
+
+def calls(rank, world_size):
+    engine = make_engine(Counts, world_size)
+    torch.manual_seed(1)
+    engine.backward(plain_step(engine, 0))
+    model = engine.model
+    return model.calls, len(model.kept), float(model.total), float(model.zero.abs().sum()), torch.rand(()).item()
+
+
+def test_the_trial_leaves_no_trace():
+    torch.manual_seed(1)
+    tokens(0)  # which seeds
+    drawn = torch.rand(()).item()
+    for found in run_ranks(calls, 2):
+        assert found == (1, 1, 1.0, 0.0, drawn)
