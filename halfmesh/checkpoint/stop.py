@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..distributed.env import list_ranks
 
 _LONG = timedelta(days=7)
+_ANSWER_S = 3.0  # how long the store may take to answer at the end
 
 
 class StopAgreement:
@@ -64,10 +65,16 @@ class StopAgreement:
 
     def close(self) -> None:
         """End the threads of all ranks. May be called twice, and by one rank alone: then nobody stops any more."""
+        # In a thread: torch's call does not return if the host of the store has lost power or network.
+        telling = threading.Thread(target=self._tell_end, daemon=True, name="halfmesh stop agreement's end")
+        telling.start()
+        telling.join(_ANSWER_S)
+        self._thread.join(1.0)  # one that comes back from C++ while the interpreter shuts down aborts the process
+
+    def _tell_end(self) -> None:
         with contextlib.suppress(dist.DistError):  # the store is gone, and with it what the thread waits for
             self._store.compare_set("stop_at", "", "0")
             self._store.set("asked", "1")
-        self._thread.join(1.0)  # one that comes back from C++ while the interpreter shuts down aborts the process
 
     def _post(self, store: Any) -> None:
         self._has_posted = True
