@@ -140,7 +140,7 @@ def join_outputs(outputs: Sequence[Any], dims: Sequence[int] | None) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     following = iter(dims or ())
-    return _joined(outputs, lambda some: torch.cat(some, next(following)))
+    return _joined(outputs, lambda some: torch.cat(list(some), next(following)))
 
 
 def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:

@@ -129,7 +129,7 @@ class Pipeline:
 
     def _infer(self, call: Call) -> Sequence[Any]:
         """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
-        ranks, trees = self._partition.ranks, []
+        ranks, trees = self._partition.ranks, list[Any]()
         infer = partial(infer_stages, self.params, self._model, call, self._forward_context.autocast)
         for stage, rank in enumerate(ranks) if not is_simulated() else ():
             given = trees[-1] if trees else None
