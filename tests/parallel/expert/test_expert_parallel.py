@@ -47,6 +47,30 @@ def one_by_one():
     return model
 
 
+class Adapter(nn.Module):
+    """Of a layer of experts, which is frozen: a product of low rank for each, and itself such a layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.num_experts = base, base.num_experts
+        count, out, width = base.down_proj.shape
+        self.a = nn.Parameter(torch.randn(count, 2, out) * 0.1)
+        self.b = nn.Parameter(torch.randn(count, out, 2) * 0.1)
+        base.requires_grad_(False)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        inner = torch.einsum("tkri,ti->tkr", self.a[top_k_index], hidden_states)
+        low = torch.einsum("tkor,tkr->tko", self.b[top_k_index], inner)
+        return self.base(hidden_states, top_k_index, top_k_weights) + (low * top_k_weights[..., None]).sum(1)
+
+
+def adapted():
+    model = make_mixtral()
+    for block in model.model.layers:
+        block.mlp.experts = Adapter(block.mlp.experts)
+    return model
+
+
 def favouring(count):
     """All tokens go to the first `count` experts, so that a rank may have none. (Of no tokens the plain loop returns
     zeros without a graph.)"""
@@ -90,7 +114,7 @@ def train(rank, world_size, make, parallel, **config):
         loss = engine.criterion(engine(ids), target)
         engine.backward(loss)
         seen.append((loss.item(), engine.step().grad_norm))
-    experts = next((len(p) for name, p in engine.model.named_parameters() if "experts.down" in name), None)
+    experts = next((len(p) for name, p in engine.model.named_parameters() if "experts" in name and "down" in name), None)
     return seen, close_whole(engine), experts
 
 
@@ -114,6 +138,7 @@ def make_mixture():
         pytest.param(make_mixtral, 4, layout(expert=2), {}, id="two groups"),
         pytest.param(one_by_one, 2, layout(expert=2), {}, id="Mixtral, one expert after the other"),
         pytest.param(make_qwen, 2, layout(expert=2), {}, id="Qwen"),
+        pytest.param(adapted, 2, layout(expert=2), {}, id="adapters"),
         pytest.param(make_mixtral, 4, layout(expert=2, tensor=2), {}, id="tensor"),
         pytest.param(make_mixtral, 4, layout(expert=2, context=2), {}, id="context"),
         pytest.param(make_mixture, 4, layout(expert=2, pipeline=STAGES), {}, id="pipeline"),
