@@ -54,16 +54,17 @@ def test_messages():
 
 
 def test_what_accumulated_batches_send():
-    def sent(cycle, parallel):
+    def run(cycle, parallel):
         config = load_config({"parallel": parallel, "gradient_accumulation": cycle})
-        return simulate_rank(config, SMALL, (), 0, 4).sent
+        return simulate_rank(config, SMALL, (), 0, 4)
 
-    two, five = (sent(cycle, {"tensor": 2}) for cycle in (2, 5))
+    two, five = (run(cycle, {"tensor": 2}).sent for cycle in (2, 5))
     assert five["dp"] == two["dp"]
     assert five["dp"].messages == 1
     assert five["tp"].messages - 1 == (two["tp"].messages - 1) / 2 * 5  # one compares gradients, once an update
-    once, five = (sent(cycle, {"data": "fsdp"})["dp"].bytes for cycle in (1, 5))
-    gathered = once * 2 / 3  # of weights, in forward and backward; the rest are gradients, sent once
+    figures, more = (run(cycle, {"data": "fsdp"}) for cycle in (1, 5))
+    once, five = figures.sent["dp"].bytes, more.sent["dp"].bytes
+    gathered = once - 4 * figures.parameters  # of weights, in forward and backward; gradients are sent once
     assert five == pytest.approx(once + 4 * gathered, rel=0.01)
 
 
