@@ -20,6 +20,7 @@ from ..errors import InputError, NonFiniteError, refuse_closure, show
 from ..utils.engine_hook import Hooks, Progress
 from .ema import AveragedModel
 from .executor import DirectExecutor
+from .pipeline_handles import sequences_of
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ class Engine:
         if self._criterion.function is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
         try:
-            function, args, kwargs = self._parallel.criterion_call(self._criterion.function, args, kwargs)
+            function: Any = self._criterion.function
+            if (axis := self._parallel.sequences) is not None:
+                function, args, kwargs = axis.criterion_call(function, args, kwargs, sequences_of((args, kwargs)))
             return self._executor.criterion(function, *args, **kwargs)
         except RuntimeError as error:
             self._explain(error)

@@ -33,7 +33,6 @@ from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state
 from ..parallel.shard_spec import Placement, whole
 from ..parallel.trial import find_optimizer_problem
 from ..utils.param_shard import ParamShard
-from ..utils.tensors import leaves_of
 from . import compilation
 from .pipeline_handles import PipelineOutput
 
@@ -321,16 +320,6 @@ class ParallelModel:
                     generator.state = then
 
         return scope
-
-    def criterion_call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-        """The criterion and its arguments for what this rank has of a batch."""
-        if self.sequences is None:
-            return function, args, kwargs
-        waiting = (handle for handle in leaves_of((args, kwargs), PipelineOutput) if not handle.is_ready)
-        handle = next(waiting, None)
-        return self.sequences.criterion_call(function, args, kwargs, None if handle is None else handle.sequences)
 
     def settle(self) -> None:
         """Reset the axes: a forward or backward may have ended early."""

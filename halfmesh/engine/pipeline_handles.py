@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InputError
-from ..utils.tensors import map_tensors
+from ..utils.tensors import leaves_of, map_tensors
 
 _UNSET = object()
 
@@ -78,6 +78,11 @@ class PipelineOutput(Handle):
             "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use "
             "it after engine.backward(loss)"
         )
+
+
+def sequences_of(tree: Any) -> Any:
+    """The sequences of the output in `tree` that is not computed yet; None without one."""
+    return next((output.sequences for output in leaves_of(tree, PipelineOutput) if not output.is_ready), None)
 
 
 class PipelineLoss(Handle):

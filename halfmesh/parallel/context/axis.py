@@ -191,9 +191,9 @@ class ContextParallel(AppliedAxis):
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        deferred: Sequences | None = None,
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+        kwargs: dict[str, Any],
+        deferred: Sequences | None,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The criterion and its arguments, for this rank's tokens, if among them are outputs of these.
 
         Args:
