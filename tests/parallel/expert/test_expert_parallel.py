@@ -115,7 +115,7 @@ def train(rank, world_size, make, parallel, **config):
         engine.backward(loss)
         seen.append((loss.item(), engine.step().grad_norm))
     experts = [len(p) for name, p in engine.model.named_parameters() if "experts" in name and "down" in name]
-    return seen, close_whole(engine), experts[0]
+    return seen, close_whole(engine), next(iter(experts))
 
 
 def layout(data=None, **axes):
