@@ -53,7 +53,7 @@ class Adapter(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base, self.num_experts = base, base.num_experts
-        count, out, width = base.down_proj.shape
+        count, out, _ = base.down_proj.shape
         self.a = nn.Parameter(torch.randn(count, 2, out) * 0.1)
         self.b = nn.Parameter(torch.randn(count, out, 2) * 0.1)
         base.requires_grad_(False)
