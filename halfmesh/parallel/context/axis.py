@@ -230,8 +230,8 @@ class ContextParallel(AppliedAxis):
             return sequences.cut(tensor.view(sequences.rows, -1)).flatten()
 
         targets: list[torch.Tensor] = []
-        names = position_names(parameter_names(function), len(args))
-        args = tuple(map_named(cut, value, name) for name, value in zip(names, args, strict=True))
+        by_place = position_names(parameter_names(function), len(args))
+        args = tuple(map_named(cut, value, name) for name, value in zip(by_place, args, strict=True))
         kwargs = {name: map_named(cut, value, name) for name, value in kwargs.items()}
         self._calls.compare_inputs(True, targets, {}, of="targets")
         return partial(self._whole_loss, function, sequences.own, deferred is not None), args, kwargs

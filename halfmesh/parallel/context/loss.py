@@ -85,10 +85,11 @@ LOSS = "loss"
 def mark(tensor: torch.Tensor, what: Any) -> None:
     """Note in the graph what `tensor` is."""
     if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata[_MARK] = what
+        node: Any = tensor.grad_fn
+        node.metadata[_MARK] = what
 
 
-def mark_of(node: _Node) -> Any:
+def mark_of(node: Any) -> Any:
     """The mark of the tensor that `node` has made; None if it has none."""
     return node.metadata.get(_MARK)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import CellType, ModuleType
 from typing import Any
 
@@ -90,7 +91,7 @@ def _random_weights(model: nn.Module) -> Iterator[None]:
     try:
         _forget_copies(model)
         for param in model.parameters():
-            local: Any = param.data.to_local() if hasattr(param.data, "to_local") else param.data  # type: ignore[operator]
+            local: Any = param.data.to_local() if hasattr(param.data, "to_local") else param.data
             if is_compound(local) or not local.is_floating_point() or not local.numel() or local.dtype.itemsize < 2:
                 continue
             least, most = local.aminmax()
@@ -113,8 +114,9 @@ def _forget_copies(model: nn.Module) -> None:
     """Free copies of weights: gathered by fsdp, or cast by autocast."""
     torch.clear_autocast_cache()
     for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
 
 
 class ModelTrial:
@@ -337,13 +339,15 @@ def try_criterion(
             new = new.masked_fill(some, 0 if is_mask else ignored)
         return new.flatten(0, 1) if is_flat else new
 
+    mode, seen = _HalvesMode(), False
+
     def run(dtype: Any, ignored: int | None) -> list[list[torch.Tensor]]:
         made = []
         for places in (all_places, *all_places.chunk(2)):
             holders = list(_holders(function))
             modules = [each for each in holders if isinstance(each, nn.Module)]
             with no_side_effects(modules, device), unchanged(holders), torch.autocast(device.type, enabled=False), mode:
-                args, kwargs = map_tensors(lambda t, at=places: take(t, at, dtype, ignored), arguments)
+                args, kwargs = map_tensors(partial(take, places=places, dtype=dtype, ignored=ignored), arguments)
                 made.append([number.double() for number in numbers(function(*args, **kwargs))])
             mode.rest = iter(mode.counts)
         return made
@@ -358,10 +362,9 @@ def try_criterion(
                 if dtype is None:
                     raise
                 continue
-            return [_relation(*map(float, result), limit) for result in results]
+            return [_relation(float(whole), float(one), float(other), limit) for whole, one, other in results]
         raise AssertionError
 
-    mode, seen = _HalvesMode(), False
     found = compare(None)
     seen = mode.ignored is not None
     less = compare(-100 if mode.ignored is None else mode.ignored)
