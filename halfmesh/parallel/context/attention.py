@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ def _refuse_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.
         )
 
 
-def attend_in_layer(layer: FunctionType, query: torch.Tensor, *args: Any, **options: Any) -> Any:
+def attend_in_layer(layer: Any, query: torch.Tensor, *args: Any, **options: Any) -> Any:
     """`layer`, which is torch's multi_head_attention_forward, with masks of whole sequences. It would not take them for
     this rank's tokens, so that only its attention gets them.
 

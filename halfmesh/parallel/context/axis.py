@@ -322,7 +322,7 @@ class ContextParallelism(Axis):
     splits_params = False
     same_rng = False
     splits_loss = True
-    cost = "attention exchanges heads for tokens, four times a layer, and gradients are summed over the group, too"
+    cost = "attention exchanges heads for tokens, four times a layer"
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
