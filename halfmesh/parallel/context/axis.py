@@ -59,6 +59,7 @@ class ContextParallel(AppliedAxis):
     def __init__(self, inputs: AxisInputs) -> None:
         super().__init__(inputs.context, ContextParallelism.dim)
         self._context, self._group = inputs.context, inputs.context.group(self.dim)
+        self._batch_group = self._context.group(*(axis for axis in self._context.sizes if axis != "dp"))
         self._positions, self._non_split = inputs.plan
         self._names = parameter_names(inputs.model)
         self._calls = SameCalls(self._group, "context group")
@@ -161,7 +162,8 @@ class ContextParallel(AppliedAxis):
         if not self._is_tried:
             return []
         prepare = partial(self._prepare, model)
-        trial = ModelTrial(model, run, prepare, self._cut, self.trial_scope, self._attend, self.average, self._context)
+        where = self._batch_group, self._context.device
+        trial = ModelTrial(model, run, prepare, self._cut, self.trial_scope, self._attend, self.average, *where)
         return trial.compare(given, sequences, self._non_split, _ADVICE)
 
     def _complete(self, tree: Any, adds: Iterable[bool | None], is_deferred: bool = False) -> Any:

@@ -10,11 +10,13 @@ from types import CellType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from ...errors import InputError, shorten
 from ...utils.tensors import full_tensor, is_compound, map_tensors, tensors_of
+from ..comm import gather_objects
 from ..modules import unchanged
 from ..trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from .loss import COUNTING, TokensMode
@@ -127,7 +129,8 @@ class ModelTrial:
         prepare: adds the arguments that the model needs for its tokens.
         cut: this rank's tokens of prepared arguments.
         scope: within it nothing draws from the engine's random numbers; gives a function that tells if something did.
-        modes: attention and means of targets of this rank's tokens.
+        attend, average: attention and means of targets of this rank's tokens.
+        group: the ranks that compute this batch together. Others may be at another call.
     """
 
     def __init__(
@@ -139,10 +142,12 @@ class ModelTrial:
         scope: Callable[[], Any],
         attend: Callable[..., torch.Tensor],
         average: Callable[[torch.Tensor], torch.Tensor],
-        context: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._model, self._run_model, self._prepare, self._cut, self._scope = model, run, prepare, cut, scope
-        self._attend, self._average, self._context = attend, average, context
+        self._attend, self._average, self._device = attend, average, device
+        self._gather = partial(gather_objects, group=group)
         self._drew = self._is_half = False
         self._evaluates = False
 
@@ -150,14 +155,14 @@ class ModelTrial:
         """For each loss in the outputs, True if the losses of the ranks' tokens add up to that of all.
 
         Raises:
-            InputError: on all ranks: the model computes something else on the ranks than on one.
+            InputError: on all of these ranks: the model computes something else on the ranks than on one.
         """
         size = sequences.group.size()
         few = Sequences(sequences.group, sequences.rows, min(sequences.length, TOKENS * size))
         short = {name: _shorten(name, value, sequences, few.length, name in masks) for name, value in given.items()}
         with torch.no_grad(), _random_weights(self._model):
             gaps = {"tokens are combined": self._find_mixing(short, few, masks)}
-            self._evaluates = any(self._context.everyone(self._drew))
+            self._evaluates = any(self._gather(self._drew))
             gaps["positions"] = self._find_other_positions(short, few)
             limits = {"tokens are combined": (_EXACT, _EXACT_HALF), "positions": (TOLERANCE, _ROUNDED_HALF)}
             gap, adds = self._find_other_outputs(short, few)
@@ -165,7 +170,7 @@ class ModelTrial:
             padded = {name: _padded(value, few) if name in masks else value for name, value in short.items()}
             if any(padded[name] is not short[name] for name in short):
                 gaps["with a padded token its outputs"] = self._find_other_outputs(padded, few)[0]
-        everyone = self._context.everyone((gaps, self._is_half or rounds_products()))
+        everyone = self._gather((gaps, self._is_half or rounds_products()))
         rounds = any(theirs for _, theirs in everyone)
         for what in gaps:
             worst = max(theirs.get(what, 0.0) for theirs, _ in everyone)
@@ -182,7 +187,7 @@ class ModelTrial:
     def _run(self, arguments: Mapping[str, Any], attend: Any, average: Any) -> tuple[Any, list[float]]:
         """The outputs, and the mean counts of targets."""
         mode = _TrialMode(_without_dropout(attend), average)
-        with no_side_effects(self._model.modules(), self._context.device) as has_drawn, self._scope() as drew, mode:
+        with no_side_effects(self._model.modules(), self._device) as has_drawn, self._scope() as drew, mode:
             if self._evaluates:
                 self._model.eval()
             output = self._run_model(arguments)

@@ -147,3 +147,24 @@ def test_the_trial_leaves_no_trace():
     drawn = torch.rand(()).item()
     for found in run_ranks(calls, 2):
         assert found == (1, 1, 1.0, 0.0, drawn)
+
+
+def evaluate_first(rank, world_size):
+    """The first data rank evaluates before any update; the other has no batch."""
+    engine = make_engine(make_llama, 2, timeout=30.0)
+    if engine.context.dp_rank == 0:
+        with torch.no_grad():
+            logits = engine.eval()(input_ids=tokens(0)[0]).logits
+        assert logits.shape[1] == LENGTH
+    engine.train()
+    return float(plain_loss(engine))
+
+
+def plain_loss(engine):
+    engine.backward(loss := engine(input_ids=tokens(0)[0], labels=tokens(0)[0]).loss)
+    engine.step()
+    return loss
+
+
+def test_a_trial_waits_for_the_ranks_of_its_batch_only():
+    assert len(set(run_ranks(evaluate_first, 4))) == 1
