@@ -93,6 +93,19 @@ def own_store(context: ParallelContext, connections: int = 1) -> list[Any]:
     return [dist.PrefixStore(f"halfmesh/{name}", store.clone()) for _ in range(connections)]
 
 
+def get_within(store: Any, key: str, timeout_s: float) -> bytes | None:
+    """The value of `key`; None if nobody sets it within so many seconds. Other errors of the store are raised."""
+    end = time.monotonic() + timeout_s
+    store.set_timeout(timedelta(seconds=max(timeout_s, 0.01)))  # 0 would be: for ever
+    try:
+        value: bytes = store.get(key)
+    except RuntimeError:  # DistStoreError of most stores, which is one; a FileStore raises a plain one
+        if time.monotonic() < end - 0.01:
+            raise
+        return None
+    return value
+
+
 class NamedCalls:
     """Compares the collective calls of one engine over its ranks, by name, before anything is sent: the messages of
     `if rank == 0: engine.save(...)` would mix with those of training on the other ranks. It uses no collective.
@@ -111,7 +124,6 @@ class NamedCalls:
         self._timeout_s = timeout_s
         self._told = told
         self._number = 0
-        store.set_timeout(timedelta(seconds=timeout_s + PATIENCE_S))  # the first rank's look ends earlier
 
     def agree_on(self, call: str) -> None:
         """Return when all ranks make this `call`.
@@ -121,19 +133,23 @@ class NamedCalls:
             ConnectionResetError: some have failed.
         """
         self._number += 1
-        self._store.append(f"calls_{self._number}", f"{self._rank} {call}\n")
-        came = self._store.add(f"came_{self._number}", 1)
-        if came == self._size:
-            self._end_with(self._compare())
-            for key in ("calls", "came", "end"):  # all ranks have read those of the last call
-                self._store.delete_key(f"{key}_{self._number - 1}")
-        elif came == 1:
-            try:
+        try:
+            self._store.append(f"calls_{self._number}", f"{self._rank} {call}\n")
+            came = self._store.add(f"came_{self._number}", 1)
+            if came == self._size:
+                self._end_with(self._compare())
+                for key in ("calls", "came", "end"):  # all ranks have read those of the last call
+                    self._store.delete_key(f"{key}_{self._number - 1}")
+            elif came == 1:
                 self._wait_for_others(call)
-            except BaseException:  # Ctrl-C, or the store is gone
-                self._end_with(f"{call}: connection reset by peer: {list_ranks([self._rank])} failed meanwhile", True)
-                raise
-        is_lost, problem = json.loads(self._store.get(f"end_{self._number}"))
+        except BaseException:  # Ctrl-C, or the store is gone
+            self._end_with(f"{call}: connection reset by peer: {list_ranks([self._rank])} failed meanwhile", True)
+            raise
+        end = f"end_{self._number}"
+        if (told := get_within(self._store, end, self._timeout_s + PATIENCE_S)) is None:  # the one that looks is gone
+            self._end_with(self._absent(call, self._late))
+            told = self._store.get(end)
+        is_lost, problem = json.loads(told)
         if problem:
             raise ConnectionResetError(problem) if is_lost else InputError(problem)
 
@@ -145,6 +161,21 @@ class NamedCalls:
         """The call of each rank that has come, by rank."""
         lines = self._store.get(f"calls_{self._number}").decode().splitlines()
         return dict(sorted((int(rank), call) for rank, _, call in (line.partition(" ") for line in lines)))
+
+    @property
+    def _late(self) -> str:
+        return f"did not within {self._timeout_s:g} s (config key timeout)"
+
+    def _absent(self, call: str, why: str) -> str:
+        """What is wrong if some ranks have not come, because of which the one that looks may be gone, too."""
+        here = list(self._calls())
+        missing = sorted(set(range(self._size)).difference(here))
+        if not missing:
+            return f"{call} was called on all ranks, but the first of them ended before it saw that"
+        return (
+            f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
+            f"which rank writes is chosen inside ({list_ranks(missing)} {why})"
+        )
 
     def _compare(self) -> str:
         """What is wrong with the calls of all ranks."""
@@ -174,12 +205,7 @@ class NamedCalls:
             elif is_over and silent:  # killed?
                 self._end_with(f"{lost}no answer from {list_ranks(silent)}", is_lost=True)
             elif is_over or waited > self._timeout_s:
-                late = f"did not within {self._timeout_s:g} s (config key timeout)"
-                self._end_with(
-                    f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
-                    "which rank writes is chosen inside "
-                    f"({list_ranks(missing)} {'ended, or waited elsewhere, without it' if is_over else late})"
-                )
+                self._end_with(self._absent(call, "ended, or waited elsewhere, without it" if is_over else self._late))
             elif waited > PATIENCE_S and not has_warned:
                 has_warned, text = True, "%s waits for %s to call it, too, since %g s; call it on all ranks, or on none"
                 _log.warning(text, call, list_ranks(missing), PATIENCE_S, ranks=None)

@@ -219,7 +219,7 @@ def test_two_nodes_train_as_one_process_and_tensor_ranks_stay_on_a_node(nodes, t
     activations = 3 * 4 * WIDTH * ROWS // 2  # of two layers' outputs, and a gradient between them, in fp32
     for number in range(2):
         gradients, within, across = map(int, re.findall(r"sent (\d+) (\d+) (\d+)", nodes.said(number))[0])
-        least, most = 2 * UPDATES, 2 * UPDATES * 1.15  # ranks; TCP adds to it
+        least, most = 2 * UPDATES, 2 * UPDATES * 1.3  # ranks; TCP adds to it
         assert least * gradients <= across <= most * gradients
         assert least * activations <= within <= most * activations
         assert within > 8 * across
@@ -232,8 +232,9 @@ def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoin
     wait(nodes, lambda: started[0].poll() is not None)
     assert started[0].returncode == 1
     for rank in range(2):
-        words = "no answer from rank 2 (dp 1, tp 0), rank 3 (dp 1, tp 1) (killed, out of memory, or stopped?)"
-        assert f"[rank {rank} (dp 0, tp {rank})] {words}" in nodes.said(0)
+        # The other survivor may have given up a moment earlier, and is then listed too.
+        said = rf"\[rank {rank} \(dp 0, tp {rank}\)\] no answer from .*rank 2 \(dp 1, tp 0\), rank 3 \(dp 1, tp 1\)"
+        assert re.search(said, nodes.said(0)), nodes.said(0)
     alone = nodes.start(0, command("torchrun --standalone"))
     wait(nodes, lambda: alone.poll() is not None)
     assert alone.returncode == 0, nodes.said(0)

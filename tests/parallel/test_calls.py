@@ -163,6 +163,36 @@ def test_requests_to_the_store_are_a_few_for_each_rank():
     assert late <= 4 * 64 + 80  # those of one rank that looks: about 10 in a second
 
 
+def test_a_rank_that_looks_and_is_killed_leaves_the_others_an_error_with_names(monkeypatch):
+    monkeypatch.setattr(comm, "PATIENCE_S", 0.1)
+    store = dist.HashStore()
+    store.append("calls_1", "0 engine.save\n")
+    store.add("came_1", 1)  # rank 0 is killed here
+    with pytest.raises(InputError, match=r"^engine.save was called on ranks 0, 1 only;.*\(rank 2 did not within 0.2 s"):
+        comm.NamedCalls(store, 1, 3, 0.2, dict).agree_on("engine.save")
+
+
+@pytest.mark.parametrize("request_name", ["append", "add"])
+def test_a_rank_that_is_interrupted_before_it_looks_tells_the_others(request_name):
+    store = dist.HashStore()
+
+    class Interrupting:
+        def __getattr__(self, name):
+            if name != request_name:
+                return getattr(store, name)
+
+            def then_interrupt(*args):
+                getattr(store, name)(*args)
+                raise KeyboardInterrupt
+
+            return then_interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        comm.NamedCalls(Interrupting(), 0, 3, 60.0, dict).agree_on("engine.save")
+    with pytest.raises(ConnectionResetError, match="rank 0 failed meanwhile"):
+        comm.NamedCalls(store, 1, 3, 60.0, dict).agree_on("engine.save")
+
+
 def test_ranks_that_block_are_told_by_the_one_that_looks():
     _, ((*early, late),), _ = agree_in_threads(8, 2.0, told=lambda: {3: "failed"})
     assert set(early) == {"engine.save: connection reset by peer: rank 3 failed meanwhile"}
