@@ -29,7 +29,7 @@ class Accumulation:
 
     Args:
         guard: of the gradients between backward and step.
-        context: the mesh, over which the weights of weighted losses are summed; None: one process.
+        context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.
         reducer: completes the gradients; None: they are complete after backward.
         trained: passes the trained parameters to `reducer`.
 
@@ -188,7 +188,7 @@ class Accumulation:
         elif self._weight is not None:
             total = self._weight.clone()
             if self._context is not None:
-                self._context.all_reduce(total, self._context.dims.grad_axes)
+                self._context.all_reduce(total, "dp")
             divisor = torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
         if self.reducer is not None and not self.reducer.is_complete:
             self._guard.check(divisor)

@@ -25,6 +25,7 @@ from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
 from ..parallel.context.axis import ContextParallel
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.deferred.creation import Materializer
+from ..parallel.dims import ParallelDims
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import SameCalls
 from ..parallel.reducer import ReduceOptions, Reduction
@@ -112,15 +113,16 @@ def _find_limited_rows(model: nn.Module) -> Iterator[str]:
         )
 
 
-def reduce_options(config: Config, ranks: int) -> ReduceOptions:
-    """The options for reducing gradients over `ranks`."""
+def reduce_options(config: Config, dims: ParallelDims) -> ReduceOptions:
+    """The options for reducing gradients."""
     data = config.parallel.data
-    bucket_mb = data.bucket_mb or max(25, ranks)  # under zero1 each rank gets 1 / ranks of it
+    bucket_mb = data.bucket_mb or max(25, dims.grad_ranks)  # under zero1 each rank gets a part of it
     return ReduceOptions(
         dtype=getattr(torch, data.reduce_dtype),
         bucket_bytes=int(bucket_mb * 2**20),
         max_inflight=data.max_inflight,
         mean=config.loss_reduction == "mean",
+        loss_parts=dims.grad_ranks // dims.dp,
     )
 
 
@@ -199,7 +201,7 @@ class ParallelModel:
         self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext
         """The scope of backward."""
         if (sequences := self.sequences) is not None:
-            sequences.reduction = config.loss_reduction
+            sequences.is_weighted = config.loss_reduction == "weighted"
             self.loss_checks.append(sequences.check_loss)
             self.scope = lambda: sequences.mode
 
@@ -219,7 +221,7 @@ class ParallelModel:
             shards=[ParamShard(name, p, self._weight(p)) for name, p in model.named_parameters()],
             context=context,
             options=self._config.parallel.data,
-            reduce=reduce_options(self._config, context.dims.grad_ranks),
+            reduce=reduce_options(self._config, context.dims),
             axes=context.dims.grad_axes,
             fewer_axes=self._fewer_axes,
             param_dtype=recipe.param_dtype,

@@ -71,10 +71,10 @@ def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup)
 
 
 @torch.compiler.disable
-def average(part: torch.Tensor, group: dist.ProcessGroup, factor: float = 1.0) -> torch.Tensor:
-    """The mean of the ranks' `part`, a loss of this rank's tokens. Its gradient, times a factor, is that of `part`:
-    gradients of weights are averaged over the ranks afterwards."""
-    return connect(part, lambda x: start_sum(x, group)() / group.size(), lambda grad: grad * factor)
+def average(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mean of the ranks' `part`, a loss of this rank's tokens. Its gradient is that of `part`: gradients of weights
+    are averaged over the ranks afterwards."""
+    return connect(part, lambda x: start_sum(x, group)() / group.size(), lambda grad: grad)
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -38,6 +38,8 @@ class ReduceOptions:
     max_inflight: int = 8
     mean: bool = True
     """Average over the ranks of the reducer; False sums."""
+    loss_parts: int = 1
+    """The ranks that have parts of one loss: a sum is one of means over these."""
 
     def has_room(self, inflight: Collection[Bucket], more: Bucket) -> bool:
         """Return True if `more` may be sent before one of the buckets `inflight` has arrived."""
@@ -250,7 +252,7 @@ class Reducer:
     ) -> None:
         self.options = options
         self.group = group
-        self._times = 1 if options.mean else group.size()  # the mean over a bucket's group
+        self._times = 1 if options.mean else group.size() // options.loss_parts  # the mean over a bucket's group
         self._group_of = group_of or (lambda param: group)
         self.state: Literal["none", "local", "reduced", "stale"] = "none"
         own = {name: name.rpartition(".")[2] for name in buffers}
@@ -288,7 +290,7 @@ class Reducer:
             # These sums will be summed again. A mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
             if grads:
-                share = torch.full((), 1 / self.group.size(), dtype=torch.float64, device=grads[0].device)
+                share = torch.full((), 1 / self._times, dtype=torch.float64, device=grads[0].device)
                 foreach_mul_(grads, share)
         self.state = "local"
         self._sends = last

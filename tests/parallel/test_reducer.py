@@ -230,4 +230,4 @@ def test_an_error_in_backward_leaves_nothing_behind():
 def test_buckets_grow_with_the_data_ranks(ranks, given, mib):
     """Under zero1 each of them gets 1 / ranks of a bucket."""
     config = load_config({"parallel": {"data": {"bucket_mb": given}}})
-    assert reduce_options(config, ranks).bucket_bytes == mib * 2**20
+    assert reduce_options(config, config.parallel.dims(ranks)).bucket_bytes == mib * 2**20

@@ -9,11 +9,12 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, did_you_mean, shorten
 from ...options import Names, Options, PositiveInt
-from ...utils.tensors import map_named, map_tensors, parameter_names, position_names, tensors_of
+from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
 from ...utils.torch_private import RUNNING_STATISTICS
 from .. import collectives
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
@@ -44,17 +45,17 @@ _VIEWS = _IN_ORDER | {f"{name}Backward0" for name in ("Transpose", "Permute", "T
 class ContextParallel(AppliedAxis):
     """A model that each rank calls with its tokens of every sequence. It holds all parameters.
 
-    Each loss of this rank's tokens is made one of whole sequences, the same on all ranks, whose gradients are reduced
-    over data and context ranks as `reduction` says.
+    Each loss of this rank's tokens is made one of whole sequences, the same on all ranks, whose gradients are averaged
+    over the context ranks afterwards.
 
     Attributes:
         mode: the scope of backward, which may compute activations again.
-        reduction: the config's `loss_reduction`.
+        is_weighted: the criterion returns (sum, weight).
         trial_scope: the scope of a trial: nothing draws from the engine's random numbers, and products are not in
             float8. It gives a function that returns True if something did draw.
     """
 
-    reduction: str = "mean"
+    is_weighted = False
 
     def __init__(self, inputs: AxisInputs) -> None:
         super().__init__(inputs.context, ContextParallelism.dim)
@@ -76,12 +77,8 @@ class ContextParallel(AppliedAxis):
         self._is_tried = False
 
     def average(self, part: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks, whose gradient is for a mean over the ranks afterwards, or a sum by `reduction`."""
-        return collectives.average(part, self._group, self._gradient_factor)
-
-    @property
-    def _gradient_factor(self) -> float:
-        return 1 / self.size if self.reduction == "sum" else 1.0
+        """The mean over the ranks. The gradient is that of `part`, for a mean over the ranks afterwards."""
+        return collectives.average(part, self._group)
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -112,19 +109,27 @@ class ContextParallel(AppliedAxis):
         with self.mode:
             output = run(own)
         losses = [tensor for tensor in tensors_of(output) if _is_number(tensor)]
-        if losses and trains:
+        if losses and trains and self._is_tried:
             made = signature(losses, (tensor for tensor in tensors_of(output) if tensor.dim()))
             known = self._made.setdefault(kind, {made})
-            if made not in known:  # a term has set in
+            is_new = losses[0].new_tensor(float(made not in known))
+            dist.all_reduce(is_new, dist.ReduceOp.MAX, self._batch_group)  # ranks may have met other experts
+            if is_new.item():  # a term has set in
                 self._adds[kind] = self._try_out(model, run, given, sequences)
                 known.add(made)
         output = self._complete(output, self._adds[kind])
         if not trains:
-            return map_tensors(sequences.join_if_own, output), None
+            return map_tensors(partial(self._join, sequences), output), None
         for tensor in tensors_of(output):
             if tensor.dim():
                 mark(tensor, sequences)
         return output, sequences
+
+    def _join(self, sequences: Sequences, tensor: torch.Tensor) -> torch.Tensor:
+        """The tokens of all ranks, for what each of them computes of all: of its gradient each rank gets its tokens'
+        part, which is averaged over the ranks afterwards."""
+        whole = sequences.join_if_own(tensor)
+        return whole if whole is tensor else collectives.scale_gradient(whole, self.size)
 
     def _sequences_of(self, given: Mapping[str, Any], must_be_even: bool) -> Sequences | None:
         """The sequences of a call, by the first argument that is sharded; None if the ranks do not divide them.
@@ -180,7 +185,7 @@ class ContextParallel(AppliedAxis):
                 return tensor
             tensor = tensor * self.size if adds else tensor
             if is_deferred:
-                return collectives.scale_gradient(tensor, self._gradient_factor)
+                return tensor
             tensor = self.average(tensor)
             mark(tensor, LOSS)
             return tensor
@@ -221,8 +226,8 @@ class ContextParallel(AppliedAxis):
         if sequences is None:
             return function, args, kwargs  # in evaluation: all tokens
 
-        def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in own or name.partition(".")[0] in self._non_split:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in own:
                 return tensor
             targets.append(tensor)
             if tensor.dim() != 1 or len(tensor) != sequences.rows * sequences.length or sequences.own == 0:
@@ -232,9 +237,7 @@ class ContextParallel(AppliedAxis):
             return sequences.cut(tensor.view(sequences.rows, -1)).flatten()
 
         targets: list[torch.Tensor] = []
-        by_place = position_names(parameter_names(function), len(args))
-        args = tuple(map_named(cut, value, name) for name, value in zip(by_place, args, strict=True))
-        kwargs = {name: map_named(cut, value, name) for name, value in kwargs.items()}
+        args, kwargs = map_tensors(cut, args), map_tensors(cut, kwargs)
         self._calls.compare_inputs(True, targets, {}, of="targets")
         return partial(self._whole_loss, function, sequences.own, deferred is not None), args, kwargs
 
@@ -243,7 +246,7 @@ class ContextParallel(AppliedAxis):
 
         def compute(*args: Any, **kw: Any) -> Any:
             value = function(*args, **kw)
-            if self.reduction == "weighted" and isinstance(value, (tuple, list)) and len(value) == 2:
+            if self.is_weighted and isinstance(value, (tuple, list)) and len(value) == 2:
                 total, weight = value
                 return total, torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
             return value
@@ -257,7 +260,7 @@ class ContextParallel(AppliedAxis):
         made = signature(numbers(value), outputs)
         if made not in self._criteria and self._is_tried:
             found = try_criterion(compute, (args, kw), own, numbers)
-            is_loss = (number.requires_grad or self.reduction == "weighted" for number in numbers(value))
+            is_loss = (number.requires_grad or self.is_weighted for number in numbers(value))
             nodes, ends = trace(numbers(value), {tensor.grad_fn for tensor in outputs}.__contains__, 256)
             if any(adds is None and needed for adds, needed in zip(found, is_loss, strict=True)) or is_made_otherwise(
                 nodes, ends

@@ -170,6 +170,9 @@ class ModelTrial:
             padded = {name: _padded(value, few) if name in masks else value for name, value in short.items()}
             if any(padded[name] is not short[name] for name in short):
                 gaps["with a padded token its outputs"] = self._find_other_outputs(padded, few)[0]
+            fewer = {n: v if n in masks else _less_counted(v, given[n], few) for n, v in short.items()}
+            if any(fewer[name] is not short[name] for name in short):
+                gaps["with targets that do not count its outputs"] = self._find_other_outputs(fewer, few)[0]
         everyone = self._gather((gaps, self._is_half or rounds_products()))
         rounds = any(theirs for _, theirs in everyone)
         for what in gaps:
@@ -280,6 +283,22 @@ def _padded(value: Any, few: Sequences) -> Any:
     return new
 
 
+def _less_counted(value: Any, given: Any, few: Sequences) -> Any:
+    """Targets, or a mask of 0 and 1, of which some of the first rank's do not count: a mean of means is another then.
+
+    Args:
+        given: all of `value`, in which all targets count.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != (few.rows, few.length):
+        return value
+    least, most = map(float, given.double().aminmax())
+    if not (value.dtype == torch.int64 and least < 0) and (least, most) not in ((0.0, 1.0), (1.0, 1.0)):
+        return value
+    new = value.clone()
+    new[:, : few.own // 2] = min(least, 0.0)
+    return new
+
+
 # -- the criterion -----------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +358,7 @@ def try_criterion(
         if new.dtype == torch.int64:
             new = new.clamp_min(0)  # so that all targets count
         is_mask = not tensor.requires_grad and bool(((new == 0) | (new == 1)).all())
+        new = torch.ones_like(new) if is_mask and dim is not None else new
         if ignored is not None and dim is not None and (is_mask or (new.dtype == torch.int64 and (seen or negative))):
             some = (places < len(all_places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
             new = new.masked_fill(some, 0 if is_mask else ignored)

@@ -44,7 +44,8 @@ class FSDPReducer(Reducer):
         inputs = strategy.inputs
         # FSDP2 sums over the ranks that shard a parameter, which may be fewer: `Reducer.group_of`.
         ranks = [inputs.group_of(shard.model_param).size() for shard, _ in self._sharded]
-        self._factors = [1 if inputs.reduce.mean else inputs.mean_over // size for size in ranks]
+        times = inputs.mean_over / inputs.reduce.loss_parts
+        self._factors = [1.0 if inputs.reduce.mean else times / size for size in ranks]
         super().__init__(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
     def _note_grad(self, shard: int) -> None:

@@ -69,6 +69,27 @@ def plain(engine, ids, target):
     return engine.criterion(engine(ids), target)
 
 
+def in_evaluation_mode(engine, ids, target):
+    """As in fine-tuning without dropout: every rank has all outputs, and the loss of all."""
+    engine.eval()
+    return engine.criterion(engine(ids), target)
+
+
+def penalised(engine, ids, target):
+    return plain(engine, ids, target) + 0.01 * sum(param.square().sum() for param in engine.model.parameters())
+
+
+def summed_where(output, target, mask):
+    losses = entropy(output, target.clamp_min(0), reduction="none").view_as(target)
+    return (losses * mask).sum(), mask.sum()
+
+
+def with_a_prompt(engine, ids, target):
+    mask = here(torch.ones(target.shape))
+    mask[:, :10] = 0
+    return engine.criterion(engine(ids), target, mask)
+
+
 def of_probabilities(output, target):
     return F.cross_entropy(output.flatten(0, 1), output.detach().roll(1, -1).softmax(-1).flatten(0, 1))
 
@@ -85,7 +106,10 @@ RIGHT = {
     "a sum, summed": (lambda o, t: entropy(o, t, reduction="sum") / 20, plain, "sum"),
     "a mean, summed": (entropy, plain, "sum"),
     "weighted": (summed, plain, "weighted"),
+    "a prompt that does not count": (summed_where, with_a_prompt, "weighted"),
     "by hand": (by_hand, plain, "mean"),
+    "in evaluation mode": (entropy, in_evaluation_mode, "mean"),
+    "a penalty, summed": (lambda o, t: entropy(o, t, reduction="sum") / 20, penalised, "sum"),
     "z-loss": (with_z_loss, plain, "mean"),
     "mse": (mean_of_tensors(F.mse_loss), plain, "mean"),
     "smooth l1": (mean_of_tensors(F.smooth_l1_loss), plain, "mean"),

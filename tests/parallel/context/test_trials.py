@@ -66,6 +66,31 @@ class Balanced(Plain):
         return logits, logits.softmax(-1).mean((0, 1)).square().sum()
 
 
+class MaskedMean(Plain):
+    """Each rank divides by a count of its own."""
+
+    def forward(self, ids, labels, position_ids=None):
+        logits = super().forward(ids, position_ids)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+        return losses.sum() / (labels != -100).sum()
+
+
+def prompted(engine, seed):
+    ids, target = tokens(seed)
+    target[:, :6] = -100
+    return engine(ids, target)
+
+
+class MetExperts(Plain):
+    """Its graph depends on the tokens of a rank."""
+
+    def forward(self, ids, position_ids=None):
+        logits, x = super().forward(ids, position_ids), 0.0
+        for kind in (ids % 2).unique().tolist():
+            x = x + logits * (ids % 2 == kind)[..., None]
+        return logits, x.logsumexp(-1).square().mean()
+
+
 def late_labels(engine, seed):
     ids, _ = tokens(seed)
     with torch.no_grad():
@@ -97,6 +122,7 @@ WRONG = {
     "positions": (SmallPositions, plain_step, {}, "positions"),
     "positions, bf16": (SmallPositions, plain_step, BF16, "positions"),
     "positions of a mask": (CountsMasked, masked, {}, "with a padded token"),
+    "a mean of what counts": (MaskedMean, prompted, {}, "with targets that do not count"),
     "a router's loss": (Balanced, plain_step, {}, "output_router_logits"),
     "a cache": (lambda: make_llama(use_cache=True), cached, {}, "use_cache: with parallel.context"),
 }
@@ -147,6 +173,22 @@ def test_the_trial_leaves_no_trace():
     drawn = torch.rand(()).item()
     for found in run_ranks(calls, 2):
         assert found == (1, 1, 1.0, 0.0, drawn)
+
+
+def meet_experts(rank, world_size):
+    """In the second call only one rank meets both kinds of tokens."""
+    engine = make_engine(MetExperts, world_size, timeout=30.0)
+    for seed in range(2):
+        ids, target = tokens(seed)
+        if seed:
+            ids[:, : LENGTH // 2] = ids[:, : LENGTH // 2] // 2 * 2
+        logits, loss = engine(ids)
+        engine.backward(engine.criterion(logits, target) + 0.01 * loss)
+        engine.step()
+
+
+def test_ranks_whose_graphs_differ_try_together():
+    run_ranks(meet_experts, 2)
 
 
 def evaluate_first(rank, world_size):
