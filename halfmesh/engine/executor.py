@@ -79,10 +79,11 @@ def make_executor(
     accumulation: Accumulation,
     context: ParallelContext,
     options: PipelineConfig,
+    meets_in_forward: bool,
 ) -> DirectExecutor | PipelineExecutor:
     """The executor for a model that was cast and parallelized."""
     if "pipeline" not in parallel_model.axes:
         return DirectExecutor(parallel_model, model, accumulation)
     from .pipeline_executor import PipelineExecutor
 
-    return PipelineExecutor(parallel_model, model, accumulation, context, options)
+    return PipelineExecutor(parallel_model, model, accumulation, context, options, meets_in_forward)

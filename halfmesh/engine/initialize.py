@@ -202,7 +202,9 @@ def _make_engine(
     has_divisor = config.gradient_accumulation > 1 or config.loss_reduction == "weighted"
     gradients = GradientGuard(update, model, sharded=bool(parallel_model.axes), has_divisor=has_divisor)
     accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
-    executor = make_executor(parallel_model, model, accumulation, context, config.parallel.pipeline)
+    executor = make_executor(
+        parallel_model, model, accumulation, context, config.parallel.pipeline, setup.meets_in_forward
+    )
     if not isinstance(executor, DirectExecutor):
         ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
     parallel_model.checkpoint_and_compile(model)

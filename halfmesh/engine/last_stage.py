@@ -191,11 +191,11 @@ class FullBatch:
         """
         modules = self._criterion.modules() if isinstance(self._criterion, nn.Module) else ()
         try:
-            with no_side_effects(modules, precision.device) as drew:
+            with no_side_effects(modules, precision.device) as effects:
                 output = self._joined(precision.device)
                 args, kwargs = replace((self._args, self._kwargs), self._handle, output)
                 value = precision.criterion(self._criterion, *args, **kwargs)
-                if drew():
+                if effects.drew():
                     return nan
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
             full = float(total) / float(weight)

@@ -24,6 +24,7 @@ from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.rank_checks import SameCalls, is_checked
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
+from ..utils.log import get_logger
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
@@ -31,10 +32,12 @@ from .executor import random_numbers
 from .last_stage import CriterionCalls, FullBatch, LastStage, find_batch_dims, join_outputs, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
-from .row_trial import NOT_BY_ROWS, mixes_rows, refuse_mixed_rows
+from .row_trial import NOT_BY_ROWS, needs_whole, refuse_mixed_rows
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
+
+_log = get_logger(__name__)
 
 
 @dataclass
@@ -59,7 +62,11 @@ class _Forward:
 
 
 class PipelineExecutor:
-    """The executor of a rank that holds some stages of the model."""
+    """The executor of a rank that holds some stages of the model.
+
+    Args:
+        meets_in_forward: data ranks wait for each other in forward.
+    """
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class PipelineExecutor:
         accumulation: Accumulation,
         context: ParallelContext,
         options: PipelineConfig,
+        meets_in_forward: bool,
     ) -> None:
         params = parallel_model.axes["pipeline"]
         assert isinstance(params, StageParameters)
@@ -91,7 +99,8 @@ class PipelineExecutor:
         self._sent: list[dist.Work | None] = []
         self._has_run = False
         self._has_tried = options.microbatches in (None, 1)  # True: no trial of mixed rows is needed any more
-        self._has_tried_evaluation = self._mixes_rows = False  # of the model's evaluation
+        # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
+        self._needs_whole = meets_in_forward or (None if params.tries else False)
         self._is_half = self._update.recipe.compute_dtype in HALF
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
@@ -198,21 +207,27 @@ class PipelineExecutor:
         rows = self._splitter.batch_size(given) or 1
         most = -(-rows // (self._options.microbatches or 1))
         sizes = [min(most, rows - begin) for begin in range(0, rows, most)]
-        if self._mixes_rows or len(sizes) == 1 or any(module.training for module in self._model.modules()):
+        if self._needs_whole or len(sizes) == 1:
             return [call]
         try:
             calls = self._splitter.split(given, sizes)
         except InputError:  # an argument has no batch dim
             return [call]
+        if any(self._pipeline.on_any_rank(any(module.training for module in self._model.modules()))):
+            return [call]
         if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
             return [call]
-        if not self._has_tried_evaluation and self._pipeline.params.tries:
-            self._has_tried_evaluation = True
+        if self._needs_whole is None:
             some = len(calls) if self._splitter.has_table(given, rows) else 2
             joined = self._splitter.first(given, sum(sizes[:some]), rows)
             with unobserved(), torch.compiler.set_stance("force_eager"):
-                self._mixes_rows = mixes_rows(self._model, self._pipeline, joined, calls[:some], self._is_half)
-        return [call] if self._mixes_rows else calls
+                self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:some], self._is_half)
+            if self._needs_whole:
+                _log.info(
+                    "evaluation runs each batch whole, not in microbatches: its rows are mixed, or forward draws "
+                    "random numbers or writes attributes or buffers"
+                )
+        return calls if self._needs_whole is False else [call]
 
     # -- before backward ---------------------------------------------------------------------------------------
 

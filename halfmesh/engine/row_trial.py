@@ -54,7 +54,7 @@ def refuse_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
             can_run = [_can_run(pipeline, call) for call in calls]  # each of them: ranks may ask each other
             if not all(gather_objects(all(can_run))):
                 continue
-            outputs, drew = zip(*run(), strict=True)
+            outputs, drew, _ = zip(*run(), strict=True)
             gap = nan if any(drew) else _gap_of(*outputs) if pipeline.has_last else 0.0
             gaps, rounds = zip(*gather_objects((gap, half or rounds_products())), strict=True)
             if any(map(isnan, gaps)):
@@ -72,15 +72,20 @@ def refuse_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
             )
 
 
-def mixes_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> bool:
-    """Return True if the outputs of some rows at once, and in microbatches, differ by more than rounding, with the
-    model in its present modes. All ranks of a pipeline together; arguments as of `refuse_mixed_rows`.
+def needs_whole(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> bool | None:
+    """Return True if microbatches would change the outputs of the model in its present modes: those of some rows at
+    once, and in microbatches, differ by more than rounding, or forward draws random numbers or writes state. None if
+    nothing can be said, because all outputs are 0 or nan.
+
+    All ranks that compute a batch together; arguments as of `refuse_mixed_rows`.
     """
-    outputs = [output for output, _ in _run(model, pipeline, (joined, *single))]
+    outputs, *effects = zip(*_run(model, pipeline, (joined, *single)), strict=True)
     limit = HALF_TOLERANCE if half or rounds_products() else TOLERANCE
-    differs = torch.tensor(float(pipeline.has_last and not _gap_of(*outputs) <= limit), device=pipeline.context.device)
-    pipeline.context.broadcast(differs, "pp", pipeline.last_rank)
-    return bool(differs)
+    differs = any(map(any, effects)) or (pipeline.has_last and not _gap_of(*outputs) <= limit)
+    floats = [tensor for tensor in tensors_of(outputs[0]) if tensor.is_floating_point()]
+    is_empty = bool(floats) and not any(bool(tensor.nan_to_num(0.0, 0.0, 0.0).any()) for tensor in floats)
+    differs, is_empty = pipeline.on_any_rank(differs, is_empty)
+    return None if is_empty and not differs else differs
 
 
 def _can_run(pipeline: Pipeline, call: Call) -> bool:
@@ -90,16 +95,17 @@ def _can_run(pipeline: Pipeline, call: Call) -> bool:
         return False
 
 
-def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterator[tuple[Any, bool]]:
-    """The output of each call, and True if it drew random numbers on this rank. The model's state is restored."""
+def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterator[tuple[Any, bool, bool]]:
+    """The output of each call, and True if it drew random numbers, or wrote state, on this rank; all is restored."""
     for call in calls:
-        with no_side_effects(model.modules(), pipeline.context.device) as has_drawn:
-            output, drew = pipeline.evaluate([call]), has_drawn()
-        yield output, drew
+        with no_side_effects(model.modules(), pipeline.context.device) as effects:
+            output = pipeline.evaluate([call])
+            drew, wrote = effects.drew(), effects.wrote()
+        yield output, drew, wrote
 
 
 def _find_module(
-    model: nn.Module, run: Callable[[], Iterator[tuple[Any, bool]]], limit: float
+    model: nn.Module, run: Callable[[], Iterator[tuple[Any, bool, bool]]], limit: float
 ) -> tuple[int, str] | None:
     """The first module of this rank whose outputs differ by more than `limit`: its index among all, and name."""
     seen: list[tuple[int, str, Any]] = []

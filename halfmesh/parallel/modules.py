@@ -61,15 +61,16 @@ def _rebind(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes and buffers of `modules` afterwards, with the contents of lists, dicts and dataclasses."""
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[Callable[[], bool]]:
+    """Restore the attributes and buffers of `modules` afterwards, with the contents of lists, dicts and dataclasses.
+    It gives a function that returns True if one was set to another object in the scope so far."""
     containers: dict[int, Any] = {}
     for module in modules:
         containers[id(vars(module))] = own = vars(module)
         _find_containers(list(own.values()), containers)
     before = [(container, copy.copy(container)) for container in containers.values()]
     try:
-        yield
+        yield lambda: any(_ids(now) != _ids(then) for now, then in before)
     finally:
         for now, then in before:
             now.clear()
@@ -85,6 +86,13 @@ def _find_containers(value: Any, found: dict[int, Any]) -> None:
         found[id(inner)] = inner
     for item in list(inner.values() if isinstance(inner, dict) else inner):
         _find_containers(item, found)
+
+
+def _ids(container: Any) -> Any:
+    """What `container` holds, by ids."""
+    if isinstance(container, dict):
+        return {key: id(value) for key, value in container.items()}
+    return (list if isinstance(container, list) else set)(map(id, container))
 
 
 def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:

@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,22 +25,38 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 experts in half precision."""
 
 
+@dataclass(frozen=True)
+class Effects:
+    """What has happened in a scope so far.
+
+    Attributes:
+        drew: returns True if random numbers were drawn.
+        wrote: returns True if attributes or buffers of the modules were changed.
+    """
+
+    drew: Callable[[], bool]
+    wrote: Callable[[], bool]
+
+
 @contextmanager
-def no_side_effects(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Callable[[], bool]]:
+def no_side_effects(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Effects]:
     """A scope without gradients after which all random generators, and the attributes, modes and buffers of `modules`,
-    are as before. It gives a function that returns True if random numbers were drawn in the scope so far."""
+    are as before."""
     held = list(modules)
     state = random_state(device)
-    with with_memory(), torch.no_grad(), unchanged(held):
+    with with_memory(), torch.no_grad(), unchanged(held) as were_set:
         kept = (value for module in held for name, value in vars(module).items() if name != "_parameters")
         before = [(tensor, tensor.clone()) for value in kept for tensor in tensors_of(value)]  # buffers, and others
+
+        def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
+            return [(t, value) for t, value in before if t.layout is not torch.strided or not torch.equal(t, value)]
+
         try:
-            yield lambda: not same_state(state, random_state(device))
+            yield Effects(lambda: not same_state(state, random_state(device)), lambda: were_set() or bool(written()))
         finally:
             set_random_state(state, device)
-            for tensor, value in before:  # some cannot be written: expanded, or made in inference mode
-                if tensor.layout is not torch.strided or not torch.equal(tensor, value):
-                    tensor.copy_(value)
+            for tensor, value in written():  # some cannot be written: expanded, or made in inference mode
+                tensor.copy_(value)
 
 
 def rounds_products() -> bool:

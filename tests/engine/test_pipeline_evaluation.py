@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import nan
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfmesh.engine import pipeline_executor
 from halfmesh.parallel.pipeline.schedules import forward_order
 from tests.support.models import CLASSES, FEATURES, make_data
 from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe
@@ -70,11 +72,12 @@ def what_happens(rank: int, world_size: int, rows: int) -> tuple[list[str], list
 @pytest.mark.sends
 @pytest.mark.parametrize(("rows", "parts"), [(8, (2, 2, 2, 2)), (7, (2, 2, 2, 1)), (5, (2, 2, 1)), (1, (1,))])
 def test_each_microbatch_is_sent_on_as_soon_as_it_is_computed(rows, parts):
-    """So that the next stage computes it while this one computes the following one. Nothing else is sent."""
+    """So that the next stage computes it while this one computes the following one. Nothing else is sent, but whether
+    all modules of all ranks are in evaluation mode."""
     first, second = run_ranks(what_happens, 2, rows)
     assert first[0] == [event for part in parts for event in (f"{part} rows", f"isend {part}")]
     assert second[0] == [event for part in parts for event in (f"irecv {part}", f"{part} rows")]
-    assert first[1] == second[1] == []
+    assert first[1] == second[1] == ["all_reduce"] * (len(parts) > 1)
     torch.testing.assert_close(second[2], Deep()(make_data(rows)[0]).detach())
 
 
@@ -94,6 +97,23 @@ class Doubles(nn.Module):
         return x, self.beside(x)
 
 
+class Counts(nn.Module):
+    """Carries a number from batch to batch, in a buffer or an attribute."""
+
+    def __init__(self, start: int | torch.Tensor, writes: bool = True) -> None:
+        super().__init__()
+        if isinstance(start, torch.Tensor):
+            self.register_buffer("steps", start)
+        else:
+            self.steps = start
+        self.writes = writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.steps += 1
+        return x * self.steps
+
+
 def layers(*more: nn.Module, end: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
     ends = [] if end is None else [end]
@@ -110,12 +130,16 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "a table": lambda: layers(end=Doubles(lambda x: x.T @ x)),
     "the number of rows": lambda: layers(end=Doubles(len)),
     "BatchNorm in training mode": trained_norm,
+    "a counter": lambda: layers(Counts(0)),
+    "a counter in the last stage": lambda: layers(end=Counts(0)),
+    "a buffer": lambda: layers(Counts(torch.zeros(()))),
 }
 """Models whose microbatches do not give the output of a batch."""
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "plain": layers,
     "rows second": lambda: layers(end=Doubles(lambda x: x.T)),
     "BatchNorm": trained_norm,
+    "an attribute": lambda: layers(Counts(1, writes=False)),
 }
 
 
@@ -171,3 +195,81 @@ def test_batches_of_any_size_under_every_schedule():
         assert {schedule for schedule, _ in found} >= {"gpipe", "1f1b", "interleaved", *SPLIT_SCHEDULES}
         for (_, rows), output in found.items():
             torch.testing.assert_close(output, model(make_data(rows)[0]).detach())
+
+
+def of_other_modes(rank: int, world_size: int) -> list[int]:
+    """The rows of this stage's forwards where only the last stage's ranks have a module in training mode."""
+    engine = make(pipe(microbatches=4), layers(end=nn.BatchNorm1d(CLASSES)))
+    rows: list[int] = []
+    engine.eval()
+    if engine.context.is_last_stage:
+        engine.model[-1].train()
+    layer = engine.model[-1 if engine.context.is_last_stage else 0]
+    layer.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    engine(here(make_data(8)[0]))
+    return rows
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_a_module_in_training_mode_on_some_ranks_counts_for_all():
+    assert run_ranks(of_other_modes, 2) == [[8], [8]]
+
+
+def without_bias(middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 16, bias=False), nn.GELU(), middle, nn.Linear(16, CLASSES, bias=False))
+
+
+def after_nothing(rank: int, world_size: int, value: float) -> list[tuple[list[int], int, Any]]:
+    """After a batch of which all outputs are 0 or nan, for a model that mixes rows and one that does not: the rows of
+    each forward of the third batch, what was told, and the output."""
+    found = []
+    x = here(make_data(8)[0])
+    for middle in (Mixes(), nn.GELU()):
+        engine = make(pipe(microbatches=4), without_bias(middle))
+        told: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline_executor._log, "info", told.append)
+            engine.eval()
+            engine(torch.full_like(x, value))
+            engine(x)
+            rows: list[int] = []
+            engine.model[0].register_forward_hook(lambda module, args, output, rows=rows: rows.append(len(output)))
+            output = engine(x)
+        found.append((rows, len(told), output))
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+@pytest.mark.parametrize("value", [0.0, nan])
+def test_outputs_that_say_nothing_leave_the_question_open(value):
+    mixed, plain = zip(*run_ranks(after_nothing, 2, value), strict=True)
+    x = make_data(8)[0]
+    for middle, (first, second), rows in ((Mixes(), mixed, [8]), (nn.GELU(), plain, [2] * 4)):
+        assert first[0] == rows
+        assert first[1] == (rows == [8]), "told once"
+        torch.testing.assert_close(second[2], without_bias(middle).eval()(x).detach())
+
+
+def of_uneven_ranks(rank: int, world_size: int, data: str) -> list[Any]:
+    """What one data rank has of each batch, whose rows are other ones on the other data rank."""
+    engine = make({"parallel": {"pipeline": {"size": 2, "microbatches": 2}, "data": data}}, layers())
+    engine.eval()
+    x = make_data(8)[0]
+    parts = [here(x[:4]), here(x[: 1 + 3 * engine.context.dp_rank])]
+    found = [engine(part) for part in parts]
+    return [tensor.detach() for tensor in found] if engine.context.is_last_stage else []
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+@pytest.mark.parametrize("data", ["replicate", "fsdp"])
+def test_data_ranks_whose_batches_have_other_rows(data):
+    """2 microbatches on one, 1 on the other: under fsdp they wait for each other in forward."""
+    found = [outputs for outputs in run_ranks(of_uneven_ranks, 4, data) if outputs]
+    x = make_data(8)[0]
+    expected = layers().eval()(x).detach()
+    torch.testing.assert_close(found, [[expected[:4], expected[:rows]] for rows in (1, 4)])

@@ -44,12 +44,12 @@ def test_nothing_is_left_of_a_trial():
     seed()
     expected = drawn()
     seed()
-    with no_side_effects(model.modules(), CPU) as drew:
+    with no_side_effects(model.modules(), CPU) as effects:
         assert not model(torch.ones(4, 3)).requires_grad
-        assert not drew()
+        assert not effects.drew()
         model.eval()
         drawn()
-        assert drew()
+        assert effects.drew()
     assert drawn() == expected
     assert (model.training, model.norm.training, model.calls, model.seen) == (True, True, 0, [])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -190,11 +190,11 @@ class ModelTrial:
     def _run(self, arguments: Mapping[str, Any], attend: Any, average: Any) -> tuple[Any, list[float]]:
         """The outputs, and the mean counts of targets."""
         mode = _TrialMode(_without_dropout(attend), average)
-        with no_side_effects(self._model.modules(), self._device) as has_drawn, self._scope() as drew, mode:
+        with no_side_effects(self._model.modules(), self._device) as effects, self._scope() as drew, mode:
             if self._evaluates:
                 self._model.eval()
             output = self._run_model(arguments)
-            self._drew |= has_drawn() or drew()
+            self._drew |= effects.drew() or drew()
         self._is_half |= mode.is_half
         return output, mode.counts
 

@@ -169,6 +169,15 @@ class Pipeline:
             return False
         return True
 
+    def on_any_rank(self, *flags: bool) -> list[bool]:
+        """For each of `flags`, True if it is set on a rank that computes the same batch. All of these ranks together;
+        it waits for the device."""
+        counts = torch.tensor(flags, dtype=torch.int32, device=self.context.device)
+        for axis in self.context.sizes:
+            if axis != "dp":
+                self.context.all_reduce(counts, axis)
+        return [count > 0 for count in counts.tolist()]
+
     def modes(self) -> str:
         """A key of the model's computation: the modules in training mode, and plain attributes of traced ones."""
         training = "".join("01"[module.training] for module in self._model.modules())

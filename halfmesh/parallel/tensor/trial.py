@@ -151,12 +151,12 @@ class PlanTrial:
         """
         device = self._axis.device
         self._axis.end_tp_region()
-        with no_side_effects((), device) as drew, torch.autocast(device.type, enabled=False):
+        with no_side_effects((), device) as effects, torch.autocast(device.type, enabled=False):
             problem, whole = "", list[torch.Tensor]()
             try:
                 block = _with_random_weights(kind, device)
                 whole = _outputs(block, kind.call, device)
-                if drew():
+                if effects.drew():
                     problem = "it draws random numbers in evaluation, too"
             except Exception as error:  # any error of the block
                 problem = f"computing it whole failed: {error!r}"
