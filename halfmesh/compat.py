@@ -179,5 +179,6 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
             yield Finding("parallel.data.size", f"{message} {of_data}".rstrip())
         for name, size in views.items():
             if data_ranks % size:
+                fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
                 message = f"{name} ranks are data ranks, and {size} does not divide the {data_ranks} of them"
-                yield Finding(f"parallel.{name}", f"{message}; choose a size that does")
+                yield Finding(f"parallel.{name}", f"{message}; use one of {fits}")

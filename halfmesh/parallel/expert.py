@@ -125,7 +125,9 @@ class ExpertParallelism(Axis):
         for name in layers:
             count: Any = model.get_submodule(name).num_experts
             if count % size:
-                problems.append(f"parallel.expert: {name} has {count} experts, which {size} does not divide")
+                fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+                message = f"{size} does not divide the {count} experts of {name}; use one of {fits}"
+                problems.append(f"parallel.expert: {message}")
         return layers, problems
 
     @staticmethod
