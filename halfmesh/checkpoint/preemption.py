@@ -48,7 +48,8 @@ class PreemptionHook(EngineHook):
     The boundary of a step is the first of these after it: the loop asks `engine.dataloader` for its next batch; without
     that loader (or before its first batch), the next forward in training; or `engine.close`. By then the loop has done
     all work that follows a step (scheduler, averaged weights), and has drawn nothing for the next one. There is no
-    boundary while gradients are pending, nor in evaluation, before which the loop may not have finished the step.
+    boundary while gradients are pending, nor in evaluation, before which the loop may not have finished the step; nor
+    while a data strategy's ranks have diverged.
 
     All ranks pass the same boundaries. One that has received a signal asks the others at its next one, and all of them
     save at the same one: see `StopAgreement`.
@@ -76,7 +77,7 @@ class PreemptionHook(EngineHook):
             store, blocked = own_store(self.context, connections=2)
             timeout_s = self.checkpointer.config.timeout
             self._agreement = StopAgreement(store, blocked, self.context.rank, self.context.size, timeout_s)
-            Finalize(self, self._agreement.close, exitpriority=1)  # an engine that nobody closed
+            self._end_agreement = Finalize(self, self._agreement.close, exitpriority=1)  # if nobody closes the engine
         self._received: list[str] = []  # the requests to end the run, in order
         names = self.options.signals if hasattr(sys, "ps1") else (*self.options.signals, "SIGINT")  # not interactively
         found = {name: find_handler(signal.Signals[name]) for name in names}
@@ -132,11 +133,15 @@ class PreemptionHook(EngineHook):
                     handler.give_way(handler.before)
             self._handled = None
             if self._agreement is not None:
-                self._agreement.close()
+                self._end_agreement()
 
     def _pass_boundary(self) -> None:
         step, before = self.progress.global_step, self._step
         if step == before or not self.is_between_steps():
+            return
+        if self._diverged:  # nothing can be saved: the next boundary counts for this one, too
+            if self._received and self._agreement is not None:
+                self._agreement.ask()
             return
         self._step = step
         if not self._prepared:  # what would fail at the end is reported now
@@ -158,6 +163,11 @@ class PreemptionHook(EngineHook):
                 handler.give_way(signal.SIG_IGN)
         raise kind(folder)
 
+    @property
+    def _diverged(self) -> str:
+        """Why the ranks' weights differ between steps, as in a round of local updates; "" if they do not."""
+        return self.checkpointer.state.parallel_model.data.diverged
+
     def _must_stop(self) -> bool:
         """True if all ranks stop at this boundary."""
         asks = bool(self._received)
@@ -173,6 +183,9 @@ class PreemptionHook(EngineHook):
         if not all(self.context.everyone(self.is_between_steps())):
             if reason:
                 _log.warning("stop signal (%s) in the middle of an accumulation cycle: no checkpoint written", reason)
+        elif self._diverged:
+            if reason or self._is_due(self._step):
+                _log.warning("the run ends%s: no checkpoint written: %s", reason and f" ({reason})", self._diverged)
         elif not reason:
             self._save_if_due(self._step)
         elif self.progress.global_step == self._saved:
@@ -182,10 +195,13 @@ class PreemptionHook(EngineHook):
             _log.info("stop signal (%s) after training: saved update %d in %s", reason, self._saved, folder)
 
     def _save_if_due(self, before: int) -> None:
-        """Save if a multiple of `every` lies after step `before`."""
-        step, every = self.progress.global_step, self.options.every
-        if every is not None and step // every > before // every:
+        if self._is_due(before):
             self._save(self.options.in_background)
+
+    def _is_due(self, before: int) -> bool:
+        """True if a multiple of `every` lies after step `before`."""
+        every = self.options.every
+        return every is not None and self.progress.global_step // every > before // every
 
     def _save_last(self) -> Path:
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better

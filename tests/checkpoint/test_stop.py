@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
+from halfmesh.checkpoint import stop
 from halfmesh.checkpoint.stop import StopAgreement
+from halfmesh.errors import CheckpointError
 from tests.support.models import make_data, make_engine, step_on
 from tests.support.ranks import here, run_ranks
 
@@ -81,6 +86,91 @@ def test_a_rank_that_does_not_answer_is_named():
         agreement.pass_boundary(asks=True)
     agreement.close()
     assert not agreement.pass_boundary(asks=True)  # closed by another rank, perhaps: nobody stops
+
+
+def test_ranks_stop_after_more_time_than_the_store_waits_at_once(monkeypatch):
+    monkeypatch.setattr(stop, "_LONG_S", 0.2)
+    store = dist.HashStore()
+    agreements = [StopAgreement(store, store, rank, 2, 20.0) for rank in range(2)]
+    time.sleep(0.7)
+    assert not agreements[0].pass_boundary(asks=True)
+    for agreement in agreements[::-1]:
+        assert agreement._decided.wait(20)
+        while not agreement.pass_boundary(asks=False):
+            assert agreement._passed < 3
+        agreement.close()
+    assert [agreement._passed for agreement in agreements] == [2, 2]
+
+
+class _LostStore:
+    def __init__(self):
+        self.store, self.is_lost = dist.HashStore(), False
+
+    def __getattr__(self, name):
+        if self.is_lost or name == "get":
+            raise dist.DistNetworkError("connection lost")
+        return getattr(self.store, name)
+
+
+def test_a_rank_that_loses_the_store_warns_once_and_says_why_it_cannot_stop(caplog):
+    store = _LostStore()
+    agreement = StopAgreement(store, store, 0, 2, 20.0)
+    assert agreement._decided.wait(20)
+    for _ in range(3):
+        assert not agreement.pass_boundary(asks=False)
+    assert caplog.text.count("does not answer: connection lost; signals, engine.preempt() save no more") == 1
+    with pytest.raises(CheckpointError, match="told to stop, but cannot save: the store .* connection lost"):
+        agreement.pass_boundary(asks=True)
+    agreement.close()
+    plain, lost = dist.HashStore(), _LostStore()
+    agreement, lost.is_lost = StopAgreement(lost, plain, 0, 2, 20.0), True
+    with pytest.raises(CheckpointError, match="told to stop, but cannot save: the store .* connection lost"):
+        agreement.pass_boundary(asks=True)
+    plain.set("stop_at", "0")
+    plain.set("asked", "1")
+
+
+AT_EXIT = """
+import multiprocessing.util, threading
+import torch.distributed as dist
+from halfmesh.checkpoint.stop import StopAgreement
+class NoThread(threading.Thread):
+    def start(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+store = dist.HashStore()
+agreement = StopAgreement(store, store, 0, 2, 20.0)
+def end():
+    threading.Thread = NoThread  # as Python 3.12 does
+    agreement.close()
+    print("ended", store.get("stop_at"))
+multiprocessing.util.Finalize(None, end, exitpriority=1)
+"""
+
+
+def test_an_agreement_ends_while_the_interpreter_shuts_down():
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "ended b'0'\n"), done.stderr
+
+
+def test_a_closed_engine_leaves_nothing_to_do_at_exit(tmp_path):
+    (left,) = set(run_ranks(finalizers_left, 2, str(tmp_path), fresh=True))
+    assert left == (1, 0)
+
+
+def finalizers_left(rank, world_size, folder):
+    """How many ends of agreements are due at exit, with an engine and after it."""
+    from multiprocessing import util
+
+    def count():
+        return sum(getattr(each._callback, "__func__", None) is StopAgreement.close for each in registered())
+
+    def registered():
+        return list(util._finalizer_registry.values())
+
+    engine = make_engine({"checkpoint": {"directory": folder}})
+    before = count()
+    engine.close()
+    return before, count()
 
 
 def groups_and_collectives(rank, world_size, folder, keys):

@@ -65,8 +65,6 @@ class DiLoCo(DataStrategy):
         saves, length = config.checkpoint, config.parallel.data.inner_steps
         if saves is not None and saves.every is not None and saves.every % length:
             yield "checkpoint.every", f"diloco's ranks have equal weights every {length} updates; use a multiple"
-        if saves is not None and saves.signals:
-            yield "checkpoint.signals", "they save within a round, where diloco's ranks differ; use ()"
 
     @staticmethod
     def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
