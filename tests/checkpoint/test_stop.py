@@ -119,12 +119,12 @@ def test_a_rank_that_loses_the_store_warns_once_and_says_why_it_cannot_stop(capl
     for _ in range(3):
         assert not agreement.pass_boundary(asks=False)
     assert caplog.text.count("does not answer: connection lost; signals, engine.preempt() save no more") == 1
-    with pytest.raises(CheckpointError, match="told to stop, but cannot save: the store .* connection lost"):
+    with pytest.raises(CheckpointError, match=r"told to stop, but cannot save: the store .* connection lost"):
         agreement.pass_boundary(asks=True)
     agreement.close()
     plain, lost = dist.HashStore(), _LostStore()
     agreement, lost.is_lost = StopAgreement(lost, plain, 0, 2, 20.0), True
-    with pytest.raises(CheckpointError, match="told to stop, but cannot save: the store .* connection lost"):
+    with pytest.raises(CheckpointError, match=r"told to stop, but cannot save: the store .* connection lost"):
         agreement.pass_boundary(asks=True)
     plain.set("stop_at", "0")
     plain.set("asked", "1")
