@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..distributed.env import ranks_by_value
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import gather_results
+from ..parallel.rank_checks import add_tensor, gather_results
 from ..parallel.shard_spec import Shape
 
 
@@ -68,6 +71,32 @@ def join_groups(by_rank: Distinct) -> list[list[str]]:
         for known, names in zip(joined, groups, strict=False):
             known.update(dict.fromkeys(names))
     return [list(names) for names in joined]
+
+
+class _DigestPickler(pickle.Pickler):
+    """Pickles a digest of its bits for a tensor: torch would write the address of its memory."""
+
+    def persistent_id(self, value: Any) -> bytes | None:
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided or value.is_nested:
+            return None
+        if value.is_quantized or value.is_conj() or value.is_neg() or value.is_meta:
+            return None
+        found = hashlib.sha256(f"{type(value).__name__} {value.device} {value.requires_grad} ".encode())
+        add_tensor(found, value)
+        return found.digest()
+
+
+def stable_bytes(value: Any) -> bytes:
+    """Bytes that are equal only if values are; and if values are, unless these refer to themselves, or have tensors
+    that are no plain ones (sparse)."""
+    file = io.BytesIO()
+    pickler = _DigestPickler(file)
+    pickler.fast = True  # without it the bytes depend on which equal objects are one object
+    try:
+        pickler.dump(value)
+    except (ValueError, RecursionError):  # a value that refers to itself
+        return pickle.dumps(value)
+    return file.getvalue()
 
 
 class Part(NamedTuple):

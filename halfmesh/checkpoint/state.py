@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ..parallel.shard_spec import Placement, Shape, whole
 from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import is_compound
-from .full_state import Distinct, JoinedParts, Part, WholeTensor, find_tensors, join_groups, merge
+from .full_state import Distinct, JoinedParts, Part, WholeTensor, find_tensors, join_groups, merge, stable_bytes
 from .validate import IMPLEMENTATION, class_name
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class ShardedState:
             described = describe(without_empty(shards) if to_save else shards)
             names = [group["params"] for group in groups]
             form, rest = (described, names, self.average.decay is not None), (self.extras(), plain)
-            return [Part(form, lambda form: repr(form).encode(), join_forms), Part(rest, pickle.dumps, join_rest)]
+            return [Part(form, lambda form: repr(form).encode(), join_forms), Part(rest, stable_bytes, join_rest)]
 
         def join_forms(by_rank: Distinct) -> tuple[Any, ...]:
             shapes, names, averages = ([(ranks, form[n]) for ranks, form in by_rank] for n in range(3))

@@ -136,8 +136,8 @@ def write(
             failures = {0: failure} if failure else {}
         return failures
 
-    failures = messages.answer((own, failure), complete_if_all_wrote)
     try:
+        failures = messages.answer(what, (own, failure), complete_if_all_wrote)
         refuse_failures(context, what, failures, error)
     except HalfmeshError:
         if context.rank == 0:  # the disk may be full

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from halfmesh.checkpoint import state
-from halfmesh.checkpoint.full_state import Box, JoinedParts, Part, find_tensors
+from halfmesh.checkpoint.full_state import Box, JoinedParts, Part, find_tensors, stable_bytes
 from tests.support.checkpoint_runs import make_engine, train
 from tests.support.ranks import run_ranks
 
@@ -101,6 +101,35 @@ def test_a_part_that_changed_on_any_rank_is_joined_again_on_all():
     ]
     assert results[0] == expected
     assert results[1] == [*expected[:4], "interrupted", *expected[5:]]
+
+
+class _Statistics:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+def test_equal_extra_state_gives_equal_digests_and_other_state_others():
+    def extras(scale=1.5, dtype=torch.float32, words=("a b", "a b")):
+        statistics = _Statistics(torch.full((3,), scale, dtype=dtype))
+        return {"x._extra_state": statistics, "y._extra_state": {"words": [" ".join(word.split()) for word in words]}}
+
+    same, word = stable_bytes(extras()), "a b"
+    assert stable_bytes(extras()) == same
+    assert stable_bytes(extras() | {"y._extra_state": {"words": [word, word]}}) == same
+    others = [extras(scale=2.5), extras(dtype=torch.float64), extras(words=("a b", "a c"))]
+    assert len({same, *map(stable_bytes, others)}) == 4
+
+
+@pytest.mark.parametrize("made", [torch.Tensor.to_sparse, lambda x: torch.complex(x, x).conj(), lambda x: x.to("meta")])
+def test_extra_state_with_tensors_of_other_kinds_can_be_told_apart(made):
+    changed = {"x": made(torch.tensor([0.0, 1.0])), "y": 1}, {"x": made(torch.tensor([0.0, 2.0])), "y": 2}
+    assert stable_bytes(changed[0]) != stable_bytes(changed[1])
+
+
+def test_extra_state_may_refer_to_itself():
+    own = [1]
+    own.append(own)
+    assert pickle.loads(stable_bytes(own))[0] == 1
 
 
 def test_replicated_boxes_are_spread_over_the_ranks_that_hold_them():
