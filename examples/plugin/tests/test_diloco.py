@@ -81,6 +81,7 @@ def save_by_itself(rank: int, port: int, folder: str) -> None:
                 if name == "told" and update == 5 and rank == 1:
                     engine.preempt()
         except halfmesh.Preempted as error:
+            assert error.folder is not None
             stopped = error.folder.name
         engine.close()
         assert stopped == ("step-00000008" if name == "told" else "")
