@@ -81,10 +81,9 @@ def save_by_itself(rank: int, port: int, folder: str) -> None:
                 if name == "told" and update == 5 and rank == 1:
                     engine.preempt()
         except halfmesh.Preempted as error:
-            assert error.folder is not None
-            stopped = error.folder.name
+            stopped = str(error.folder)
         engine.close()
-        assert stopped == ("step-00000008" if name == "told" else "")
+        assert stopped == (f"{folder}/told/step-00000008" if name == "told" else "")
     dist.destroy_process_group()
 
 
