@@ -102,6 +102,17 @@ def test_ranks_stop_after_more_time_than_the_store_waits_at_once(monkeypatch):
     assert [agreement._passed for agreement in agreements] == [2, 2]
 
 
+def test_who_asks_between_boundaries_stops_at_the_next_one():
+    store = dist.HashStore()
+    agreements = [StopAgreement(store, store, rank, 2, 20.0) for rank in range(2)]
+    agreements[0].ask()
+    agreements[0].ask()  # says nothing new
+    for agreement in agreements:
+        assert agreement._decided.wait(20)
+        assert agreement.pass_boundary(asks=True)
+        agreement.close()
+
+
 class _LostStore:
     def __init__(self):
         self.store, self.is_lost = dist.HashStore(), False
