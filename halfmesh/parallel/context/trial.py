@@ -357,7 +357,7 @@ def try_criterion(
             new = new.to(dtype)
         if new.dtype == torch.int64:
             new = new.clamp_min(0)  # so that all targets count
-        is_mask = not tensor.requires_grad and bool(((new == 0) | (new == 1)).all())
+        is_mask = not tensor.requires_grad and bool(((tensor == 0) | (tensor == 1)).all())  # of all tokens, not of few
         new = torch.ones_like(new) if is_mask and dim is not None else new
         if ignored is not None and dim is not None and (is_mask or (new.dtype == torch.int64 and (seen or negative))):
             some = (places < len(all_places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
