@@ -61,9 +61,9 @@ FLOAT8 = (
     Fault(
         "the scale of a gathered weight is that of its first gather",
         "parallel/sharding/fsdp_wrap.py",
-        "if self._first in (None, index):",
-        "if self._first is None:",
-        (GATHER,),
+        "self.is_stale = True",
+        "self.is_stale = not len(self._largest)",
+        ("tests/parallel/sharding/test_fsdp_gather.py::test_scales_follow_what_is_written",),
     ),
     Fault(
         "a weight that is tied to an embedding is gathered in float8",
@@ -78,7 +78,7 @@ SHARDED_BATCHES = (
     Fault(
         "ranks that share a sequence drop the same activations",
         "engine/parallelize.py",
-        "if not AXES.get(name).same_rng",
+        "if not kind.same_rng and not kind.replica_dim",
         "if False",
         ("tests/parallel/context/test_context_parallel.py::test_ranks_drop_activations_by_themselves",),
     ),
