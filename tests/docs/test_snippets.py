@@ -41,7 +41,7 @@ CONFIGS = {  # a config that a page shows, and what is to be read from it
     snippet("sharding.md", "fsdp_config.py"): lambda config: (config.parallel.data.strategy, "fsdp"),
     snippet("pipeline.md", "config.py"): lambda config: (config.parallel.pipeline.microbatches, 4),
     snippet("pipeline.md", "split_config.py"): lambda config: (config.parallel.pipeline.partition, ("layers.2",)),
-    snippet("expert-parallel.md", "config.py"): lambda config: (config.parallel.expert.size, 2),
+    snippet("expert-parallel.md", "config.py"): lambda config: (config.parallel.expert.size, 4),
     snippet("context-parallel.md", "config.py"): lambda config: (config.parallel.context.size, 2),
     snippet("tensor-parallel.md", "config.py"): lambda config: (config.parallel.tensor.size, 2),
     snippet("tensor-parallel.md", "pattern_config.py"): lambda config: (len(config.parallel.tensor.plan), 3),
