@@ -423,18 +423,13 @@ class SharedGradients(Reducer):
 
     Args:
         shards: of the parameters that are trained.
-        mean: divide the sum by the number of ranks.
     """
 
     def __init__(
-        self,
-        params: Collection[nn.Parameter],
-        group: dist.ProcessGroup,
-        shards: Sequence[ParamShard],
-        mean: bool = False,
+        self, params: Collection[nn.Parameter], group: dist.ProcessGroup, shards: Sequence[ParamShard]
     ) -> None:
         self._params = params
-        super().__init__(shards, {}, group, ReduceOptions(mean=mean))
+        super().__init__(shards, {}, group, ReduceOptions(mean=False))
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         super().set_params([shard for shard in shards if shard.model_param in self._params])

@@ -16,21 +16,11 @@ import torch.distributed as dist
 from halfmesh.checkpoint import stop
 from halfmesh.checkpoint.stop import StopAgreement
 from halfmesh.errors import CheckpointError
+from tests.support.counting_store import CountingStore
 from tests.support.models import make_data, make_engine, step_on
 from tests.support.ranks import here, run_ranks
 
 STEPS = 60
-
-
-class _CountingStore:
-    """A store of one process, which threads use as ranks use that of a launch; counts their requests."""
-
-    def __init__(self):
-        self._store, self.requests = dist.HashStore(), Counter()
-
-    def __getattr__(self, name):
-        self.requests[name] += 1
-        return getattr(self._store, name)
 
 
 def run_loops(asking, size, seed=0):
@@ -40,7 +30,7 @@ def run_loops(asking, size, seed=0):
     Args:
         asking: the step from which on a rank wants to stop, by rank.
     """
-    store, barrier, waits = _CountingStore(), threading.Barrier(size), random.Random(seed)
+    store, barrier, waits = CountingStore(), threading.Barrier(size), random.Random(seed)
     agreements = [StopAgreement(store, store, rank, size, 60.0) for rank in range(size)]
     naps = [[waits.choice([0, 0, 0.002]) for _ in range(STEPS)] for _ in range(size)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from halfmesh.distributed.process_group import OwnedGroup
 from halfmesh.errors import InputError
 from halfmesh.parallel import comm
+from tests.support.counting_store import CountingStore
 from tests.support.models import make_data, make_engine, said, step_on
 from tests.support.ranks import here, run_ranks
 from tests.support.whole import close_whole
@@ -122,20 +122,9 @@ def test_who_is_waited_for():
     assert twice == [*found[:2], found[3]]
 
 
-class _CountingStore:
-    """A store of one process, which threads use as ranks use that of a launch; counts their requests."""
-
-    def __init__(self):
-        self._store, self.requests = dist.HashStore(), Counter()
-
-    def __getattr__(self, name):
-        self.requests[name] += 1
-        return getattr(self._store, name)
-
-
 def agree_in_threads(size, late_s, calls=("engine.save",), told=dict):
     """The requests for each of `calls`, and what `size` ranks are told of them, the last of which comes late."""
-    store, counts, found = _CountingStore(), [], []
+    store, counts, found = CountingStore(), [], []
     ranks = [comm.NamedCalls(store, rank, size, 60.0, told) for rank in range(size)]
 
     def agree(rank, call):
