@@ -63,7 +63,7 @@ def test_all_stop_at_one_step_soon_after_one_asks(asking):
 def test_without_a_wish_nothing_is_asked_of_the_store_in_a_step():
     stopped, requests = run_loops({}, 8)
     assert stopped == [None] * 8
-    assert requests == {"set_timeout": 8, "get": 8}  # those of the threads, which block
+    assert requests == {"get": 8}  # those of the threads, which block
     stopped, _ = run_loops({2: STEPS}, 8)  # too late for this: `PreemptionHook.close` sees it
     assert stopped == [None] * 8
 
