@@ -12,7 +12,7 @@ from halfmesh.parallel.context import attention, axis
 from halfmesh.parallel.context import loss as losses
 from halfmesh.parallel.context.axis import ContextParallel
 from halfmesh.parallel.context.sequences import Sequences
-from halfmesh.parallel.data_strategy import StrategyInputs
+from halfmesh.parallel.reducer import Reducer
 
 from . import trains
 
@@ -76,8 +76,8 @@ def loss_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank has the loss of its own tokens, and no mean."""
     inner = collectives.average
 
-    def average(part: torch.Tensor, group: Any, factor: float = 1.0) -> torch.Tensor:
-        return part * 1 if part.requires_grad else inner(part, group, factor)
+    def average(part: torch.Tensor, group: Any) -> torch.Tensor:
+        return part * 1 if part.requires_grad else inner(part, group)
 
     patch.setattr(collectives, "average", average)
 
@@ -112,8 +112,12 @@ def experts_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
 
 def expert_gradients_summed(patch: pytest.MonkeyPatch) -> None:
     """The gradients of experts are summed over ranks that have others."""
+    inner = Reducer.__init__
 
-    patch.setattr(StrategyInputs, "group_of", lambda self, param: self.group)
+    def init(self: Reducer, shards: Any, buffers: Any, group: Any, options: Any, group_of: Any = None) -> None:
+        inner(self, shards, buffers, group, options, lambda param: group)
+
+    patch.setattr(Reducer, "__init__", init)
 
 
 def expert_gradients_too_large(patch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ def unit_not_summed(patch: pytest.MonkeyPatch) -> None:
 
     def announce(self: FSDPReducer, *args: Any) -> None:
         inner(self, *args)
-        self._units[0][0].set_requires_gradient_sync(False)
+        self._strategy.unit_params[0][0].set_requires_gradient_sync(False)
 
     patch.setattr(FSDPReducer, "_set_gradient_sync", announce)
 
