@@ -187,6 +187,7 @@ def _describe(setup: Setup) -> dict[str, Any]:
         "mode": config.precision.label if config.precision else None,
         "dtype": dtype_name(recipe.compute_dtype) + (", products in float8" if recipe.linear else ""),
         "mesh": dims.sizes,
+        "views": dict(dims.views),
         "data_strategy": config.parallel.data.strategy if is_real else "replicate",
         "gradient_accumulation": config.gradient_accumulation,
         "global_batch_size": config.global_batch_size,
@@ -211,7 +212,7 @@ def _print(
     fits, color = ("", "green") if answer["ok"] else (", but does not fit", "red")
     say(f"{path}: can run on {counted(world_size, 'rank')}{fits}", color)
     say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
-    say(f"  mesh {in_words(plan['mesh'])}, data strategy {plan['data_strategy']}")
+    say(f"  mesh {in_words(plan['mesh'], plan['views'].items())}, data strategy {plan['data_strategy']}")
     total, cycle = plan["global_batch_size"], plan["gradient_accumulation"]
     batches = f"gradient_accumulation {cycle}" if total is None else f"global_batch_size {total}"
     say(f"  {batches}, clip_grad_norm {plan['clip_grad_norm'] or 'off'}")

@@ -192,7 +192,7 @@ def _layout(
 ) -> dict[str, str]:
     """The mesh, this rank's coordinates in it, and notes of the axes."""
     parallel = config.parallel
-    mesh = in_words(context.sizes) + f" on {context.device.type}"
+    mesh = in_words(context.sizes, context.dims.views) + f" on {context.device.type}"
     if context.size == 1:
         return {"layout": f"{mesh}; one process holds all of the model{parallel_model.data.text}"}
     came = {part.source.param: part.model_param for part in parallel_model.data.shards if part.source is not None}

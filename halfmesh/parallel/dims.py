@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -110,6 +110,7 @@ class ParallelDims:
         return chosen
 
 
-def in_words(sizes: Mapping[str, int]) -> str:
-    """For example "pp 2 x dp 4 x tp 1"."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+def in_words(sizes: Mapping[str, int], views: Iterable[tuple[str, Mapping[str, int]]] = ()) -> str:
+    """For example "pp 2 x dp 4 x tp 1"; with `ParallelDims.views` "pp 2 x dp 4 (edp 2 x ep 2) x tp 1"."""
+    seen_as = {axis: f" ({in_words(parts)})" for axis, parts in views}
+    return " x ".join(f"{axis} {size}{seen_as.get(axis, '')}" for axis, size in sizes.items())

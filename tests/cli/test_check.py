@@ -42,6 +42,14 @@ def test_a_strategy_that_shards_nothing_over_one_data_rank(run):
     assert mesh.endswith("data strategy fsdp")
 
 
+def test_ranks_of_experts_are_said_as_what_they_are(run):
+    config = "parallel = dict(expert=2)\n"
+    *_, mesh, _ = run(config, "--world-size", "4").stdout.splitlines()
+    assert mesh == "  mesh pp 1 x dp 4 (edp 2 x ep 2) x tp 1, data strategy replicate"
+    answer = json.loads(run(config, "--world-size", "4", "--json").stdout)
+    assert answer["plan"]["views"] == {"dp": {"edp": 2, "ep": 2}}
+
+
 def test_json(run):
     result = run("print('noise')\n", "--world-size", "2", "--device", "cpu", "--json")
     assert result.exit_code == 0
