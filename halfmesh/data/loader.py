@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -16,6 +16,14 @@ from .resume import EpochState, epoch_batches, set_generators
 from .sharding import DataOrder, ShardedLoader
 
 _END = object()
+_T = TypeVar("_T")
+
+
+class EvenCalls(Protocol):
+    """Where data ranks meet in forward, each has to call the engine as often as the others."""
+
+    def evened(self, batches: Iterator[_T], loader: ShardedLoader) -> Iterator[_T]:
+        """`batches`; at their end the calls are made that other data ranks make for batches this rank has not."""
 
 
 class EngineDataLoader:
@@ -40,6 +48,7 @@ class EngineDataLoader:
         next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
         at_end: the last yielded batch is the last of its epoch. Without look-ahead by the loader's length; False if it
             has none.
+        even: evens out the calls of the engine in an epoch without padding, where all data ranks have to make as many.
         waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
     """
 
@@ -55,6 +64,7 @@ class EngineDataLoader:
         self.loader = loader
         self.next_epoch = 0
         self.at_end = False
+        self.even: EvenCalls | None = None
         self.waited_s = 0.0
         self._before_fetch = before_fetch
         self._context = context
@@ -169,9 +179,9 @@ class EngineDataLoader:
         state = self._state = EpochState(self.next_epoch, running=True)
         self.next_epoch += 1
         at_end_outside, self.at_end = self.at_end, False  # this may be a loop inside another over the same loader
-        batches = epoch_batches(state, self.loader, self._context, self._seed, saved)
+        batches = self._on_device(state, epoch_batches(state, self.loader, self._context, self._seed, saved))
         try:
-            for batch, last in self._on_device(state, batches):
+            for batch, last in batches if self.even is None else self.even.evened(batches, self.loader):
                 state.handed += 1
                 self.at_end = last
                 try:

@@ -70,6 +70,8 @@ class ShardedLoader:
         loader: the copy of it that is iterated.
         is_stream: it reads an IterableDataset.
         splits_samples: data ranks take turns in samples, not in batches.
+        missing: at the end of an epoch without padding, the batches that other data ranks had more than this one.
+        some_have_none: in such an epoch of a sampler with a length, some data ranks have one batch, and others none.
 
     Raises:
         InputError: the loader has a distributed sampler for another rank or number of ranks.
@@ -78,6 +80,7 @@ class ShardedLoader:
     def __init__(self, given: DataLoader[Any], context: ParallelContext, training: bool) -> None:
         self.given = given
         self.training = training
+        self.missing, self.some_have_none = 0, False
         self.is_stream = isinstance(given.dataset, IterableDataset)
         self._several = context.size > 1
         shards_itself = _shards_itself(given, context.dp_rank, context.dp_size)
@@ -93,6 +96,10 @@ class ShardedLoader:
             self.loader.pin_memory = True  # by a thread of the loader's; without workers `ToDevice` does it
         if self._several and not self.is_stream:
             self._indices.replace(self.loader)
+        self._shorter_by = 0
+        if shards_itself and self._several and not training:
+            lengths = context.everyone(self.length)
+            self._shorter_by = 0 if None in lengths else max(lengths) - lengths[context.rank]
 
     @property
     def is_random(self) -> bool:
@@ -124,9 +131,12 @@ class ShardedLoader:
     def __len__(self) -> int:
         if self.is_stream or not self._several:
             return self._share(len(self.loader))
-        count = self._share(len(self._sampler))
+        return self._batches_of(self._share(len(self._sampler)))
+
+    def _batches_of(self, items: int) -> int:
+        """The number of batches that so many items of the sampler make."""
         batches: Any = self.given.batch_sampler
-        return len(BatchSampler(range(count), batches.batch_size, batches.drop_last)) if self.splits_samples else count
+        return len(BatchSampler(range(items), batches.batch_size, batches.drop_last)) if self.splits_samples else items
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` on the sampler and the dataset that have it."""
@@ -151,7 +161,7 @@ class ShardedLoader:
         Raises:
             InputError: the ranks draw different data. All ranks together in training.
         """
-        given = self.given
+        given, self.missing, self.some_have_none = self.given, self._shorter_by, False
         if self.is_stream or not (self._several or (skip and not is_stateful(self.loader))):
             with order:
                 batches: Iterator[Any] = iter(self.loader)
@@ -187,10 +197,14 @@ class ShardedLoader:
         count *= max(1, _DRAWN // count)
         drawn = list(itertools.islice(items, count))
         self._refuse_other_data(hashlib.sha256(repr(drawn).encode()), epoch, self._sampler)
+        if not self.training:
+            self.some_have_none = self._batches_of(len(drawn) // self._size) == 0
 
         def shares(drawn: list[Any]) -> Iterator[Any]:
-            first = drawn[: self._size]
+            first, total = drawn[: self._size], 0
             while drawn:
+                total += len(drawn)
+                self._count_missing(total)
                 if self.training:
                     drawn += itertools.islice(itertools.cycle(first), -len(drawn) % self._size)
                 yield from drawn[self._rank :: self._size]
@@ -219,7 +233,7 @@ class ShardedLoader:
         self._refuse_other_data(found, epoch, source)
         items, rest = itertools.chain(first, items), 0
         del first
-        while True:
+        for total in itertools.count(self._rank, self._size):
             with scope:
                 turn = list(itertools.islice(items, rest, rest + self._rank + 1))
             rest = self._size - self._rank - 1  # of this round, to be read before the next
@@ -227,7 +241,14 @@ class ShardedLoader:
             if has_item or (turn and self.training):
                 yield turn.pop()
             if not has_item:
+                self._count_missing(total - self._rank + len(turn))
                 return
+
+    def _count_missing(self, total: int) -> None:
+        """Set `missing`, of `total` items on all data ranks."""
+        if not self.training:
+            of_first, mine = -(-total // self._size), len(range(self._rank, total, self._size))
+            self.missing = self._batches_of(of_first) - self._batches_of(mine)
 
     def _share(self, total: int) -> int:
         """The number of `total` items that this rank gets."""

@@ -47,6 +47,7 @@ from . import launch as launchers
 from .accumulation import Accumulation
 from .ema import WeightAverage
 from .engine import Engine
+from .even_calls import even_out
 from .executor import DirectExecutor, make_executor
 from .guards import ForwardWrites, GradientGuard, SameTrained
 from .hints import CountedBatches, ModelGuard, SameInputs
@@ -133,8 +134,6 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             None if loader is None else ShardedLoader(loader, context, training)
             for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
         ]
-        if setup.meets_in_forward:
-            inputs.refuse_uneven_evaluation(loaders[1], context)
         late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
         undo.pop_all()
     broadcast_initial_state(context, given.model, given.optimizer)
@@ -246,7 +245,7 @@ def _make_engine(
         both = train_loader, eval_loader
         preemption = PreemptionHook(config.checkpoint, model, context, progress, is_between_steps, both, checkpointer)
         hooks.add(preemption)
-    return Engine(
+    engine = Engine(
         state=state,
         criterion=criterion,
         context=context,
@@ -264,6 +263,9 @@ def _make_engine(
         preemption=preemption,
         ends=ends,
     )
+    if eval_loader is not None:
+        even_out(eval_loader, engine)
+    return engine
 
 
 def _load(config: Any) -> Config:

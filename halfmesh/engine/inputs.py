@@ -23,8 +23,6 @@ from ..utils.torch_private import call_hooks, is_compiled
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..data.sharding import ShardedLoader
-    from ..parallel.mesh import ParallelContext
 
 
 def find_problems(
@@ -237,17 +235,3 @@ def _goes_on(loader: DataLoader[Any]) -> bool:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def refuse_uneven_evaluation(loader: ShardedLoader | None, context: ParallelContext) -> None:
-    """Raise InputError, on all ranks, if `loader` has a length, and more batches on some ranks: under fsdp and
-    expert each rank holds a part of the weights, so a batch needs all of them."""
-    if loader is None or loader.length is None:
-        return
-    counts = context.everyone(loader.length)
-    if min(counts) != max(counts):
-        raise InputError(
-            f"eval_dataloader has {max(counts)} batches on some ranks and {min(counts)} on others, but under "
-            "data='fsdp' or expert each batch needs all ranks, which hold the weights together; evaluate a multiple of "
-            "batch size x data ranks, give the loader drop_last=True, or use data='zero1' without expert"
-        )

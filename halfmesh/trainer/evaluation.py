@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..config.composition import Setup
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader
 from ..engine.engine import Engine
-from ..engine.inputs import refuse_uneven_evaluation
+from ..engine.even_calls import even_out
 from ..engine.pipeline_handles import Handle
 from ..errors import InputError
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
@@ -31,18 +30,15 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
     once (no padding), in batches on the engine's device. All ranks call it together.
 
     Raises:
-        InputError: not a DataLoader; or data ranks would have different numbers of batches under fsdp or expert.
+        InputError: not a DataLoader.
     """
     if not isinstance(dataloader, DataLoader):
         raise InputError(
             f"expected a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
             "DataLoader(dataset, batch_size=...)"
         )
-    context = engine.context
-    loader = ShardedLoader(dataloader, context, training=False)
-    if Setup.of(engine.config, context.size).meets_in_forward:
-        refuse_uneven_evaluation(loader, context)
-    return EngineDataLoader(loader, context, engine.config.seed)
+    loader = ShardedLoader(dataloader, engine.context, training=False)
+    return even_out(EngineDataLoader(loader, engine.context, engine.config.seed), engine)
 
 
 def choose_train_loader(engine: Engine, train: Any) -> Any:

@@ -23,7 +23,7 @@ from torchmetrics.classification import (  # noqa: E402
 PIPE = LAYOUTS["pp2"][1]["pipeline"]
 ALL = {"pipeline": {**PIPE, "eval_outputs": "all"}}
 CELLS = {
-    2: [LAYOUTS["dp2"][1], LAYOUTS["tp2"][1], LAYOUTS["pp2"][1], ALL, LAYOUTS["zero1"][1]],
+    2: [LAYOUTS["dp2"][1], LAYOUTS["tp2"][1], LAYOUTS["pp2"][1], ALL, LAYOUTS["zero1"][1], {"data": "fsdp"}],
     4: [LAYOUTS["pp2_zero1"][1], {**ALL, "data": "zero1"}],
 }
 

@@ -128,7 +128,7 @@ def evaluated(rank, world_size, layouts):
 def test_loss_and_predictions_are_those_of_one_process(ranks):
     model, (x, y) = Net(0.0, 0).eval(), make_data(13)
     expected = model(x)
-    layouts = [layout for layout, _ in CELLS if LAYOUTS[layout][0] == ranks and layout != "fsdp"]
+    layouts = [layout for layout, _ in CELLS if LAYOUTS[layout][0] == ranks]
     everyone = run_ranks(evaluated, ranks, layouts, init=ranks > 1)
     for results in everyone:
         for loss, outputs in results:

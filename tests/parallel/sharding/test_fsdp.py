@@ -8,11 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from halfmesh.compat import check, raise_for
-from halfmesh.distributed.rank_process import RankError
 from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.sharding import (
@@ -292,24 +290,3 @@ def test_keys_that_cannot_work(config, data, words):
     loaded = halfmesh.load_config(config | {"parallel": parallel})
     with pytest.raises(IncompatibleConfigError, match=words):
         raise_for(check(loaded, 8 if "pipeline" in parallel else 4, "cpu"))
-
-
-def uneven(rank, world_size, rows):
-    data = TensorDataset(torch.randn(rows, 7), torch.randint(4, (rows,)))
-    loaders = {"dataloader": DataLoader(data, 2), "eval_dataloader": DataLoader(data, 2)}
-    config = {"parallel": {"data": "fsdp"}}
-    engine = halfmesh.initialize(
-        Blocks(), OPTIMIZERS["adamw"], nn.CrossEntropyLoss(), config=config, device=rank_device(), **loaders
-    )
-    for x, y in engine.dataloader:
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-    engine.eval()
-    with torch.no_grad():
-        return sum(len(engine(x)) for x, _ in engine.eval_dataloader)
-
-
-def test_evaluation_needs_as_many_batches_on_each_rank():
-    assert run_ranks(uneven, 2, 12) == [6, 6]
-    with pytest.raises(RankError, match=r"eval_dataloader has 2 batches on some ranks and 1 on others"):
-        run_ranks(uneven, 2, 5)
