@@ -35,47 +35,28 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A box that is contiguous in a tensor of one dim, perhaps with its dims in another order.
-
-    Attributes:
-        start: the offset in that tensor at which it begins.
-        sizes: of the dims, in memory order.
-        order: for each of these, the dim of the box.
-    """
-
-    start: int
-    sizes: Shape
-    order: Shape
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The box, in `flat`."""
-        box = flat[self.start : self.start + math.prod(self.sizes)].view(self.sizes)
-        return box.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-
-@dataclass(frozen=True)
 class Box:
     """A box of the full tensor that a rank holds.
 
     Attributes:
         at: its first index in the full tensor, for each dim.
         sizes: of its dims.
-        start: its first index in the rank's shard, or in `run`.
-        run: its range in the rank's shard, if that is a tensor of one dim.
+        start: its first index in the rank's shard.
+        strides: of its dims in the rank's shard, if that is a tensor of one dim; `start` is then one number.
     """
 
     at: Shape
     sizes: Shape
     start: Shape
-    run: Run | None = None
+    strides: Shape | None = None
 
     def view(self, held: torch.Tensor) -> torch.Tensor:
         """The box in `held`, which has the shape of the rank's shard. Shape: `sizes`."""
-        box = held if self.run is None else self.run.view(held)
+        if self.strides is not None:
+            return held.as_strided(self.sizes, self.strides, held.storage_offset() + self.start[0])
         for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
-            box = box.narrow(dim, start, size)
-        return box
+            held = held.narrow(dim, start, size)
+        return held
 
 
 @dataclass(frozen=True)
@@ -108,8 +89,9 @@ class Placement:
 
     def rows(self, start: int, stop: int) -> Placement:
         """The rows `start` to `stop` (dim 0) of this shard."""
-        at, sizes = (start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:])
-        return self._within(at, sizes, None)
+        return replace(
+            self, regions=self._within((start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:]))
+        )
 
     def run(self, shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Placement:
         """The elements `start` to `stop` of this shard, in memory order, as a tensor of one dim.
@@ -117,19 +99,22 @@ class Placement:
         Args:
             shape, strides: of this shard; dense.
         """
-        order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
+        order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
+        step, steps = 1, [0] * len(shape)  # as `strides`, which of dims of size 1 may be any numbers
+        for dim in reversed(order):
+            step, steps[dim] = step * shape[dim], step
         found: list[Box] = []
-        for begin, offsets, sizes in _boxes([shape[dim] for dim in order], start, stop):
-            at, size = ([0] * len(order) for _ in range(2))
-            for index, dim in enumerate(order):
-                at[dim], size[dim] = offsets[index], sizes[index]
-            found += self._within(at, size, Run(begin - start, tuple(sizes), order)).regions
+        for offsets, sizes in _boxes([shape[dim] for dim in order], start, stop):
+            at, size = ([values[order.index(dim)] for dim in range(len(order))] for values in (offsets, sizes))
+            for box in self._within(at, size):
+                first = sum((a + b) * step for a, b, step in zip(at, box.start, steps, strict=True))
+                found.append(replace(box, start=(first - start,), strides=tuple(steps)))
         return replace(self, regions=tuple(found))
 
-    def _within(self, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Placement:
-        """The box `at` of `sizes` of this shard; `run`: its range in a tensor of one dim."""
-        found = [_overlap(region, at, sizes, run) for region in self.regions]
-        return replace(self, regions=tuple(box for box in found if box is not None))
+    def _within(self, at: Sequence[int], sizes: Sequence[int]) -> tuple[Box, ...]:
+        """What this rank holds of the box `at` of `sizes` of this shard; each begins at its index in that box."""
+        found = [_overlap(region, at, sizes) for region in self.regions]
+        return tuple(box for box in found if box is not None)
 
 
 def whole(shape: Sequence[int]) -> Placement:
@@ -139,8 +124,8 @@ def whole(shape: Sequence[int]) -> Placement:
     return Placement(sizes, (Box(zeros, sizes, zeros),))
 
 
-def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Box | None:
-    """The overlap of `region` with the box `at` of `sizes` of a shard; `run` is that of this box."""
+def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int]) -> Box | None:
+    """The overlap of `region` with the box `at` of `sizes` of a shard."""
     first = [max(a, b) for a, b in zip(region.start, at, strict=True)]
     last = [min(a + n, b + m) for a, n, b, m in zip(region.start, region.sizes, at, sizes, strict=True)]
     if any(a >= b for a, b in zip(first, last, strict=True)):
@@ -149,36 +134,31 @@ def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run | No
         tuple(offset + f - s for offset, f, s in zip(region.at, first, region.start, strict=True)),
         tuple(b - a for a, b in zip(first, last, strict=True)),
         tuple(f - a for f, a in zip(first, at, strict=True)),
-        run,
     )
 
 
-def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Split the elements `start` to `stop` of a contiguous tensor of n dims into at most 2n - 1 boxes. For each: the
-    number of its first element, that element's index, and the box's sizes."""
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Split the elements `start` to `stop` of a contiguous tensor of n dims into at most 2n - 1 boxes: for each its
+    first index and its sizes."""
     if start >= stop:
         return
     if not shape:
-        yield start, [], []
+        yield [], []
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        yield from _in_row(last, shape, start, stop)
-        return
-    if start < first * row:
-        yield from _in_row(first - 1, shape, start, first * row)
+    first, last = -(-start // row), stop // row  # the whole rows; first > last: all is within one row
+    yield from _in_row(first - 1, shape, start, min(stop, first * row))
     if first < last:
-        yield first * row, [first, *(0 for _ in shape[1:])], [last - first, *shape[1:]]
-    if last * row < stop:
+        yield [first, *(0 for _ in shape[1:])], [last - first, *shape[1:]]
+    if first <= last:
         yield from _in_row(last, shape, last * row, stop)
 
 
-def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
+def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
     """`_boxes` within row `index`."""
     skipped = index * math.prod(shape[1:])
-    for begin, offsets, sizes in _boxes(shape[1:], start - skipped, stop - skipped):
-        yield begin + skipped, [index, *offsets], [1, *sizes]
+    for offsets, sizes in _boxes(shape[1:], start - skipped, stop - skipped):
+        yield [index, *offsets], [1, *sizes]
 
 
 def _with(values: Shape, dim: int, value: int) -> Shape:
