@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...utils.torch_private import edit_stamp, versions
+from ...utils.torch_private import versions
 
 SMALLEST = 1024
 """Tensors of fewer bytes stay on the device."""
@@ -125,15 +125,18 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
-        self._stamp = edit_stamp(tensor)
+        self._version = versions([tensor])
 
     def __call__(self) -> torch.Tensor:
-        if edit_stamp(self._tensor) != self._stamp:  # torch does not look where there are hooks
-            raise _written(self._tensor)
+        if versions([self._tensor]) != self._version:  # torch does not look where there are hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(self._tensor.shape)} and dtype {self._tensor.dtype}"
+            )
         return self._tensor
 
 
-class _OnHost:
+class _OnHost(_Kept):
     """A copy of `tensor` in `host`. Later writes to `tensor` are refused: the copy may not be finished.
 
     Args:
@@ -146,26 +149,16 @@ class _OnHost:
     def __init__(
         self, host: torch.Tensor, tensor: torch.Tensor, offload: Offload, before: weakref.ref[_OnHost] | None
     ) -> None:
+        super().__init__(tensor)
+        self._tensor.data = tensor.new_empty(()).expand(tensor.shape)  # it counts the writes, without the memory
         self.host = host
         self.before = before
         self.fetched: tuple[torch.Tensor, Any] | None = None
         self._offload = offload
-        self._counter = tensor.detach()  # counts the writes to `tensor`, without its memory
-        self._counter.data = tensor.new_empty(0)
-        self._version = versions([self._counter])
 
     def __call__(self) -> torch.Tensor:
-        if versions([self._counter]) != self._version:
-            raise _written(self.host)
+        super().__call__()
         return self._offload.fetch(self)
-
-
-def _written(tensor: torch.Tensor) -> RuntimeError:
-    """torch's error for a tensor that was written in place between forward and backward."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-    )
 
 
 def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
