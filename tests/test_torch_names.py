@@ -53,7 +53,7 @@ ALLOWED = {
     "engine/ema.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
     "parallel/context/attention.py": {"_get_current_dispatch_mode"},
-    "parallel/activations/offload.py": {"_base"},
+    "engine/offload.py": {"_base"},
     "parallel/sharding/zero1.py": {"_foreach_add_"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},
     "parallel/sharding/fsdp_wrap.py": {"_fsdp_param", "_fully_shard"},

@@ -6,6 +6,7 @@ validate.py       what does not fit, before anything changes, and settings that 
 storage.py        the files of a checkpoint, and the folder of all, locked by the one job that saves; dcp.py: tensors
 background.py     the thread that writes while training continues
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
+agreement.py      what ranks agree on: that work has succeeded on all, and at which step to stop
 export.py         weights alone, for other programs
 rank_state.py     random numbers, and state that the loop attaches
 

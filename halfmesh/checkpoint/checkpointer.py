@@ -16,13 +16,12 @@ import torch
 from ..config.text import as_json
 from ..errors import InputError, bullet_list, counted, refuse_below
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import run_on_all_ranks, run_on_rank_zero
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
 from ..utils.engine_hook import Progress
 from ..utils.log import get_logger
 from . import rank_state, storage, validate
+from .agreement import StoreMessages, run_on_all_ranks, run_on_rank_zero
 from .background import BackgroundWriter, wait_for_writers
-from .messages import StoreMessages
 from .rank_state import AttachedState, Schedule
 from .state import AVERAGE, MODEL, ShardedState, index_of, without_empty
 from .storage import Snapshot, Stored

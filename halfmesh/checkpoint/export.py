@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import gather_results, run_on_all_ranks, run_on_rank_zero
 from ..parallel.shard_spec import Shape
 from ..utils.log import get_logger
 from . import storage
+from .agreement import gather_results, run_on_all_ranks, run_on_rank_zero
 from .full_state import WholeTensor
 from .state import MODEL, ShardedState, Shards, rebuild_compound
 from .validate import model_problems

@@ -14,8 +14,9 @@ from torch import nn
 from ..distributed.env import ranks_by_value
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import add_tensor, gather_results
+from ..parallel.rank_checks import add_tensor
 from ..parallel.shard_spec import Shape
+from .agreement import gather_results
 
 
 class Box(NamedTuple):

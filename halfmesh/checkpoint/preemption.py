@@ -24,11 +24,10 @@ from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, Interrupted, Preempted
 from ..parallel.comm import is_simulated, own_store
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import run_on_rank_zero
 from ..utils.engine_hook import EngineHook, Progress
 from ..utils.log import get_logger
 from . import storage
-from .stop import StopAgreement
+from .agreement import StopAgreement, run_on_rank_zero
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -33,10 +33,17 @@ import torch
 
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list, shorten
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import Failure, attempt, gather_results, refuse_failures, run_on_all_ranks, run_on_rank_zero
 from ..utils.log import get_logger
+from .agreement import (
+    Failure,
+    StoreMessages,
+    attempt,
+    gather_results,
+    refuse_failures,
+    run_on_all_ranks,
+    run_on_rank_zero,
+)
 from .full_state import WholeTensor
-from .messages import StoreMessages
 from .state import Boxes
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """The engine: the loop of forward, backward and step. In reading order:
 
 initialize         from the user's objects and a config to an engine; launch: joins the ranks, before there is a model
-inputs             checks of model, optimizer and loaders
+inputs             checks of model, optimizer and loaders; all ranks start equal
 parallelize        plans and applies shards; compilation: the modules to compile and to recompute
+recompute          activations that are computed again in backward; offload: kept on the host until then
 engine             forward, backward, step. Below it:
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
 executor           forward and criterion in one process

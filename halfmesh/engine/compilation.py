@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import shorten
-from ..parallel.activations.checkpoint import Checkpointed
 from ..parallel.pipeline.pieces import children_of
 from ..parallel.tensor.plans import generalise, near_names
 from ..utils.torch_private import is_compiled
+from .recompute import Checkpointed
 
 if TYPE_CHECKING:
     from ..config.schema import ActivationCheckpointConfig, CompileConfig

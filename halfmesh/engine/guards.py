@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.step_result import is_captured
+from ..distributed.env import RankNames
 from ..errors import InputError, shorten
+from ..parallel.comm import gather_objects
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import ADVICE, differ, norms, same_trained
+from ..parallel.rank_checks import ADVICE, norms
 from ..parallel.reducer import Reduction
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
@@ -240,3 +243,32 @@ class ForwardWrites(EngineHook):
             flags = zip(held, differ(values, group).tolist(), strict=True)
             found.update(name for name, is_other in flags if is_other and name in same)
         return found
+
+
+def same_trained(names: Sequence[str], trained: bytes, group: dist.ProcessGroup | None, ranks: RankNames) -> None:
+    """Raise InputError if the ranks of `group` (None: all) train different parameters: gradients of different layers
+    would be summed.
+
+    Args:
+        names: of the parameters.
+        trained: one byte per parameter: 1 if it is trained on this rank, else 0.
+    """
+    of_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    everyone = dict(zip(of_ranks, gather_objects(trained, group), strict=True))
+    unlike = [index for index, said in enumerate(zip(*everyone.values(), strict=True)) if len(set(said)) > 1]
+    if not unlike:
+        return
+    trains = [rank for rank, flags in everyone.items() if flags[unlike[0]]]
+    freezes = [rank for rank in everyone if rank not in trains]
+    more = f" (the first of {len(unlike)} parameters that differ)" if len(unlike) > 1 else ""
+    raise InputError(
+        f"requires_grad is not the same on all ranks: {names[unlike[0]]!r} is trained on {ranks.names(trains)} and "
+        f"frozen on {ranks.names(freezes)}{more}; {ADVICE}"
+    )
+
+
+def differ(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """For each of `values` [n], True if it differs between the ranks of `group` by more than the order of a sum."""
+    ends = torch.stack([values, -values])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    return ends.sum(0) > 1e-8 * ends[0].abs()

@@ -36,7 +36,7 @@ from ..parallel.deferred.creation import (
     refuse_early_state,
 )
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import broadcast_initial_state, same_on_ranks
+from ..parallel.rank_checks import same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
@@ -136,7 +136,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         ]
         late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
         undo.pop_all()
-    broadcast_initial_state(context, given.model, given.optimizer)
+    inputs.broadcast_initial_state(context, given.model, given.optimizer)
     ends = ExitStack()  # what closes the engine
     try:
         engine = _make_engine(given, setup, context, loaders, plans, late, ends)

@@ -16,10 +16,15 @@ from ..amp.precision import find_kept_problems, find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
 from ..errors import InputError, counted, shorten
+from ..parallel.comm import is_simulated
 from ..parallel.deferred.creation import recorded
+from ..parallel.mesh import ParallelContext
+from ..parallel.rank_checks import same_on_ranks
+from ..utils.optimizer_state import plain_settings
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
 from ..utils.torch_private import call_hooks, is_compiled
+from .guards import same_trained
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -235,3 +240,46 @@ def _goes_on(loader: DataLoader[Any]) -> bool:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.
+
+    Raises:
+        InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
+    """
+    if context.size == 1 or is_simulated():
+        return
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
+    if sparse:
+        raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
+    state = list(_state_tensors(optimizer))
+    mine = {
+        "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
+        "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
+        "the optimizer": [type(optimizer).__name__, *map(plain_settings, optimizer.param_groups)],
+        "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
+    }
+    for what, value in mine.items():
+        same_on_ranks(
+            value,
+            what=f"{what} must be the same on all ranks, but names, shapes, dtypes or settings on {{ranks}} differ "
+            "from rank 0's; build the same model and optimizer on every rank",
+        )
+    names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
+    same_trained(names, bytes(trained), None, context.rank_names)
+    # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
+    for tensor in (*model.parameters(), *model.buffers(), *state):
+        if not tensor.is_meta:  # a deferred tensor gets its value later
+            context.broadcast(tensor)
+
+
+def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Tensors of the optimizer's state in the order of its parameters."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in optimizer.state:
+                yield from (v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor))

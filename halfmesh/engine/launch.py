@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..config.config import Config
 from ..config.load import load_config
-from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, find_process
+from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, coordinates_of, find_process
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
 from ..errors import LaunchError
@@ -54,7 +54,7 @@ class Launch:
     @property
     def dp_rank(self) -> int:
         """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
-        return self.config.parallel.dims(self.world_size).coordinates(self.rank)["dp"]
+        return coordinates_of(self.rank, self.config.parallel.dims(self.world_size).sizes)["dp"]
 
     def close(self) -> None:
         """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""

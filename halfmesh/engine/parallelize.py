@@ -19,8 +19,6 @@ from ..amp.recipe import Recipe
 from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
 from ..errors import IncompatibleConfigError, InputError, counted, shorten
-from ..parallel.activations.checkpoint import Checkpointed
-from ..parallel.activations.offload import Offload
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
 from ..parallel.context.axis import ContextParallel
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
@@ -35,7 +33,9 @@ from ..parallel.shard_spec import Placement, whole
 from ..parallel.trial import find_optimizer_problem
 from ..utils.param_shard import ParamShard
 from . import compilation
+from .offload import Offload
 from .pipeline_handles import PipelineOutput
+from .recompute import Checkpointed
 
 if TYPE_CHECKING:
     from ..config import Config

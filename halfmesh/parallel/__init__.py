@@ -9,14 +9,13 @@ expert             experts of mixture-of-experts layers, one group on each rank
 reducer            reductions of gradients: over data ranks and other axes
 collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
-rank_checks        checks that ranks have the same values, make the same calls, and succeed together
+rank_checks        checks that ranks have the same values, and make the same calls
 trial              what a model or an optimizer is tried out with before training
 
 tensor/            layers sharded over a tensor group
 context/           sequences sharded over ranks
 pipeline/          stages, and microbatches that go through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp
-activations/       recomputed in backward, or kept on the host
 deferred/          models whose values each rank makes or receives after sharding
 models/            plans for the models of timm, torch.nn, torchvision and transformers
 """

@@ -33,11 +33,6 @@ def is_simulated(group: dist.ProcessGroup | None = None) -> bool:
     return dist.get_backend(group) == "fake"
 
 
-def host_backend() -> str:
-    """The backend of groups whose messages are between hosts."""
-    return "fake" if is_simulated() else "gloo"
-
-
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The `value` of each rank of `group` (None: all ranks), on each of them. A single process needs no group."""
     size = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -170,8 +165,6 @@ class NamedCalls:
         """What is wrong if some ranks have not come, because of which the one that looks may be gone, too."""
         here = list(self._calls())
         missing = sorted(set(range(self._size)).difference(here))
-        if not missing:
-            return f"{call} was called on all ranks, but the first of them ended before it saw that"
         return (
             f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
             f"which rank writes is chosen inside ({list_ranks(missing)} {why})"

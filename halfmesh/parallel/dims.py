@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..distributed.env import RankNames, coordinates_of
+from ..distributed.env import RankNames
 from ..errors import InputError, did_you_mean
 
 
@@ -54,10 +54,6 @@ class ParallelDims:
     def rank_names(self) -> RankNames:
         """The names of ranks in messages."""
         return RankNames(self.world_size, self.sizes)
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of `rank` on each axis."""
-        return coordinates_of(rank, self.sizes)
 
     def split(self, axis: str, sizes: Mapping[str, int]) -> ParallelDims:
         """These dims, in which `axis` can also be seen as sub-axes, the last of which changes fastest: dp=8 as

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..distributed.env import RankNames
 from ..errors import InputError
 from ..utils.tensors import is_dense
-from .comm import NamedCalls, broadcast_object, gather_objects, host_backend, is_simulated, join_rows, own_store
+from .comm import NamedCalls, broadcast_object, gather_objects, is_simulated, join_rows, own_store
 from .dims import ParallelDims
 
 if TYPE_CHECKING:
@@ -148,26 +148,18 @@ class ParallelContext:
             return self._made("world", words, lambda: dist.group.WORLD)
         return self._made(tuple(self._row(axes)), words, lambda: self._new_groups(self.dims.rows(*axes)))
 
-    def gloo_group(self, use: str) -> dist.ProcessGroup | None:
-        """All ranks, over gloo; one for each `use`, because messages of two threads must not mix. Created on first use,
-        by all ranks together; None in a world of one rank."""
-        if self.size == 1:
-            return None
-        return self._made(("gloo", use), use, lambda: dist.new_group(backend=host_backend(), timeout=self._timeout))
-
     @property
     def stage_ranks(self) -> list[int]:
         """The ranks of this rank's pipeline stage, which hold the same parameters, or shards of them."""
-        size = self.size // self.pp_size
-        return list(range(self.pp_rank * size, (self.pp_rank + 1) * size))
+        return self._row(tuple(axis for axis in self.sizes if axis != "pp"))
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The `stage_ranks`, over gloo. Created on first use, by all ranks together."""
-        if self.pp_size == 1:
-            return self.gloo_group("host")
+        """The `stage_ranks`, over gloo. Created on first use, by all ranks together; None in a world of one rank."""
+        if self.size == 1:
+            return None
         rows = self.dims.rows(*(axis for axis in self.sizes if axis != "pp"))
-        return self._made("stage", "stage", lambda: self._new_groups(rows, host_backend()))
+        return self._made("stage", "stage", lambda: self._new_groups(rows, "fake" if is_simulated() else "gloo"))
 
     @property
     def groups(self) -> dict[str, str]:

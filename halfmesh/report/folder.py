@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..amp.plugin import PRECISIONS
+from ..checkpoint.agreement import run_on_all_ranks
 from ..config.text import as_json
 from ..errors import InputError, Preempted, cut, show_name
-from ..parallel.rank_checks import run_on_all_ranks
 from ..utils.log import Listener
 from .mesh_picture import block_of, compress, describe_shards
 from .run import (

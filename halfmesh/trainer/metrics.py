@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import InputError
 from ..parallel.comm import broadcast_object
-from .gather import gather_tensors
+from .evaluation import gather_tensors
 from .hook import Hook
 
 if TYPE_CHECKING:

@@ -117,3 +117,18 @@ def refuse_other_state(optimizer: optim.Optimizer) -> None:
                     f"which this rank holds {tuple(param.shape)}; load what the same rank saved in the same layout, or "
                     "load the whole state into the optimizer before initialize"
                 )
+
+
+def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The plain values of a parameter group. (Reprs of objects may have addresses, which differ between ranks.)"""
+    values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return [(name, value) for name, value in sorted(values.items()) if name != "params" and is_plain(value)]
+
+
+def is_plain(value: Any) -> bool:
+    """Return True if `value` is a number, a string or None, or a tuple or list of these: equal if their reprs are."""
+    return (
+        value is None
+        or isinstance(value, (int, float, str))
+        or (isinstance(value, (tuple, list)) and all(map(is_plain, value)))
+    )

@@ -28,9 +28,9 @@ from ..engine.engine import Engine
 from ..engine.launch import Launch
 from ..errors import InputError
 from ..parallel.deferred.creation import materialize, named_tensors
-from ..parallel.rank_checks import plain_settings
 from ..report.folder import RunFolder
 from ..utils.log import rank_and_world_size
+from ..utils.optimizer_state import plain_settings
 from ..utils.tensors import map_tensors, tensors_of
 from . import layout
 from .record import EngineRecorder

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfmesh.parallel.activations import offload
-from halfmesh.parallel.activations.checkpoint import Checkpointed
+from halfmesh.engine import offload
+from halfmesh.engine.recompute import Checkpointed
 from tests.support import compiling
 from tests.support.whole import close_whole
 

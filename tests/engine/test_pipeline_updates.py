@@ -233,7 +233,7 @@ def test_what_stages_send_has_a_group_of_its_own(size):
 
 def test_without_a_pipeline_there_is_no_such_group():
     for made in run_ranks(groups_made, 2):
-        assert set(made.values()) <= {"dp", "host", "stage"}
+        assert set(made.values()) <= {"dp", "stage"}
 
 
 def groups_made(rank: int, world_size: int) -> dict[str, str]:

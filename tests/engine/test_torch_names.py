@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 
 from halfmesh.data.sharding import copy_loader
 from halfmesh.engine.ema import _lerp_
+from halfmesh.engine.offload import _is_cast_of_parameter
+from halfmesh.engine.recompute import _ATTENTION
 from halfmesh.utils import torch_private as _torch
 
 
@@ -36,3 +38,16 @@ def test_averages_move_by_a_weight(weight):
     targets = [torch.zeros(2), torch.ones(1)]
     _lerp_(targets, [torch.full((2,), 4.0, dtype=torch.float16), torch.full((1,), 5.0)], weight)
     assert [t.tolist() for t in targets] == [[1, 1], [2]]
+
+
+def test_casts_of_parameters_are_known_by_how_they_came():
+    param, frozen, x = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2), False), torch.ones(2, 2)
+    for cast in (param.to(torch.bfloat16), param.to(torch.bfloat16).t(), param.half()[0]):
+        assert _is_cast_of_parameter(cast)
+    for other in (param, param.t(), frozen.half(), x.requires_grad_().half(), (param * 2).half(), param.half() * 2):
+        assert not _is_cast_of_parameter(other)
+
+
+def test_where_operators_of_attention_take_dropout():
+    for operator, place in _ATTENTION.items():
+        assert operator._schema.arguments[place].name == "dropout_p"

@@ -151,7 +151,7 @@ SLEEP = 2_000_000
 @contextlib.contextmanager
 def late_copies(device: torch.device) -> Iterator[None]:
     """Copies of offloaded activations begin late. On the CPU there is no stream to be late on."""
-    from halfmesh.parallel.activations.offload import Copies
+    from halfmesh.engine.offload import Copies
 
     if device.type == "cpu":
         yield

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from halfmesh import ParallelContext
+from halfmesh.distributed.env import coordinates_of
 from halfmesh.errors import InputError
 from halfmesh.parallel.dims import ParallelDims
 from tests.support.ranks import here, rank_device, run_ranks
@@ -37,7 +38,7 @@ SPLIT = DIMS.split("dp", {"edp": 2, "ep": 2})
 )
 def test_ranks_of_axes_and_sub_axes_in_the_order_of_the_mesh(axes, row):
     """Rank 13 has the coordinates pp 0, dp 3 (edp 1, ep 1), cp 0, tp 1."""
-    assert SPLIT.coordinates(13) == {"pp": 0, "dp": 3, "cp": 0, "tp": 1}
+    assert coordinates_of(13, SPLIT.sizes) == {"pp": 0, "dp": 3, "cp": 0, "tp": 1}
     assert SPLIT.row(13, *axes) == sorted(row)
     rows = SPLIT.rows(*axes)
     assert sorted(rank for each in rows for rank in each) == list(range(32)), "each rank once"

@@ -8,18 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from halfmesh.errors import InputError
-from halfmesh.parallel.activations.checkpoint import _ATTENTION
-from halfmesh.parallel.activations.offload import _is_cast_of_parameter
 from halfmesh.parallel.data_strategy import WithheldGradient
 from halfmesh.parallel.sharding.fsdp import FREED
-
-
-def test_casts_of_parameters_are_known_by_how_they_came():
-    param, frozen, x = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2), False), torch.ones(2, 2)
-    for cast in (param.to(torch.bfloat16), param.to(torch.bfloat16).t(), param.half()[0]):
-        assert _is_cast_of_parameter(cast)
-    for other in (param, param.t(), frozen.half(), x.requires_grad_().half(), (param * 2).half(), param.half() * 2):
-        assert not _is_cast_of_parameter(other)
 
 
 def test_gradients_without_values():
@@ -52,11 +42,6 @@ def test_a_storage_is_one_object_as_long_as_its_memory():
     for _ in range(20):  # memory that was free would soon be used again
         param.data = torch.zeros(3)
         assert param.untyped_storage() is not held
-
-
-def test_where_operators_of_attention_take_dropout():
-    for operator, place in _ATTENTION.items():
-        assert operator._schema.arguments[place].name == "dropout_p"
 
 
 def test_a_mode_that_sees_operators_is_known():

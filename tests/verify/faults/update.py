@@ -16,9 +16,9 @@ from halfmesh.amp.loss_scaler import LossScaler, LossScales
 from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.stepper import Stepper
+from halfmesh.engine import offload, recompute
 from halfmesh.engine.lr_scheduler import LRAdvance
 from halfmesh.engine.parallelize import ParallelModel
-from halfmesh.parallel.activations import checkpoint, offload
 from halfmesh.utils.param_shard import OneRank
 
 # -- norm and verdict ------------------------------------------------------------------------------------------------
@@ -199,19 +199,19 @@ def _again() -> bool:
 
 def recomputed_from_other_inputs(patch: pytest.MonkeyPatch) -> None:
     """A block is computed again from inputs that were changed since."""
-    inner = checkpoint.Checkpointed.own
+    inner = recompute.Checkpointed.own
 
     def own(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return inner(self, x * 1.01 if _again() else x, *args, **kwargs)
 
-    patch.setattr(checkpoint.Checkpointed, "own", own)
+    patch.setattr(recompute.Checkpointed, "own", own)
 
 
 def recomputed_in_evaluation(patch: pytest.MonkeyPatch) -> None:
     """A block is computed again with its modules in evaluation."""
-    inner = checkpoint.Checkpointed._again
+    inner = recompute.Checkpointed._again
     patch.setattr(
-        checkpoint.Checkpointed, "_again", lambda self, flags, *more: inner(self, [False for _ in flags], *more)
+        recompute.Checkpointed, "_again", lambda self, flags, *more: inner(self, [False for _ in flags], *more)
     )
 
 

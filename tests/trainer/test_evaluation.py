@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
-from halfmesh.trainer import gather
+from halfmesh.trainer import evaluation
 from halfmesh.utils.tensors import tensors_of
 from tests.support.models import make_data, make_engine
 from tests.support.ranks import run_ranks
@@ -34,9 +34,9 @@ def same(mine, theirs):
 
 def gathered(rank, world_size, chunk):
     context = make_engine().context
-    sizes, gather.CHUNK, broadcast = [], chunk, dist.broadcast
+    sizes, evaluation.CHUNK, broadcast = [], chunk, dist.broadcast
     dist.broadcast = lambda tensor, *args: sizes.append(tensor.nbytes) or broadcast(tensor, *args)
-    return gather.gather_tensors(values_of(rank), context), sizes
+    return evaluation.gather_tensors(values_of(rank), context), sizes
 
 
 @pytest.mark.distributed

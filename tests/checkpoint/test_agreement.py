@@ -1,4 +1,5 @@
-"""Ranks agree on the step at which they stop, whoever asks, and without a collective or a request in each step."""
+"""Ranks agree on the step at which they stop, whoever asks, and without a collective or a request in each step; and on
+whether a save succeeds, through the store: one that is late ends it on all ranks, in one timeout."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from halfmesh.checkpoint import stop
-from halfmesh.checkpoint.stop import StopAgreement
+from halfmesh.checkpoint import agreement as source
+from halfmesh.checkpoint import dcp
+from halfmesh.checkpoint.agreement import StopAgreement
 from halfmesh.errors import CheckpointError
+from tests.support.checkpoint_runs import make_engine as make_saving
+from tests.support.checkpoint_runs import train
 from tests.support.counting_store import CountingStore
 from tests.support.models import make_data, make_engine, step_on
 from tests.support.ranks import here, run_ranks
@@ -79,7 +84,7 @@ def test_a_rank_that_does_not_answer_is_named():
 
 
 def test_ranks_stop_after_more_time_than_the_store_waits_at_once(monkeypatch):
-    monkeypatch.setattr(stop, "_LONG_S", 0.2)
+    monkeypatch.setattr(source, "_LONG_S", 0.2)
     store = dist.HashStore()
     agreements = [StopAgreement(store, store, rank, 2, 20.0) for rank in range(2)]
     time.sleep(0.7)
@@ -134,7 +139,7 @@ def test_a_rank_that_loses_the_store_warns_once_and_says_why_it_cannot_stop(capl
 AT_EXIT = """
 import multiprocessing.util, threading
 import torch.distributed as dist
-from halfmesh.checkpoint.stop import StopAgreement
+from halfmesh.checkpoint.agreement import StopAgreement
 class NoThread(threading.Thread):
     def start(self):
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -201,3 +206,61 @@ def test_the_key_checkpoint_adds_no_group_and_no_collective_to_a_step(tmp_path):
     saving = run_ranks(groups_and_collectives, 2, str(tmp_path), {}, fresh=True)
     assert plain == saving
     assert plain[0][0]  # something was counted
+
+
+# -- the answer of rank 0 ----------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_are_told_of_those_that_are_late_and_the_next_answer_comes(monkeypatch):
+    monkeypatch.setattr(source, "is_simulated", lambda: False)
+    store = dist.HashStore()
+    monkeypatch.setattr(source, "own_store", lambda context: [dist.PrefixStore("a", store)])
+    ranks = [source.StoreMessages(SimpleNamespace(rank=rank, size=4), 1.0) for rank in range(4)]
+
+    def answer(rank, late_s):
+        time.sleep(late_s)
+        try:
+            return ranks[rank].answer("the save failed", rank, sum)
+        except CheckpointError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as threads:
+        words = list(threads.map(answer, range(4), [0, 1.6, 0, 1.6]))
+        assert words == ["the save failed: no answer from ranks 1, 3 within 1 s (config key timeout)"] * 4
+        assert list(threads.map(answer, range(4), [0] * 4)) == [6] * 4
+
+
+def test_a_rank_without_an_answer_of_rank_zero_says_so(monkeypatch):
+    monkeypatch.setattr(source, "is_simulated", lambda: False)
+    monkeypatch.setattr(source, "own_store", lambda context: [dist.HashStore()])
+    alone = source.StoreMessages(SimpleNamespace(rank=1, size=2), 0.1)
+    with pytest.raises(CheckpointError, match=r"^x: no answer from rank 0 within 0.2 s \(config key timeout\)$"):
+        alone.answer("x", 1, sum)
+
+
+def late_in_background(rank, world_size, folder):
+    """A background save in which rank 1 is late; then a signal. The folders in between, and those at the end."""
+    saves = {"directory": folder, "signals": ()}
+    engine = make_saving("dp2", "none", checkpoint=saves, timeout=4.0)
+    train(engine, 1)
+    write = dcp.write
+
+    def late(*args):
+        dcp.write = write
+        time.sleep(6 if rank == 1 else 0)
+        return write(*args)
+
+    dcp.write = late
+    engine.save(folder, in_background=True)
+    time.sleep(7)
+    engine.context.everyone(None)
+    between = sorted(path.name for path in engine._preemption._directory.glob("*step-*"))
+    train(engine, 1)
+    engine.preempt()
+    engine.close()
+    return between, sorted(path.name for path in engine._preemption._directory.glob("*step-*"))
+
+
+@pytest.mark.distributed
+def test_a_save_that_a_late_rank_has_failed_keeps_no_last_save_from_happening(tmp_path):
+    assert run_ranks(late_in_background, 2, str(tmp_path), fresh=True) == [([], ["step-00000002"])] * 2

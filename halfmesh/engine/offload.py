@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...utils.torch_private import versions
+from ..utils.torch_private import versions
 
 SMALLEST = 1024
 """Tensors of fewer bytes stay on the device."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from halfmesh.parallel.activations.offload import IN_FLIGHT, Offload
+from halfmesh.engine.offload import IN_FLIGHT, Offload
 
 LAYERS = 12
 X = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

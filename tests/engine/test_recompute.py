@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from halfmesh.engine import recompute
 from halfmesh.errors import InputError
-from halfmesh.parallel.activations import checkpoint as recompute
 from tests.support import compiling
 from tests.support.models import BF16_TORCH, CLASSES, FEATURES, MODES, full_weights, make_engine, make_loader
 from tests.support.saved_memory import bytes_left

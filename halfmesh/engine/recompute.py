@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ...errors import InputError
-from ...utils.torch_private import RUNNING_STATISTICS
+from ..errors import InputError
+from ..utils.torch_private import RUNNING_STATISTICS
 
 _aten = torch.ops.aten
 _PRODUCTS = {op.default for op in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution)}

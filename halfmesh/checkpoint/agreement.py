@@ -1,0 +1,264 @@
+"""What ranks agree on: that work has succeeded on all of them; through the store, so that a thread may do it during
+training, what rank 0 answers; and without a collective in each step, at which boundary all stop."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..distributed.env import list_ranks
+from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
+from ..parallel.comm import gather_objects, get_within, is_simulated, own_store
+from ..parallel.mesh import ParallelContext
+from ..utils.log import get_logger
+
+_log = get_logger(__name__)
+_LONG_S = 7 * 86400.0  # then the thread asks again
+_ANSWER_S = 3.0  # how long the store may take to answer at the end
+T = TypeVar("T")
+
+# -- work that all ranks do together -----------------------------------------------------------------------------------
+
+
+Failure = tuple[str, bool]
+"""What an error says, and True if it is an InputError."""
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, Failure | None, Exception | None]:
+    """The result of `work`; or the failure, to be told to the other ranks, with the error itself."""
+    try:
+        return work(), None, None
+    except Exception as error:
+        words = str(error) if isinstance(error, HalfmeshError) else f"{type(error).__name__}: {error}"
+        return None, (words, isinstance(error, InputError)), error
+
+
+def gather_results(context: ParallelContext, what: str, work: Callable[[], T]) -> list[T]:
+    """Do `work` on every rank. Returns the result of each rank, on all of them.
+
+    Args:
+        what: the beginning of the error message: "saving to here failed".
+
+    Raises:
+        CheckpointError, InputError: it failed on some ranks; raised on all, with the reason of each.
+    """
+    result, failure, error = attempt(work)
+    everyone: list[tuple[Any, T]] = gather_objects((failure, result))
+    refuse_failures(context, what, {rank: failure for rank, (failure, _) in enumerate(everyone) if failure}, error)
+    return [result for _, result in everyone]
+
+
+def run_on_all_ranks(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
+    """As `gather_results`, but returns this rank's result, which is not sent."""
+    done: list[T] = []
+    gather_results(context, what, lambda: done.append(work()))
+    return done[0]
+
+
+def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
+    """Do `work` on rank 0 alone. Returns its result on all ranks; arguments and errors as of `gather_results`."""
+    return gather_results(context, what, lambda: work() if context.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def refuse_failures(context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None) -> None:
+    """Raise the error of `gather_results` if there are `failures`, by rank; `cause` is this rank's."""
+    if not failures:
+        return
+    kind = InputError if all(is_input for _, is_input in failures.values()) else CheckpointError
+    reasons: dict[str, list[int]] = {}
+    for rank, (words, _) in failures.items():
+        reasons.setdefault(words, []).append(rank)
+    if len(reasons) == 1 and len(failures) == context.size:
+        raise kind(f"{what}: {next(iter(reasons))}") from cause
+    names = context.rank_names
+    raise kind(
+        bullet_list(f"{what}:", (f"{names.names(ranks)}: {words}" for words, ranks in reasons.items()))
+    ) from cause
+
+
+# -- the answer of rank 0 ----------------------------------------------------------------------------------------------
+
+
+class StoreMessages:
+    """Messages to rank 0 that need no group, whose connections would grow with the number of ranks. All ranks make it,
+    and call it equally often.
+
+    Args:
+        timeout_s: the seconds that rank 0 waits for the other ranks, all together.
+    """
+
+    def __init__(self, context: ParallelContext, timeout_s: float) -> None:
+        self._rank, self._size, self._number = context.rank, context.size, 0
+        self._timeout_s = timeout_s
+        self._store: Any = None
+        if context.size > 1 and not is_simulated():
+            (self._store,) = own_store(context)
+
+    def answer(self, what: str, value: Any, reply: Callable[[list[Any]], Any]) -> Any:
+        """What `reply` returns on rank 0, on all ranks.
+
+        Args:
+            what: the beginning of the error message.
+            value: this rank's.
+            reply: called on rank 0 with the value of each rank.
+
+        Raises:
+            CheckpointError: some rank does not answer in time; raised on all ranks.
+        """
+        if self._store is None:
+            return reply([value] * self._size)
+        self._number += 1
+        if self._rank != 0:
+            self._store.set(f"{self._number} of {self._rank}", zlib.compress(pickle.dumps(value), 1))
+            limit_s = 2 * self._timeout_s  # rank 0 also waits for the others
+            told = get_within(self._store, f"reply {self._number}", limit_s)
+            problem, found = (_late([0], limit_s), None) if told is None else pickle.loads(told)
+        else:
+            values, late = self._collect(value)
+            problem, found = (_late(late, self._timeout_s), None) if late else ("", reply(values))
+            self._store.set(f"reply {self._number}", pickle.dumps((problem, found)))
+            if not late:  # then all ranks have read the last one
+                self._store.delete_key(f"reply {self._number - 1}")
+        if problem:
+            raise CheckpointError(f"{what}: {problem}")
+        return found
+
+    def _collect(self, value: Any) -> tuple[list[Any], list[int]]:
+        """The values of all ranks, of which this one's is `value`; and the ranks that have sent none in time."""
+        values, late, end = [value], list[int](), time.monotonic() + self._timeout_s
+        for rank in range(1, self._size):
+            key, left_s = f"{self._number} of {rank}", end - time.monotonic()
+            # After the end no `get` of what is not there: torch prints each one that fails.
+            sent = get_within(self._store, key, left_s) if left_s > 0 or self._store.check([key]) else None
+            if sent is None:
+                late.append(rank)
+            else:
+                values.append(pickle.loads(zlib.decompress(sent)))
+                self._store.delete_key(key)
+        return values, late
+
+
+def _late(ranks: list[int], limit_s: float) -> str:
+    return f"no answer from {list_ranks(ranks)} within {limit_s:g} s (config key timeout)"
+
+
+# -- where all stop ----------------------------------------------------------------------------------------------------
+
+
+class StopAgreement:
+    """Makes all ranks stop at the same boundary after any of them has asked for it. Steps before that cost nothing.
+
+    A thread of each rank blocks on a key of the store, until a rank asks. Each rank then posts the number of boundaries
+    that it has passed, and waits at its next one for the numbers of all: they stop at the one after the greatest.
+    Threads post for ranks that are blocked in a collective, for which others may have to come to their next boundary.
+
+    Args:
+        store: for the main thread.
+        blocked: the same store over another connection, which the thread blocks.
+        timeout_s: the seconds that a rank waits for the others.
+    """
+
+    def __init__(self, store: Any, blocked: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._store, self._blocked, self._rank, self._size, self._timeout_s = store, blocked, rank, size, timeout_s
+        self._lock, self._decided = threading.Lock(), threading.Event()
+        self._passed = self._stop_at = 0
+        self._has_posted = self._has_warned = False
+        self._lost: Exception | None = None  # why the thread has ended without a decision
+        self._thread = threading.Thread(target=self._answer, daemon=True, name="halfmesh stop agreement")
+        self._thread.start()
+
+    def pass_boundary(self, asks: bool) -> bool:
+        """Called at each boundary, equally often on all ranks. Returns True if all ranks stop at this one.
+
+        Args:
+            asks: this rank wants to stop: at the next boundary, or the one after it.
+
+        Raises:
+            TimeoutError: some rank does not answer.
+            CheckpointError: this rank asks, or the others wait for it, and it has lost the store.
+        """
+        with self._lock:
+            waits = self._has_posted
+            if not waits:
+                self._passed += 1
+        if asks and not waits:
+            self.ask()
+        if self._lost is not None and not self._has_warned and not waits:
+            self._has_warned = True  # by the main thread: a launch that has failed ends before, and says so itself
+            text = "the store that ranks agree through does not answer: %s; signals, engine.preempt() save no more"
+            _log.warning(text, self._lost, ranks=None)
+        if not waits:
+            return False
+        if not self._decided.wait(self._timeout_s):
+            posted = {int(line.split()[0]) for line in self._store.get("posts").decode().splitlines()}
+            missing = set(range(self._size)).difference(posted)
+            late = f"within {self._timeout_s:g} s (config key timeout)"
+            raise TimeoutError(f"{list_ranks(missing)} did not say {late} at which step to stop; have they ended?")
+        self._refuse_lost()
+        self._passed += 1
+        return self._passed == self._stop_at
+
+    def ask(self) -> None:
+        """Want to stop at the next boundary, or the one after it. Raises CheckpointError if the store is lost."""
+        self._refuse_lost()
+        with self._lock:
+            if self._has_posted:
+                return
+            try:
+                self._store.set("asked", "1")
+                self._post(self._store)
+            except dist.DistError as error:
+                self._lost = error
+        self._refuse_lost()
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            why = f"the store that ranks agree through does not answer: {self._lost}"
+            raise CheckpointError(f"the run was told to stop, but cannot save: {why}") from self._lost
+
+    def close(self) -> None:
+        """End the threads of all ranks. May be called twice, and by one rank alone: then nobody stops any more."""
+        # In a thread: torch's call does not return if the host of the store has lost power or network.
+        telling = threading.Thread(target=self._tell_end, daemon=True, name="halfmesh stop agreement's end")
+        try:
+            telling.start()
+        except RuntimeError:  # the interpreter shuts down: since 3.12 it starts no thread then
+            self._tell_end()
+        else:
+            telling.join(_ANSWER_S)
+        self._thread.join(1.0)  # one that comes back from C++ while the interpreter shuts down aborts the process
+
+    def _tell_end(self) -> None:
+        with contextlib.suppress(dist.DistError):  # the store is gone, and with it what the thread waits for
+            self._store.compare_set("stop_at", "", "0")
+            self._store.set("asked", "1")
+
+    def _post(self, store: Any) -> None:
+        self._has_posted = True
+        store.append("posts", f"{self._rank} {self._passed}\n")
+        if store.add("count", 1) == self._size:
+            furthest = max(int(line.split()[1]) for line in store.get("posts").decode().splitlines())
+            store.compare_set("stop_at", "", str(furthest + 1))
+
+    def _answer(self) -> None:
+        try:
+            self._wait_for("asked")
+            with self._lock:
+                if not self._has_posted:
+                    self._post(self._blocked)
+            self._stop_at = int(self._wait_for("stop_at"))
+        except RuntimeError as error:  # as torch's are; `pass_boundary` says it, if there is one more
+            self._lost = error
+        self._decided.set()
+
+    def _wait_for(self, key: str) -> bytes:
+        while (value := get_within(self._blocked, key, _LONG_S)) is None:
+            pass
+        return value
