@@ -16,19 +16,7 @@ from ..modules import comes_from, is_within
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
 from .layers import ShardedLayer, TensorAxis
-from .styles import (
-    Attention,
-    Colwise,
-    ColwiseGather,
-    Heads,
-    Rowwise,
-    RowwiseSplit,
-    SequenceBegin,
-    SequenceEnd,
-    Style,
-    Vocab,
-    parse_style,
-)
+from .styles import Attention, Colwise, Heads, Rowwise, SequenceBegin, SequenceEnd, Style, Vocab, parse_style
 
 
 @dataclass(frozen=True)
@@ -47,9 +35,12 @@ class Assignment:
     in_region: bool = False
 
     def splits(self) -> dict[str, Split]:
-        """The direct parameters of the module that are sharded, by name; none if the style does not fit the module."""
-        fits = not any(self.style.find_problems(self.module, 1))
-        return self.style.splits(self.module) if fits else {}
+        """The direct parameters of the module that are sharded, by name. The style has to fit the module."""
+        return self.style.splits(self.module)
+
+    def find_problems(self, size: int) -> list[str]:
+        """The reasons why the module cannot be sharded over `size` ranks in this way."""
+        return [f"{self}: {problem}" for problem in self.style.find_problems(self.module, size)]
 
     def install(self, axis: TensorAxis) -> None:
         """Make the module work with its shards."""
@@ -98,35 +89,6 @@ class LayerPlan:
                 for name in names:
                     if fnmatchcase(name, pattern):
                         yield ".".join(part for part in (prefix, name) if part), style
-
-
-def assign(
-    model: nn.Module, plan: str | Mapping[str, str], sequence_parallel: bool
-) -> tuple[list[Assignment], list[str]]:
-    """The assignments of `plan` (a registered name, "auto", or patterns with styles), and its problems."""
-    modules = dict(model.named_modules())
-    assignments: list[Assignment] = []
-    problems: list[str] = []
-    for source, name, text in _find_styles(model, plan, sequence_parallel, problems):
-        try:
-            new = Assignment(name, modules[name], parse_style(text), text, source)
-        except HalfmeshError as error:
-            problems.append(f"plan {source!r}, module {name!r}: {error}")
-            continue
-        others = [old for old in assignments if old.name == name]
-        if any(old.text == text for old in others):
-            continue
-        claims = {*new.splits(), *new.style.attributes}
-        for old in others:
-            if both := claims & {*old.splits(), *old.style.attributes}:
-                problems.append(
-                    f"{name!r} has its {' and '.join(sorted(both))} sharded twice: {old.text} by plan {old.plan!r}, "
-                    f"{text} by plan {source!r}; leave out one, or name one plan (parallel.tensor.plan = 'name')"
-                )
-                break
-        else:
-            assignments.append(new)
-    return assignments, problems
 
 
 def _find_styles(
@@ -187,24 +149,48 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
 def resolve(
     model: nn.Module, size: int, plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False
 ) -> tuple[list[Assignment], list[str]]:
-    """The assignments that shard `model` over `size` ranks, and all problems."""
-    assignments, problems = assign(model, plan, sequence_parallel)
-    if any(is_compiled(module) for module in model.modules()):
+    """The assignments of `plan` (a registered name, "auto", or patterns with styles) that shard `model` over `size`
+    ranks, and all problems."""
+    modules = dict(model.named_modules())
+    problems: list[str] = []
+    found: dict[tuple[str, str], Assignment] = {}
+    for source, name, text in _find_styles(model, plan, sequence_parallel, problems):
+        try:
+            found.setdefault((name, text), Assignment(name, modules[name], parse_style(text), text, source))
+        except HalfmeshError as error:
+            problems.append(f"plan {source!r}, module {name!r}: {error}")
+    if any(map(is_compiled, modules.values())):
         problems.append("the model is compiled already, and its layers cannot be sharded; pass it uncompiled")
+    assignments = list(found.values())
+    problems += [problem for a in assignments for problem in a.find_problems(size)]
+    if problems:
+        return assignments, problems
     if plan == "auto":
-        assignments += list(_shard_tied_weights(model, assignments))
+        tied = list(_shard_tied_weights(model, assignments))
+        problems += [problem for a in tied for problem in a.find_problems(size)]
+        assignments += tied
     regions = [a.name for a in assignments if a.style.is_region]
     assignments = [replace(a, in_region=any(is_within(a.name, region) for region in regions)) for a in assignments]
-    for a in assignments:
-        problems += [f"{a}: {problem}" for problem in a.style.find_problems(a.module, size)]
-    if not problems and not any(a.splits() for a in assignments):
+    if not any(a.splits() for a in assignments):
         problems.append(_no_plan(model, plan))
-    if not problems:
-        problems += [*_find_inconsistent_ties(model, assignments), *_find_heads(model, assignments, plan)]
-        shards_sequence = any(isinstance(a.style, (SequenceBegin, SequenceEnd)) for a in assignments)
-        if sequence_parallel or shards_sequence:
-            problems += _find_sequence_problems(model, assignments)
+    problems += [*_find_conflicts(assignments), *_find_inconsistent_ties(model, assignments)]
+    problems += _find_heads(model, assignments, plan)
+    if sequence_parallel or any(isinstance(a.style, (SequenceBegin, SequenceEnd)) for a in assignments):
+        problems += _find_sequence_problems(model, assignments)
     return assignments, problems
+
+
+def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:
+    """Parameters and attributes that two styles divide."""
+    claims: dict[tuple[str, str], Assignment] = {}
+    for a in assignments:
+        for own in (*a.splits(), *a.style.attributes):
+            other = claims.setdefault((a.name, own), a)
+            if other is not a:
+                yield (
+                    f"{a.name!r} has its {own} sharded twice: {other.text} by plan {other.plan!r}, {a.text} by plan "
+                    f"{a.plan!r}; leave out one, or name one plan (parallel.tensor.plan = 'name')"
+                )
 
 
 def _owners(model: nn.Module) -> Collection[list[tuple[str, str]]]:
@@ -286,23 +272,11 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
                 "style to the module around it. (torch.nn.MultiheadAttention takes keys and values separately, and "
                 "cannot be in one: set sequence_parallel=False)"
             )
-        elif isinstance(a.style, RowwiseSplit) and a.in_region and not _gathers_before(a, assignments):
-            yield (
-                f"{a}: its input is that of its 'region', whose gradients are summed over the ranks, and each "
-                "would give the whole gradient; use 'rowwise' after a 'colwise' layer, or leave it whole"
-            )
         elif a.style.is_region and a.name not in between:
             yield (
                 f"{a}: it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its "
                 "modules, so its sequence is whole already; set sequence_parallel=False, or write a plan without this"
             )
-
-
-def _gathers_before(split: Assignment, assignments: Sequence[Assignment]) -> bool:
-    """Return True if a layer of the same region gathers features, as the input of `split`."""
-    regions = [a.name for a in assignments if a.style.is_region and is_within(split.name, a.name)]
-    gathers = [a.name for a in assignments if isinstance(a.style, ColwiseGather)]
-    return any(is_within(name, region) for name in gathers for region in regions)
 
 
 def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
@@ -317,10 +291,9 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
 
 def _example(model: nn.Module) -> str:
     """An example plan for two adjacent Linear layers, of which one may follow the other."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for one, other in itertools.pairwise(linear):
-        beside = one.rpartition(".")[0] == other.rpartition(".")[0]
-        if beside and linear[one].out_features == linear[other].in_features:
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for (one, up), (other, down) in itertools.pairwise(linear):
+        if one.rpartition(".")[0] == other.rpartition(".")[0] and up.out_features == down.in_features:
             names = {generalise(one): "colwise", generalise(other): "rowwise"}
             return repr(names if len(names) == 2 else {one: "colwise", other: "rowwise"})
     return "{...}"
