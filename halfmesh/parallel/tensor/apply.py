@@ -19,7 +19,7 @@ from .plans import Assignment, caller, generalise, resolve
 from .styles import SequenceBegin
 from .trial import PlanTrial
 
-_LOOKS = 5  # at gradients that are zero
+_LOOKS = 5  # as long as some gradients are zero
 _SAMPLE = 256  # elements of each gradient
 
 
@@ -29,7 +29,7 @@ class TensorGradients(SharedGradients):
 
     In the first updates it compares gradients of replicated parameters over the ranks: the plan is wrong if those that
     are summed are equal (except for shards of the sequence, where a mean gives equal ones), or others differ. Gradients
-    of zero (before a layer that starts at zero) are compared again in the next update.
+    of zero (before a layer that starts at zero) are compared in the next updates, too.
 
     Args:
         shards: of the parameters that are trained.
@@ -37,11 +37,11 @@ class TensorGradients(SharedGradients):
 
     def __init__(self, axis: TensorParallel, shards: Sequence[ParamShard]) -> None:
         self._axis = axis
-        self._looks: dict[nn.Parameter, int] = {}  # the number of comparisons of each
         super().__init__(axis.partial, axis.group, shards)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         super().set_params(shards)
+        self._looks = _LOOKS
         self._replicated = [shard for shard in shards if shard.model_param not in self._axis.splits]
 
     def finish(self) -> None:
@@ -52,8 +52,7 @@ class TensorGradients(SharedGradients):
     @torch.no_grad()
     def _compare_replicated(self) -> None:
         """Raise InputError if gradients that are to be summed are the same on all ranks, or others are not."""
-        looks = self._looks
-        shards = [s for s in self._replicated if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
+        shards = [shard for shard in self._replicated if shard.param.requires_grad] if self._looks else []
         if not shards:
             return
         samples = torch.stack([_sample(shard.param.grad, self._axis.device) for shard in shards])
@@ -62,18 +61,16 @@ class TensorGradients(SharedGradients):
         if not bool(everyone.isfinite().all()):
             return  # an overflow cannot be compared; the next update can
         sizes = everyone.norm(dim=-1).amax(0)
-        for shard, size in zip(shards, sizes.tolist(), strict=True):
-            looks[shard.param] = _LOOKS if size else looks.get(shard.param, 0) + 1
+        self._looks = 0 if bool(sizes.all()) else self._looks - 1
         differences = ((everyone - everyone[0]).norm(dim=-1).amax(0) / sizes).tolist()  # nan where all are zero
-        summed = [shard.model_param in self._params for shard in shards]
-        found = list(zip(shards, differences, summed, strict=True))
-        same = [shard.name for shard, share, is_summed in found if is_summed and share < 1e-4]
+        found = [(s.name, share, s.model_param in self._params) for s, share in zip(shards, differences, strict=True)]
+        same = [name for name, share, is_summed in found if is_summed and share < 1e-4]
         if same and not self._axis.shards_sequence:
             raise InputError(
                 f"the plan sums the gradients of {shorten(same)} over the ranks of a tensor group ('partial'), but "
                 "they are the same on all ranks, and need no sum; take these modules out of the plan"
             )
-        if names := [shard.name for shard, share, is_summed in found if not is_summed and share > 1e-2]:
+        if names := [name for name, share, is_summed in found if not is_summed and share > 1e-2]:
             raise InputError(
                 f"the gradients of {shorten(names)} differ between the ranks of a tensor group, which all hold these "
                 "parameters whole: they work on sharded activations; give their modules the style 'partial', or leave "

@@ -11,7 +11,7 @@ Only forwards are compared. If a backward is wrong after a right forward, the ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ from .styles import Region, Rowwise, SequenceBegin, SequenceEnd
 
 _log = get_logger(__name__)
 
+_ADVICE = (
+    "Between a 'colwise' and a 'rowwise' layer each rank has a part of the features: sizes there are -1, or numbers "
+    "that 'heads(name)' divides, fused projections have 'fused_colwise(k)', and layers around a softmax, norm or "
+    "mean over all features stay whole"
+)
 TOLERANCE = 2e-2
 """Relative to norms. Rounding makes far smaller differences, in bf16 too; mixed features make far larger ones."""
 
@@ -39,31 +44,24 @@ class _Kind:
     """Blocks of one class that are sharded in the same way.
 
     Attributes:
-        names: of the blocks.
-        block: the name of their class.
         assignments: those of modules in the first one.
         meta: an unsharded copy of it on the meta device; or the reason why there is none.
+        names: of the blocks.
         live: the block that was called first in training.
         call: its arguments; activations are on the meta device.
     """
 
-    names: list[str]
-    block: str
     assignments: list[Assignment]
     meta: nn.Module | str
+    names: list[str] = field(default_factory=list)
     live: nn.Module | None = None
     call: Any = None
 
-    def describe(self, gap: float, size: int) -> str:
-        """The message for blocks whose outputs differ by `gap`: the problem, and what to change."""
+    def describe(self, gap: float) -> str:
+        """The line for blocks whose outputs differ by `gap`."""
         plan = {a.plan: a.text for a in self.assignments}
-        others = f", and {len(self.names) - 1} more like it" if len(self.names) > 1 else ""
-        return (
-            f"{self.names[0] or 'the model'} ({self.block}{others}): its output differs by {min(gap, 9.99):.0%}. The "
-            f"plan: {plan}. Between a 'colwise' and a 'rowwise' layer each rank has 1 / {size} of the features: fused "
-            "projections need 'fused_colwise(k)', a number of heads has to be this rank's, 'heads(name)' or -1, and "
-            "layers around a softmax, norm or mean over all features have to stay whole"
-        )
+        names = shorten([name or "the model" for name in self.names], 1)
+        return f"{names} ({type(self.meta).__name__}): its output differs by {gap:.0%}. The plan: {plan}"
 
 
 class PlanTrial:
@@ -108,10 +106,7 @@ class PlanTrial:
             error.add_note(f"In {where}, with tensor={self._axis.size}.")
         if self._kinds:
             names = shorten([kind.names[0] or "the model" for kind in self._kinds])
-            error.add_note(
-                f"parallel.tensor.plan shards {names}. Between a 'colwise' and a 'rowwise' layer each rank has 1 / "
-                f"{self._axis.size} of the features: write sizes there as -1, or give numbers the style 'heads(name)'"
-            )
+            error.add_note(f"parallel.tensor.plan shards {names}. {_ADVICE}")
 
     def run(self) -> None:
         """Compare. All ranks together, after the first backward.
@@ -123,26 +118,23 @@ class PlanTrial:
         if not kinds:
             return
         self.close()
-        tried = {kind.names[0]: self._try_out(kind) for kind in kinds if kind.live is not None}
-        results: list[tuple[str, float | str]] = [item for theirs in gather_objects(tried) for item in theirs.items()]
-        wrong = {name: gap for name, gap in results if not isinstance(gap, str) and gap > TOLERANCE}
-        if wrong:
-            lines = [k.describe(wrong[k.names[0]], self._axis.size) for k in kinds if k.names[0] in wrong]
-            raise InputError(
-                bullet_list(
-                    f"{counted(len(wrong), 'kind')} of block computed something else when sharded over tensor="
-                    f"{self._axis.size} (tried out with random weights). No update was made:",
-                    lines,
-                )
+        results: dict[str, float | str] = {kind.names[0]: "it was not called as a module" for kind in kinds}
+        for theirs in gather_objects({kind.names[0]: self._try_out(kind) for kind in kinds if kind.live is not None}):
+            results |= theirs
+        gaps = {name: gap for name, gap in results.items() if isinstance(gap, float)}
+        if wrong := [kind.describe(gap) for kind in kinds if (gap := gaps.get(kind.names[0], 0)) > TOLERANCE]:
+            title = (
+                f"{counted(len(wrong), 'kind')} of block computed something else when sharded over tensor="
+                f"{self._axis.size} (tried out with random weights). No update was made. {_ADVICE}:"
             )
-        for name, why in ({k.names[0]: "it was not called as a module" for k in kinds} | dict(results)).items():
-            if isinstance(why, str):
-                _log.warning(
-                    "parallel.tensor.plan: whether %s computes the same when it is sharded could not be tried out "
-                    "(%s); compare a few steps with one process (tensor=1)",
-                    name or "the model",
-                    why,
-                )
+            raise InputError(bullet_list(title, wrong))
+        if len(gaps) < len(results):
+            untried = ", ".join(f"{name or 'the model'} ({why})" for name, why in results.items() if name not in gaps)
+            _log.warning(
+                "parallel.tensor.plan: whether these compute the same when sharded could not be tried out: %s; "
+                "compare a few steps with one process (tensor=1)",
+                untried,
+            )
 
     def _try_out(self, kind: _Kind) -> float | str:
         """The difference of a sharded block from the unsharded one; or why it is not known. All ranks of the group.
@@ -152,26 +144,18 @@ class PlanTrial:
         device = self._axis.device
         self._axis.end_tp_region()
         with no_side_effects((), device) as effects, torch.autocast(device.type, enabled=False):
-            problem, whole = "", list[torch.Tensor]()
             try:
                 block = _with_random_weights(kind, device)
                 whole = _outputs(block, kind.call, device)
                 if effects.drew():
-                    problem = "it draws random numbers in evaluation, too"
-            except Exception as error:  # any error of the block
-                problem = f"computing it whole failed: {error!r}"
-            for theirs in gather_objects(problem, self._axis.group):  # before the block's own collectives
-                if theirs:
-                    return str(theirs)
-            try:
+                    return "it draws random numbers in evaluation, too"
                 _shard(block, kind, self._axis)
-                pairs = [
-                    (a, b) for a, b in zip(whole, _outputs(block, kind.call, device), strict=True) if a.shape == b.shape
-                ]
+                found = _outputs(block, kind.call, device)
                 # Outputs of another shape, such as attention weights of this rank's heads, are left out.
+                pairs = [(a, b) for a, b in zip(whole, found, strict=True) if a.shape == b.shape]
                 return find_gap(*zip(*pairs, strict=True)) if pairs else 1.0
-            except Exception as error:
-                return f"computing it sharded failed: {error!r}"
+            except Exception as error:  # any error of the block; the same on all ranks, which compute the same
+                return f"computing it failed: {error!r}"
             finally:
                 self._axis.end_tp_region()
 
@@ -182,15 +166,17 @@ def _find_kinds(model: nn.Module, assignments: Sequence[Assignment]) -> list[_Ki
         block = model.get_submodule(name)
         inside = [a for a in assignments if is_within(a.name, name)]
         key = f"{type(block)} {block} {[(a.name[len(name) :], a.text) for a in inside]}"
-        if key in found:
-            found[key].names.append(name)
-            continue
-        try:
-            meta: nn.Module | str = meta_copy(block, model)
-        except Exception as error:
-            meta = f"it cannot be copied: {error}"
-        found[key] = _Kind([name], type(block).__name__, inside, meta)
+        if key not in found:
+            found[key] = _Kind(inside, _copy(block, model))
+        found[key].names.append(name)
     return list(found.values())
+
+
+def _copy(block: nn.Module, model: nn.Module) -> nn.Module | str:
+    try:
+        return meta_copy(block, model)
+    except Exception as error:
+        return f"it cannot be copied: {error}"
 
 
 def _find_blocks(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:
@@ -220,10 +206,9 @@ def _with_random_weights(kind: _Kind, device: torch.device) -> nn.Module:
             param.data = _random_weight(param, generator)
     for name, module in block.named_modules():
         source = kind.live.get_submodule(name)
-        held = dict(source.named_buffers(recurse=False))
-        held |= {own: value for own, value in vars(source).items() if isinstance(value, torch.Tensor)}
-        for own, value in held.items():
-            setattr(module, own, value.detach().to(_wide(value), copy=True))
+        for own, value in (*source.named_buffers(recurse=False), *vars(source).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(module, own, value.detach().to(_wide(value), copy=True))
     return block
 
 
