@@ -33,9 +33,8 @@ TENSOR_STYLES.register_lazy("partial", "halfmesh.parallel.tensor.styles:Sequence
 
 _PLANS = {
     "timm": "timm_attention timm_mlp timm_glu_mlp timm_swiglu timm_block timm_vit",
-    "torch_nn": "torch_attention torch_encoder torch_encoder_layer torch_decoder_layer "
-    "torchvision_vit_block torchvision_swin_block",
-    "transformers": "hugging_face gpt2_attention gpt2_mlp bert_attention bert_layer t5_attention t5_mlp t5_gated_mlp",
+    "torch_nn": "torch_attention torch_encoder torch_layer torchvision_block",
+    "transformers": "hugging_face gpt2_attention gpt2_mlp bert_attention bert_layer t5_attention t5_mlp",
 }
 BUILTIN_TENSOR_PLANS = frozenset(" ".join(_PLANS.values()).split())
 for _file, _names in _PLANS.items():

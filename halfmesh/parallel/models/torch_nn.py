@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,14 +12,6 @@ from ..modules import comes_from
 from ..pipeline.pieces import Call, Piece, children_of
 from ..tensor.plans import LayerPlan
 
-
-def elementwise(name: str) -> Callable[[Any], str | None]:
-    """A `find_problem`: the layer's activation, under this name, has to work on each feature separately."""
-    softmaxes = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
-    message = "its activation is a softmax over features, which are sharded; use another one"
-    return lambda layer: message if isinstance(attrgetter(name)(layer), softmaxes) else None
-
-
 TORCH_ATTENTION = LayerPlan(
     layers=("torch.nn.modules.activation.MultiheadAttention",),
     styles={"": "attention", "out_proj": "rowwise"},
@@ -29,15 +20,9 @@ TORCH_ENCODER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerEncoder",),
     styles={"": "off(use_nested_tensor)"},
 )
-TORCH_ENCODER_LAYER = LayerPlan(
-    layers=("torch.nn.modules.transformer.TransformerEncoderLayer",),
+TORCH_LAYER = LayerPlan(
+    layers=tuple(f"torch.nn.modules.transformer.Transformer{kind}Layer" for kind in ("Encoder", "Decoder")),
     styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
-    find_problem=elementwise("activation"),
-)
-TORCH_DECODER_LAYER = LayerPlan(
-    layers=("torch.nn.modules.transformer.TransformerDecoderLayer",),
-    styles={"linear1": "colwise", "linear2": "rowwise"},
-    find_problem=elementwise("activation"),
 )
 
 
@@ -69,14 +54,12 @@ class SequentialPartition:
 SEQUENTIAL_STAGES = SequentialPartition()
 
 
-_MLP = {"mlp.0": "colwise", "mlp.3": "rowwise"}
-
-TORCHVISION_VIT_BLOCK = LayerPlan(layers=("torchvision.models.vision_transformer.EncoderBlock",), styles=_MLP)
-TORCHVISION_SWIN_BLOCK = LayerPlan(
+TORCHVISION_BLOCK = LayerPlan(
     layers=(
+        "torchvision.models.vision_transformer.EncoderBlock",
         "torchvision.models.swin_transformer.SwinTransformerBlock",
         "torchvision.models.swin_transformer.SwinTransformerBlockV2",
     ),
-    styles=_MLP,
+    styles={"mlp.0": "colwise", "mlp.3": "rowwise"},
 )
-"""Its attention reads the weights of its layers without calling them, and stays unsharded."""
+"""Swin's attention reads the weights of its layers without calling them, and stays unsharded."""

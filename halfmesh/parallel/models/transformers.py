@@ -18,7 +18,6 @@ from ...errors import InputError
 from ...utils.param_shard import compute_dtype
 from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
-from .torch_nn import elementwise
 
 # -- a model's own tensor plan ---------------------------------------------------------------------------------------
 
@@ -101,7 +100,6 @@ GPT2_ATTENTION = LayerPlan(
 GPT2_MLP = LayerPlan(
     layers=("transformers.models.gpt2.modeling_gpt2.GPT2MLP",),
     styles={"c_fc": "colwise", "c_proj": "rowwise"},
-    find_problem=elementwise("act"),
 )
 
 
@@ -123,7 +121,6 @@ BERT_ATTENTION = LayerPlan(
 BERT_LAYER = LayerPlan(
     layers=_bert_kinds("Layer"),
     styles={"intermediate.dense": "colwise", "output.dense": "rowwise"},
-    find_problem=elementwise("intermediate.intermediate_act_fn"),
 )
 
 T5_ATTENTION = LayerPlan(
@@ -136,24 +133,16 @@ T5_ATTENTION = LayerPlan(
     },
 )
 T5_MLP = LayerPlan(
-    layers=("transformers.models.t5.modeling_t5.T5DenseActDense",),
-    styles={"wi": "colwise", "wo": "rowwise"},
-    find_problem=elementwise("act"),
-)
-T5_GATED_MLP = LayerPlan(
-    layers=("transformers.models.t5.modeling_t5.T5DenseGatedActDense",),
-    styles={"wi_?": "colwise", "wo": "rowwise"},
-    find_problem=elementwise("act"),
+    layers=tuple(f"transformers.models.t5.modeling_t5.T5Dense{kind}Dense" for kind in ("Act", "GatedAct")),
+    styles={"wi*": "colwise", "wo": "rowwise"},
 )
 
 # -- sharded sequences -------------------------------------------------------------------------------------------------
 
 
 def _is_transformers(model: Any) -> bool:
-    return any(
-        f"{kind.__module__}.{kind.__qualname__}" == "transformers.modeling_utils.PreTrainedModel"
-        for kind in type(model).__mro__
-    )
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 _MASKS = {

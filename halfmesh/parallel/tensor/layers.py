@@ -17,7 +17,7 @@ from ..axis import AppliedAxis
 from ..mesh import ParallelContext
 from ..rng import RandomFork
 from .colwise import SEQUENCE_DIM, SharedInput
-from .logits import ShardedLogits
+from .logits import ShardedLogits, local_ids
 
 
 class TensorAxis(AppliedAxis):
@@ -158,13 +158,12 @@ class VocabEmbedding(ShardedLayer, nn.Embedding):
     summed over the ranks."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        entries, rank, size = self.weight.shape[0], self.axis.rank, self.axis.size
-        local = ids - rank * entries
-        # Ids that no rank has stay out of range, and fail on all ranks as in one process.
-        elsewhere = (ids >= 0) & (ids < entries * size) & ((local < 0) | (local >= entries))
-        padding = None if self.padding_idx is None else self.padding_idx - rank * entries
-        padding = padding if padding is not None and 0 <= padding < entries else None
-        output = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
+        entries, padding = self.weight.shape[0], self.padding_idx
+        local, elsewhere = local_ids(ids, entries, self.axis.group)
+        if padding is not None:
+            padding -= self.axis.rank * entries
+            padding = padding if 0 <= padding < entries else None
+        output = F.embedding(local, self.weight, padding)
         return collectives.reduce_from_tp(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis.group)
 
 
@@ -219,15 +218,11 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         self, key_padding: torch.Tensor | None, mask: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """Both masks as one that is added to the scores of this rank's heads. In a bool mask, True masks out."""
-        masks = []
         if key_padding is not None:
-            key_padding = key_padding if key_padding.dim() == 2 else key_padding.unsqueeze(0)
-            masks.append(_additive(key_padding, dtype)[:, None, None, :])
-        if mask is not None:
-            mask = _additive(mask, dtype)
-            if mask.dim() == 3:  # one for each head of each sample
-                mask = mask.unflatten(0, (-1, self.axis.size, self.num_heads))[:, self.axis.rank]
-            masks.append(mask)
+            key_padding = key_padding.view(-1, 1, 1, key_padding.shape[-1])
+        if mask is not None and mask.dim() == 3:  # one for each head of each sample
+            mask = mask.unflatten(0, (-1, self.axis.size, self.num_heads))[:, self.axis.rank]
+        masks = [_additive(each, dtype) for each in (key_padding, mask) if each is not None]
         return sum(masks[1:], masks[0]) if masks else None
 
     def _gather_weights(self, weights: torch.Tensor, batched: bool, average: bool) -> torch.Tensor:

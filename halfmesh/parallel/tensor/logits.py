@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from .. import collectives
 _T = torch.Tensor
 _ELEMENTWISE = {_T.to, _T.float, _T.double, _T.half, _T.bfloat16, _T.contiguous, _T.detach, _T.clone}
 _ELEMENTWISE |= {_T.mul, _T.div, _T.tanh, torch.mul, torch.div, torch.tanh}
+_RESHAPE = {_T.view, _T.reshape, _T.flatten, torch.flatten}
 _OF_ANY_SHARD = {_T.dim, _T.is_floating_point, _T.is_complex, _T.element_size, _T.register_hook, _T.retain_grad}
 _READ = {"T", "mT", "H", "mH", "data", "real", "imag"}  # these properties read elements
 
@@ -56,7 +57,7 @@ class ShardedLogits(torch.Tensor):
             return _cross_entropy(*args, **kwargs)
         logits, *others = args
         if not isinstance(logits, ShardedLogits):
-            _refuse(func)
+            raise _refusal(func)
         local = logits._local
         whole = torch.empty((*local.shape[:-1], local.shape[-1] * logits._group.size()), device="meta")
         name = getattr(getattr(func, "__self__", None), "__name__", "")  # of a property
@@ -64,19 +65,14 @@ class ShardedLogits(torch.Tensor):
             return func(whole, *others, **kwargs)
         if func in _OF_ANY_SHARD or (name and func.__name__ == "__get__" and name not in _READ):
             return func(local, *others, **kwargs)
-        is_kept = False  # the vocabulary is the last dim of the result
-        if func in _ELEMENTWISE:
-            is_kept = not any(isinstance(value, torch.Tensor) for value in (*others, *kwargs.values()))
-        elif func in (_T.view, _T.reshape, _T.flatten, torch.flatten):
-            is_kept = func(whole, *others, **kwargs).shape[-1] == whole.shape[-1]
-            if func in (_T.view, _T.reshape):
-                sizes = others[0] if isinstance(others[0], (tuple, list)) else others
-                others = [*sizes[:-1], local.shape[-1]]
-        elif func is _T.__getitem__:
-            is_kept = _keeps_last_dim(others[0], local.dim())
-        if not is_kept:
-            _refuse(func)
-        return ShardedLogits.of(func(local, *others, **kwargs), logits._group)
+        if func in _RESHAPE:
+            *shape, entries = func(whole, *others, **kwargs).shape
+            if entries == whole.shape[-1]:
+                return ShardedLogits.of(local.reshape(*shape, local.shape[-1]), logits._group)
+        is_elementwise = func in _ELEMENTWISE and not any(isinstance(x, _T) for x in (*others, *kwargs.values()))
+        if is_elementwise or (func is _T.__getitem__ and _keeps_last_dim(others[0], local.dim())):
+            return ShardedLogits.of(func(local, *others, **kwargs), logits._group)
+        raise _refusal(func)
 
 
 def _keeps_last_dim(index: Any, dims: int) -> bool:
@@ -89,8 +85,17 @@ def _keeps_last_dim(index: Any, dims: int) -> bool:
     return indexed < dims
 
 
-def _refuse(func: Any) -> NoReturn:
-    raise InputError(
+def local_ids(ids: torch.Tensor, entries: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ids` as places among this rank's `entries` of a vocabulary: 0 for those of other ranks; and which these are.
+
+    Ids that no rank has stay out of range, and fail on all ranks as in one process."""
+    local = ids - group.rank() * entries
+    elsewhere = (ids >= 0) & (ids < entries * group.size()) & ((local < 0) | (local >= entries))
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def _refusal(func: Any) -> InputError:
+    return InputError(
         f"{getattr(func, '__name__', func)}() was given logits of which each rank has a shard of the vocabulary (the "
         "style 'vocab_parallel'), and reads all of them. Use F.cross_entropy or nn.CrossEntropyLoss, with logits of "
         "shape [tokens, vocabulary]; gather them with logits.full_tensor(); or give the head the style "
@@ -102,8 +107,6 @@ def _cross_entropy(
     input: torch.Tensor, target: torch.Tensor, *, ignore_index: int, reduction: str, label_smoothing: float, **more: Any
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` of sharded logits, in fp32 or more."""
-    if not isinstance(input, ShardedLogits):
-        _refuse(F.cross_entropy)
     if given := [name for name, value in more.items() if value is not None]:
         raise InputError(f"cross_entropy of logits that are sharded over the vocabulary takes no {given[0]}")
     if target.shape != input.shape[:-1] or input.dim() > 2 or target.is_floating_point():
@@ -115,11 +118,9 @@ def _cross_entropy(
     is_ignored = target == ignore_index
     losses = _CrossEntropy.apply(input._local, target.masked_fill(is_ignored, 0), input._group, label_smoothing)
     losses = losses.masked_fill(is_ignored, 0.0)
-    if reduction == "none":
-        return losses
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"cross_entropy: reduction={reduction!r} is not one of 'none', 'mean', 'sum'")
-    return losses.sum() / ((~is_ignored).sum() if reduction == "mean" else 1)
+    if reduction == "mean":
+        return losses.sum() / (~is_ignored).sum()
+    return losses.sum() if reduction == "sum" else losses
 
 
 class _CrossEntropy(Function):
@@ -130,10 +131,8 @@ class _CrossEntropy(Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, smoothing: float
     ) -> torch.Tensor:
         entries, wide = logits.shape[-1], logits.to(torch.promote_types(logits.dtype, torch.float32))
-        index = target - group.rank() * entries
-        # Targets that no rank has stay out of range, and fail as in one process.
-        elsewhere = (target >= 0) & (target < entries * group.size()) & ((index < 0) | (index >= entries))
-        index = index.masked_fill(elsewhere, 0).unsqueeze(-1)
+        index, elsewhere = local_ids(target, entries, group)
+        index = index.unsqueeze(-1)
         log_sum = wide.logsumexp(-1)
         largest = log_sum.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)

@@ -174,7 +174,6 @@ class Vocab(Style):
         if _extends_embedding(module):  # its forward calls super().forward: that of the sharded embedding then
             layer = type(kind.__name__, (kind, layer), {})
         convert(module, layer, axis=axis, in_region=in_region)
-        module.num_embeddings = module.weight.shape[0]
 
 
 class EmbeddingFeatures(Style):
@@ -186,15 +185,11 @@ class EmbeddingFeatures(Style):
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1)}
 
-    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> None:
-        module.embedding_dim = module.weight.shape[1]
-
 
 class EmbeddingGather(EmbeddingFeatures):
     """`embedding_features`, and gathers the output."""
 
     def install(self, module: Any, axis: TensorAxis, in_region: bool) -> None:
-        super().install(module, axis, in_region)
         module.register_forward_hook(lambda _, args, output: collectives.gather(output, -1, axis.group))
 
 
@@ -332,11 +327,8 @@ class SequenceEnd(Sequence):
     """`sequence`, and gathers this module's output."""
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        def gather(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-            return collectives.gather(output, SEQUENCE_DIM, axis.group)
-
         super().install(module, axis, in_region)
-        module.register_forward_hook(gather)
+        module.register_forward_hook(lambda _, args, output: collectives.gather(output, SEQUENCE_DIM, axis.group))
 
 
 class Region(Style):

@@ -114,8 +114,6 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "takes [tokens, vocabulary]": lambda: F.cross_entropy(cube.view(2, 5, WORDS), y.view(2, 5)),
         "numbers of the classes": lambda: F.cross_entropy(x, torch.zeros(TOKENS, WORDS)),
         "[10, 12] and [9]": lambda: F.cross_entropy(x, y[1:]),
-        "is not one of 'none'": lambda: F.cross_entropy(x, y, reduction="average"),
-        "given logits of which": lambda: F.cross_entropy(torch.zeros(TOKENS, WORDS), x),
     }
     found = {words: refusal(call) for words, call in calls.items()}
     if ranks_on() == "gloo-cpu":  # a GPU ends the process
