@@ -12,6 +12,7 @@ from torch import nn, optim
 from ..errors import InputError, shorten
 from ..utils.optimizer_state import saved_state
 from ..utils.param_shard import ParamShard, Publisher, Ranks, clear_grads
+from ..utils.torch_private import foreach_mul_
 from .grad_norm import GradStats, clip_divisor, grad_stats
 from .loss_scaler import LossScales, widen_grads
 from .master_weights import MasterWeights, held_ids
@@ -41,6 +42,7 @@ class MixedPrecisionOptimizer:
     Attributes:
         found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it cannot be skipped.
         has_gradients: a backward of the next update has begun.
+        is_unscaled: its gradients are divided already.
         on_close: undoes the conversion of the model, in `close`.
 
     Raises:
@@ -70,7 +72,8 @@ class MixedPrecisionOptimizer:
         self.found_inf: torch.Tensor | None = None
         self.publisher = publisher
         self.on_close: Callable[[], None] | None = None
-        self.has_gradients = False
+        self.has_gradients = self.is_unscaled = False
+        self._held_inf: torch.Tensor | None = None  # as `found_inf`, of the gradients when they were unscaled
         self._ranks = ranks
         # The largest norm of the next update, and the norm before clipping, if that is of all of its gradients.
         self._clip_once: tuple[float, torch.Tensor | None] | None = None
@@ -96,7 +99,16 @@ class MixedPrecisionOptimizer:
         return loss, self.loss_scales.seed(loss, divisor, loss_id)
 
     def before_backward(self) -> None:
-        """Prepare for the gradients of one loss, which come until `after_backward`."""
+        """Prepare for the gradients of one loss, which come until `after_backward`.
+
+        Raises:
+            InputError: the gradients that it would add to are unscaled.
+        """
+        if self.is_unscaled:
+            raise InputError(
+                "backward was called after engine.unscale_gradients() of the same update: it would add gradients that "
+                "are not unscaled; call engine.unscale_gradients() after the last backward of an update"
+            )
         if self._clip_once is not None:
             self._clip_once = self._clip_once[0], None  # the norm is no longer that of all gradients
         self.has_gradients = True
@@ -122,8 +134,8 @@ class MixedPrecisionOptimizer:
         self._forget_grads()
 
     def _forget_grads(self) -> None:
-        self._clip_once = None
-        self.has_gradients = False
+        self._clip_once = self._held_inf = None
+        self.has_gradients = self.is_unscaled = False
         self.loss_scales.forget()
         self.skip_counter.forget()
         clear_grads(self.master_weights.grad_params)
@@ -139,7 +151,25 @@ class MixedPrecisionOptimizer:
         norm = self._measure(grads).norm
         self._clip_once = float(max_norm), norm
         _, total = self.loss_scales.grad_divisor(divisor)
-        return norm if total is None else norm / total
+        return norm if total is None or self.is_unscaled else norm / total
+
+    @torch.no_grad()
+    def unscale(self, divisor: float | torch.Tensor = 1.0) -> None:
+        """Divide the gradients by the loss scale and `divisor` now, in fp32, for user code that reads or changes them.
+
+        The update is skipped if they hold inf or nan now, which a clip by value would hide.
+        """
+        grads = self.gradients()
+        if self.options.needs_grad_norm(self.recipe):
+            self._held_inf = self._measure(grads).found_inf
+        if self._clip_once is not None:
+            self._clip_once = self._clip_once[0], None  # the norm was of scaled gradients
+        _, total = self.loss_scales.grad_divisor(divisor)
+        self.is_unscaled = True
+        params = [shard.param for shard in grads]
+        widen_grads(params)
+        for device in {param.device for param in params} if total is not None else ():
+            foreach_mul_([param.grad for param in params if param.device == device], (1 / total).to(device))
 
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
@@ -170,10 +200,13 @@ class MixedPrecisionOptimizer:
         if stats is not None:
             if clipped_norm is not None:  # user code may have changed gradients since: inf and nan are those of now
                 stats.norm = clipped_norm
+            if self._held_inf is not None:
+                stats.found_inf = torch.maximum(stats.found_inf, self._held_inf)
             self.skip_counter.record(stats, measured, self.loss_scales.explain)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
 
         scale, total = self.loss_scales.grad_divisor(divisor)
+        total = None if self.is_unscaled else total
         result = StepResult(
             self.optimizer,
             skipped=self.found_inf,

@@ -51,7 +51,7 @@ class Precision:
         self.recipe = recipe
         self.device = device
         self.casts = CastTable() if recipe.cast_lists == "apex" else None
-        self._names: Sequence[str] = ()  # of the model's arguments
+        self._names: dict[str | None, Sequence[str]] = {}  # arguments of the model's forward (None) and other methods
 
     def find_problem(self) -> str | None:
         """The reason why it cannot work on the device, before anything is changed; None if it can."""
@@ -103,15 +103,18 @@ class Precision:
     def cast_inputs(
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for `model`: floating-point tensors in the dtype of its parameters, except those kept in fp32.
+        """The arguments for `model`, or a method of it: floating-point tensors in the dtype of its parameters, except
+        those kept in fp32.
 
         The first call is checked for values that the cast changes much; for this the host waits.
         """
-        dtype, keep, is_first = self.recipe.param_dtype, self.recipe.keep_fp32 or (), not self._names
+        dtype, keep = self.recipe.param_dtype, self.recipe.keep_fp32 or ()
         if dtype is None:
             return args, kwargs
+        method = getattr(model, "__qualname__", None)
+        is_first = method not in self._names
         if is_first:
-            self._names = parameter_names(model)
+            self._names[method] = parameter_names(model)
             is_first = not torch.compiler.is_compiling()
 
         def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +129,7 @@ class Precision:
                 )
             return new
 
-        names = position_names(self._names, len(args))
+        names = position_names(self._names[method], len(args))
         return (
             tuple(map_named(cast, value, name) for name, value in zip(names, args, strict=True)),
             {name: map_named(cast, value, name) for name, value in kwargs.items()},

@@ -195,6 +195,16 @@ class Accumulation:
             self.reducer.finish()
         return divisor
 
+    def unscale(self) -> None:
+        """`Engine.unscale_gradients`."""
+        self._guard.refuse_partial()
+        self.refuse_incomplete("engine.unscale_gradients()")
+        if not self.update.is_unscaled:
+            divisor = self.grad_divisor()
+            self._guard.check(divisor)
+            self.update.unscale(divisor)
+            self._guard.after_backward()
+
     def zero_grad(self) -> None:
         """`Engine.zero_grad`."""
         if not self.index:
@@ -216,6 +226,14 @@ class Accumulation:
         self.has_backward = self.is_last_microbatch = self.is_last_batch = False
 
     # -- calls that a cycle does not allow --------------------------------------------------------------------
+
+    def refuse_incomplete(self, call: str) -> None:
+        """Raise InputError if `call` needs the gradients of an update before its last backward."""
+        if not self.is_last_microbatch:
+            raise InputError(
+                f"{call} was called before engine.backward(loss) of a cycle's last microbatch (after {self.position}): "
+                "gradients are incomplete; call it then (to clip you can also set clip_grad_norm in the config)"
+            )
 
     def refuse_unfinished(self, call: str) -> None:
         """Raise InputError if `call` would lose gradients, or take averaged weights for the model's own."""

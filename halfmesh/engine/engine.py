@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -105,13 +105,31 @@ class Engine:
 
         Under a pipeline, in training, a handle for `criterion`; with `keep_outputs` it is the output after `backward`.
         """
-        self._refuse_if_closed()
+        return self._run(self._forward, args, kwargs)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The value of another method of the model than forward, computed as `engine(...)` is.
+
+            images = engine.call("decode", z)
+            tokens = engine.call("generate", input_ids, max_new_tokens=20)
+
+        Inputs and outputs are cast in the config's precision, and fsdp gathers the weights. Under fsdp and expert the
+        ranks compute together: each has to call as many layers as the others.
+
+        Raises:
+            InputError: the model has no such method, or only a stage of it is here (pipeline).
+        """
+        return self._run(self._executor.method(method), args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._closed:
+            self._refuse_if_closed()
         self._update.sync_writes()
         for told in self._hooks.calls["before_forward"]:
             told(args, kwargs)
         try:
             with self._guard:
-                return self._forward(*args, **kwargs)
+                return function(*args, **kwargs)
         except RuntimeError as error:
             self._explain(error)
             raise
@@ -228,13 +246,25 @@ class Engine:
         Returns the norm of the unscaled gradients over all ranks before clipping (0-dim). Raises InputError inside an
         accumulation cycle, or before backward.
         """
-        accumulation = self._accumulation
-        if not accumulation.is_last_microbatch:
-            raise InputError(
-                "engine.clip_grad_norm_ was called before engine.backward(loss) of a cycle's last microbatch (after "
-                f"{accumulation.position}): gradients are incomplete; call it then, or set clip_grad_norm in the config"
-            )
-        return self._update.clip_grad_norm_(max_norm, accumulation.grad_divisor())
+        self._accumulation.refuse_incomplete("engine.clip_grad_norm_")
+        return self._update.clip_grad_norm_(max_norm, self._accumulation.grad_divisor())
+
+    def unscale_gradients(self) -> None:
+        """Make each `param.grad` what it would be in fp32 in one process, to read or change it before `step`.
+
+            engine.backward(loss)
+            engine.unscale_gradients()
+            torch.nn.utils.clip_grad_value_(engine.model.parameters(), 0.1)
+            engine.step()
+
+        The gradients of half-precision parameters become fp32. If one holds inf or nan now, `step` still skips the
+        update. Call it after the last backward of an update, on all ranks.
+
+        Raises:
+            InputError: before that backward; or this rank has shards of the gradients (zero1, tensor, expert, and fsdp
+                under a loss scale).
+        """
+        self._accumulation.unscale()
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""

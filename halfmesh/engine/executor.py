@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..errors import InputError, did_you_mean
 from ..parallel.mesh import ParallelContext
 from ..utils.tensors import tensors_of
 from .accumulation import Accumulation
@@ -50,16 +51,37 @@ class DirectExecutor:
     def __init__(self, parallel_model: ParallelModel, model: nn.Module, accumulation: Accumulation) -> None:
         self._model = model
         self._precision = accumulation.precision
+        self._data = parallel_model.data
+        self._sequences = parallel_model.sequences
         saving, is_alone = parallel_model.saving(model), parallel_model.random is None
         self._scope = saving if is_alone else partial(random_numbers, parallel_model, model, saving)
         self._same = parallel_model.same
+        self.forward = partial(self._call, model)
+        """Returns the model's output."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+    def method(self, name: str) -> Callable[..., Any]:
+        """The method `name` of the model, to be called as `forward` is.
+
+        Raises:
+            InputError: there is none; or, with `parallel.context`, gradients are on.
+        """
+        model = self._model
+        if not callable(getattr(model, name, None)):
+            raise InputError(
+                f"engine.call({name!r}): {type(model).__name__} has no such method{did_you_mean(name, dir(model))}"
+            )
+        if self._sequences is not None and torch.is_grad_enabled():
+            raise InputError(
+                f"engine.call({name!r}): under parallel.context only forward is trained with each rank's tokens; call "
+                "it under torch.no_grad(), or compute what trains in forward"
+            )
+        return partial(self._call, self._data.method(model, name))
+
+    def _call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         for ranks in self._same:
             ranks.compare_inputs(self._model.training, args, kwargs)
         with self._scope():
-            output = self._precision.forward(self._model, *args, **kwargs)
+            output = self._precision.forward(function, *args, **kwargs)
         for ranks in self._same:
             ranks.compare_outputs(self._model.training, output)
         return output

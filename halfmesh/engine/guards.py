@@ -40,7 +40,8 @@ _STRAY = (
 )
 _CHANGED = (
     "gradients were changed between engine.backward and engine.step (of %s), %s; to clip them use clip_grad_norm in "
-    "the config, or engine.clip_grad_norm_(max_norm), and in place of loss.backward() call engine.backward(loss)"
+    "the config, or engine.clip_grad_norm_(max_norm), to change them otherwise call engine.unscale_gradients() first, "
+    "and in place of loss.backward() call engine.backward(loss)"
 )
 _VANISHED = (
     "the gradients that engine.backward left for this update are gone: zero_grad() of the model or the optimizer was "
@@ -72,16 +73,23 @@ class GradientGuard:
     Args:
         sharded: this rank has shards of the gradients.
         has_divisor: the step may divide gradients by something else than the loss scale.
+        partial: why no `param.grad` is the whole gradient of a parameter; "" if it is.
     """
 
     def __init__(
-        self, update: MixedPrecisionOptimizer, model: nn.Module, sharded: bool = False, has_divisor: bool = False
+        self,
+        update: MixedPrecisionOptimizer,
+        model: nn.Module,
+        sharded: bool = False,
+        has_divisor: bool = False,
+        partial: str = "",
     ) -> None:
         self._masters = update.master_weights
         self._update = update
         scales = update.loss_scales
         self._is_scaled = scales.scales and not scales.several
         self._why = _SHARDED if sharded else _SCALED if self._is_scaled else _UNDIVIDED if has_divisor else None
+        self._partial = partial
         self._unseen = model if scales.scales else None  # its hooks
         self._ranks = None if sharded else (0,)  # that tell of what they have
         self._looks = _LOOKS
@@ -104,6 +112,14 @@ class GradientGuard:
             if self._is_scaled:
                 raise InputError(_STRAY % (shorten(strays), "The update would divide them by the loss scale"))
             self._tell(_STRAY, shorten(strays), "They count in this update as they are")
+
+    def refuse_partial(self) -> None:
+        """Raise InputError if a rank does not have the whole gradients of its parameters."""
+        if self._partial:
+            raise InputError(
+                f"engine.unscale_gradients(): {self._partial} a rank has only its part of each gradient. Clip with "
+                "clip_grad_norm in the config or engine.clip_grad_norm_(max_norm), or use parallel.data='replicate'"
+            )
 
     def after_backward(self) -> None:
         """Note the gradients, after the reduction if this was the last backward."""
@@ -141,13 +157,17 @@ class GradientGuard:
         if divisor is not None and self._looks:
             self._looks -= all(0 <= norm < sys.float_info.max for _, norm in stamps)
         is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
-        if names and self._why is not None and (self._why is not _UNDIVIDED or is_divided):
-            self._tell(_CHANGED, shorten(names), self._why)
+        if names and self._tells and (self._why is not _UNDIVIDED or is_divided):
+            self._tell(_CHANGED, shorten(names), str(self._why))
+
+    @property
+    def _tells(self) -> bool:
+        return self._why is not None and not self._update.is_unscaled
 
     def _stamps(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, float]]:
         """The versions of `grads` and, in the first updates, their norms (for which the host waits)."""
         plain: dict[int, torch.Tensor] = {}
-        if self._looks and self._why is not None and not is_captured(self._update.device):
+        if self._looks and self._tells and not is_captured(self._update.device):
             given = enumerate(grads)
             plain = {i: grad for i, grad in given if type(grad) is torch.Tensor and grad.layout is torch.strided}
         found = norms(plain.values(), self._update.device).tolist() if plain else ()

@@ -189,17 +189,17 @@ def _make_engine(
     update = convert(model, given.optimizer, shards, precision, context, options, data.update_device, data.publisher)
     ends.callback(update.close, undo=not parallel_model.divides)
     trained, reductions = update.master_weights.trained, list[Reduction]()
+    scaled, weighted = update.loss_scales.scale is not None, config.loss_reduction == "weighted"
+    withholds = scaled or weighted or bool(parallel_model.axes)
     if context.dims.grad_ranks > 1 or data.shards_model:
-        scaled, weighted = update.loss_scales.scale is not None, config.loss_reduction == "weighted"
-        withholds = scaled or weighted or bool(parallel_model.axes)
         reductions.append(data.make_reducer(trained, dict(model.named_buffers()), withholds))
     reductions += parallel_model.make_reductions(trained)
     reducer = CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
     if reducer is not None:
         ends.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
-    has_divisor = config.gradient_accumulation > 1 or config.loss_reduction == "weighted"
-    gradients = GradientGuard(update, model, sharded=bool(parallel_model.axes), has_divisor=has_divisor)
+    has_divisor, in_part = config.gradient_accumulation > 1 or weighted, parallel_model.partial_gradients(withholds)
+    gradients = GradientGuard(update, model, bool(parallel_model.axes), has_divisor, in_part)
     accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
     executor = make_executor(
         parallel_model, model, accumulation, context, config.parallel.pipeline, setup.meets_in_forward

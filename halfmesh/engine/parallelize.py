@@ -248,6 +248,17 @@ class ParallelModel:
         """True if the model has only this rank's parameters or shards of them."""
         return any(axis.splits or axis.first_names is not None for axis in self.axes.values()) or self.data.shards_model
 
+    def partial_gradients(self, withholds: bool) -> str:
+        """Under what this rank does not have the whole gradients of its parameters; "" if it has.
+
+        Args:
+            withholds: as of `DataStrategy.make_reducer`.
+        """
+        keys = [f"parallel.{name}" for name, axis in self.axes.items() if axis.splits]
+        if self.data.shards_state and (withholds or not self.data.shards_model):
+            keys.append(f"parallel.data={self._config.parallel.data.strategy!r}")
+        return f"under {' and '.join(keys)}" if keys else ""
+
     def placement(self, shard: ParamShard) -> Placement:
         """The region of the full model's parameter that `shard`, one of those made here, holds."""
         source = shard.param if shard.source is None else shard.source.param

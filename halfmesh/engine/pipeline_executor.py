@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,13 @@ class PipelineExecutor:
         self._needs_whole = meets_in_forward or (None if params.tries else False)
         self._is_half = self._update.recipe.compute_dtype in HALF
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+
+    def method(self, name: str) -> NoReturn:
+        """Refuse to call the method `name` of the model."""
+        raise InputError(
+            f"engine.call({name!r}): under parallel.pipeline this rank has a stage of the model, and only forward is "
+            "cut into stages; call it on a whole model that loads engine.full_state_dict(), or train without a pipeline"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""

@@ -164,6 +164,10 @@ class DataStrategy:
         `shards_model`: with True before the first microbatch, with False before the last backward of the stage with
         `params`."""
 
+    def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        """The method `name` of the model, with full weights where it uses them."""
+        return getattr(model, name)  # type: ignore[no-any-return]
+
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         """The region of the full tensor in `shard`, a data rank's shard of the tensor at `source`."""
         return source

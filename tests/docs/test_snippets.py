@@ -105,6 +105,19 @@ def test_accumulation(run, capsys):
     assert engine.global_step == 4
 
 
+def test_other_methods_and_changed_gradients(run):
+    names = run("loop.md", "decode.py")
+    assert names["samples"].dtype == torch.float32
+    names = stand_ins()
+    config = {"fp16": {"mode": "naive"}}
+    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+    engine = halfmesh.initialize(*given, config | {"track_grad_norm": True})
+    run("loop.md", "clip_each.py", given={"engine": engine})
+    count = len(list(engine.model.parameters()))
+    assert engine.skipped_steps < engine.global_step == 15
+    assert engine.grad_norm <= 0.3 * count**0.5 + 1e-3
+
+
 def test_a_weighted_criterion(run):
     criterion = run("loop.md", "weighted.py")["criterion"]
     output, target = torch.randn(6, 3), torch.tensor([0, -100, 2, -100, 1, 1])

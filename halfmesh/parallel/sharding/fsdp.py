@@ -6,13 +6,14 @@ backward runs. The update sees this rank's shards as plain tensors, as in every 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import InputError, shorten
@@ -28,6 +29,8 @@ from .fsdp_wrap import CastGather, WriteWatch, can_be_sharded, find_units, make_
 
 FREED = "are out of bounds for storage of size 0"
 """torch's error for the use of a tensor whose memory was freed."""
+_METHOD = "_halfmesh_called"
+"""The attribute of the model under which FSDP2 finds the method that is called."""
 
 
 class FSDPOptions(Options):
@@ -282,6 +285,22 @@ class FSDP(DataStrategy):
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
     ) -> FSDPReducer:
         return FSDPReducer(self, shards, buffers, withholds)
+
+    def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        inner = getattr(model, name)
+        inner = inner.__call__ if isinstance(inner, nn.Module) else inner
+
+        @wraps(inner)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            vars(model)[_METHOD] = inner
+            register_fsdp_forward_method(model, _METHOD)
+            try:
+                return vars(model).pop(_METHOD)(*args, **kwargs)
+            finally:
+                if not torch.is_grad_enabled():
+                    self.reshard()  # as after a forward
+
+        return call
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
