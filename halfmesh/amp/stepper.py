@@ -11,6 +11,7 @@ from torch import optim
 from torch.optim import optimizer as all_optimizers
 
 from ..errors import InputError
+from ..utils.optimizer_state import parts_of
 from ..utils.param_shard import ParamShard, clear_grads
 from ..utils.tensors import bucket_bytes, by_bytes, is_dense
 from ..utils.torch_private import foreach_copy_, foreach_mul_
@@ -41,7 +42,8 @@ class Stepper:
         allow_fused: use torch's fused implementation where the user left the choice open and it is exact.
 
     Attributes:
-        takes_grad_scale: its step can unscale the gradients and skip by itself.
+        parts: the optimizers that are stepped, each in its implementation: one, or those that were joined.
+        takes_grad_scale: their step can unscale the gradients and skip by itself.
         switched: the indices of the groups that were made fused here.
         divides_in: the dtype of the divisor: fp32, all that fused kernels take; float64 if parameters are in float64,
             and then gradients are divided before the kernel.
@@ -51,13 +53,14 @@ class Stepper:
 
     def __init__(self, masters: MasterWeights, device: torch.device, allow_fused: bool) -> None:
         self.optimizer = masters.optimizer
+        self.parts = parts_of(masters.optimizer)
         self.used: list[torch.Tensor] = []
         self.switched: set[int] = set()
         self._allow_fused = allow_fused
         self._masters = masters
         self._device = device
         self._stepping = False
-        self._guard = self.optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
+        self._guards = [part.register_step_pre_hook(self._refuse_calls_from_outside) for part in self.parts]
         self.sync()
 
     # -- the implementation ------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ class Stepper:
 
     def _find_settings(self) -> list[Any]:
         """What the choice of an implementation depends on."""
-        settings: list[Any] = [vars(self.optimizer).get("step")]
+        settings: list[Any] = [vars(part).get("step") for part in self.parts]
         for group in self.optimizer.param_groups:
             params = group["params"]
             settings += [*map(id, params), *map(torch.Tensor.stride, params), *map(bool, map(group.get, _SETTINGS))]
@@ -77,17 +80,18 @@ class Stepper:
     def sync(self) -> None:
         """Choose the implementation again: fused in the groups where the user left the choice to torch and it is
         exact."""
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        groups = self.optimizer.param_groups
         for index, group in enumerate(groups):  # the choice made here may not be exact any more
             if index in self.switched and group["fused"] is True and group["foreach"] is False:
                 group["fused"] = group["foreach"] = None
-        is_known = type(optimizer) in _TAKES_GRAD_SCALE and _has_own_step(optimizer)
-        exact = [is_known and _is_exact(group, optimizer) for group in groups]
+        known = {part: type(part) in _TAKES_GRAD_SCALE and _has_own_step(part) for part in self.parts}
+        exact = [known[part] and _is_exact(group, part) for part in self.parts for group in part.param_groups]
         self.switched = {index for index, group in enumerate(groups) if exact[index] and self._may_switch(group)}
         for index in self.switched:
             groups[index]["fused"], groups[index]["foreach"] = True, False
-        _place_step_counters(optimizer)
-        self.takes_grad_scale = is_known and all(group.get("fused") for group in groups) and all(exact)
+        for part in self.parts:
+            _place_step_counters(part)
+        self.takes_grad_scale = all((*known.values(), *exact, *(group.get("fused") for group in groups)))
         self._settings = self._find_settings()
         dtypes = {target.dtype for target in self._masters.stepped.values()}
         self.divides_in = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -106,23 +110,23 @@ class Stepper:
     def close(self) -> None:
         """Restore the optimizer's original implementation."""
         self.avoid_fused()
-        self._guard.remove()
+        for guard in self._guards:
+            guard.remove()
 
     @property
     def fuses_unscale(self) -> bool:
         """True if the optimizer's kernels unscale and skip themselves. (Not with user hooks before its step: these
         expect unscaled gradients, and no call in an update that is skipped.)"""
-        hooks = self.optimizer._optimizer_step_pre_hooks.keys() - {self._guard.id}
+        hooks = any(len(part._optimizer_step_pre_hooks) > 1 for part in self.parts)  # besides the guard
         return self.takes_grad_scale and not hooks and not all_optimizers._global_optimizer_pre_hooks
 
     @property
     def can_step_in_buckets(self) -> bool:
         """True if `step` may be called with some of the gradients at a time: the optimizer is elementwise, and has no
         hooks, which expect one call."""
-        hooks = self.optimizer._optimizer_step_pre_hooks.keys() - {self._guard.id}
-        hooks |= self.optimizer._optimizer_step_post_hooks.keys()
+        hooks = any(len(p._optimizer_step_pre_hooks) > 1 or p._optimizer_step_post_hooks for p in self.parts)
         of_all = all_optimizers._global_optimizer_pre_hooks or all_optimizers._global_optimizer_post_hooks
-        return is_elementwise(self.optimizer) and not hooks and not of_all
+        return all(map(is_elementwise, self.parts)) and not hooks and not of_all
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -185,14 +189,11 @@ class Stepper:
         for target, grad in zip(targets, grads, strict=True):
             if target.grad is not grad:
                 target.grad = grad
-        attributes, groups, fuses_unscale = vars(self.optimizer), self.optimizer.param_groups, self.fuses_unscale
+        groups, fuses_unscale = self.optimizer.param_groups, self.fuses_unscale
         if divisor is not None and (divisor.dtype == torch.float64 or not fuses_unscale):
             for device in {grad.device for grad in grads}:
                 foreach_mul_([grad for grad in grads if grad.device == device], (1 / divisor).to(device))
             divisor = None
-        if fuses_unscale:
-            attributes.update(grad_scale=divisor, found_inf=found_inf)
-            _seed_momentum(self.optimizer, targets)
         before: list[dict[str, Any]] = [
             {key: group[key] for key in ("params", "capturable") if key in group} for group in groups
         ]
@@ -206,11 +207,15 @@ class Stepper:
                     group["capturable"] = True
         self._stepping = True
         try:
+            for part in self.parts if fuses_unscale else ():
+                vars(part).update(grad_scale=divisor, found_inf=found_inf)
+                _seed_momentum(part)
             self.optimizer.step()
         finally:
             self._stepping = False
-            attributes.pop("grad_scale", None)
-            attributes.pop("found_inf", None)
+            for part in self.parts:
+                vars(part).pop("grad_scale", None)
+                vars(part).pop("found_inf", None)
             for group, settings in zip(groups, before, strict=False):
                 group.update(settings)
             for target in targets:
@@ -226,8 +231,8 @@ class Stepper:
 
 def is_stepped(optimizer: optim.Optimizer) -> bool:
     """Return True if `optimizer` belongs to an engine, or to `convert_to_amp`, which steps it."""
-    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
-    return any(isinstance(owner, Stepper) for owner in owners)
+    hooks = [hook for part in parts_of(optimizer) for hook in part._optimizer_step_pre_hooks.values()]
+    return any(isinstance(getattr(hook, "__self__", None), Stepper) for hook in hooks)
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
@@ -258,15 +263,15 @@ def _is_exact(group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
     return not dampened and not group.get("differentiable") and has_kernel and len(kinds) <= 1 and laid_out
 
 
-def _seed_momentum(optimizer: optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Give `params` a momentum of zeros where fused SGD steps them for the first time.
+def _seed_momentum(optimizer: optim.Optimizer) -> None:
+    """Give the parameters with a gradient a momentum of zeros where fused SGD steps them for the first time.
 
     torch leaves it uninitialised where that step is skipped, and uses it in the next. Zeros are exact if `dampening`
     is 0.
     """
     if type(optimizer) is optim.SGD and any(group["momentum"] != 0 for group in optimizer.param_groups):
-        for param in params:
-            if optimizer.state[param].get("momentum_buffer") is None:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 

@@ -17,7 +17,7 @@ from ..distributed.env import list_ranks
 from ..errors import InputError, shorten
 from ..parallel.mesh import ParallelContext
 from ..parallel.shard_spec import Placement, Shape, whole
-from ..utils.optimizer_state import saved_state
+from ..utils.optimizer_state import kinds_of, parts_of, saved_state
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import is_compound
 from .full_state import Distinct, JoinedParts, Part, WholeTensor, find_tensors, join_groups, merge, stable_bytes
@@ -260,11 +260,12 @@ class ShardedState:
         """The tensors of the optimizer's state; and the rest, by parameter and key. Raises InputError for state whose
         position in the full model is unknown."""
         masters, shards = self.update.master_weights, Shards()
-        optimizer, kind = masters.optimizer, type(masters.optimizer).__name__
+        optimizer, kind = masters.optimizer, kinds_of(masters.optimizer)
         state = saved_state(optimizer)
         own = [repr(key) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor) and value]
-        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-            own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+        for part in parts_of(optimizer):
+            if type(part).state_dict is not torch.optim.Optimizer.state_dict:
+                own += [repr(key) for key in part.state_dict() if key not in ("state", "param_groups")]
         if own:
             raise InputError(
                 f"{kind} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it in the groups"

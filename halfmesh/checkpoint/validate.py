@@ -15,14 +15,16 @@ from ..config.text import as_json
 from ..errors import InputError, bullet_list, counted, cut, find_near, shorten, show
 from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
+from ..utils.optimizer_state import parts_of
 from .rank_state import Schedule
 
 _log = get_logger(__name__)
 
 
 def class_name(value: object) -> str:
-    """The class of `value`, with its module."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    """The class of `value`, with its module; of several optimizers or schedulers those of all."""
+    several = parts_of(value) if isinstance(value, Optimizer) else value if isinstance(value, list) else (value,)
+    return " and ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in several)
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------------
@@ -157,7 +159,10 @@ class GivenSettings:
 
     def _describe(self) -> Settings:
         scheduler = self._lr.state_dict()
-        found = [dict(_flatten("lr_scheduler ", scheduler if isinstance(scheduler, Mapping) else {}))]
+        if isinstance(scheduler, list):
+            found = [dict(_flatten("", {"lr_scheduler": scheduler}))]
+        else:
+            found = [dict(_flatten("lr_scheduler ", scheduler if isinstance(scheduler, Mapping) else {}))]
         for group in self._optimizer.param_groups:
             found.append(dict(_flatten("optimizer ", {**group, "lr": group.get("initial_lr", group.get("lr"))})))
         return found

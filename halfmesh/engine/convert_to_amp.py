@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..config.composition import Setup
 from ..config.load import load_config
 from ..errors import IncompatibleConfigError, InputError, problem_list, refuse_closure
 from ..parallel.deferred.recording import recording_of
+from ..utils.optimizer_state import join_optimizers
 from ..utils.param_shard import ParamShard
 from . import inputs
 from .accumulation import Accumulation
@@ -33,7 +34,7 @@ from .hints import UncopiedHook
 
 def convert_to_amp(
     model: nn.Module,
-    optimizer: optim.Optimizer,
+    optimizer: optim.Optimizer | Sequence[optim.Optimizer],
     criterion: Callable[..., Any] | None = None,
     mode: AMP_TYPE | str = AMP_TYPE.TORCH,
     amp_config: Mapping[str, Any] | None = None,
@@ -55,7 +56,7 @@ def convert_to_amp(
 
     Args:
         model: in fp32 (mode NAIVE also takes its own half precision), on the device where it trains.
-        optimizer: a torch optimizer over `model.parameters()`.
+        optimizer: a torch optimizer over `model.parameters()`, or a list of several, each over other parameters.
         criterion: called as before; it runs under the same autocast as the forward.
         mode: "torch", "naive", "apex" or another registered mode.
         amp_config: the mode's own keys, as in `fp16 = dict(...)`.
@@ -73,7 +74,7 @@ def convert_to_amp(
         raise InputError(f"amp_config has a mode, and mode={str(mode)!r} was given; leave one of the two out")
     config = load_config({keys[dtype]: {"mode": mode, **(amp_config or {})}})
     assert config.precision is not None
-    setup = Setup.of(config, 1)
+    setup, joined = Setup.of(config, 1), join_optimizers(optimizer)
     recipe, on_ranks = setup.recipe, dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if on_ranks:  # DistributedDataParallel takes gradients in the parameter's dtype only
         recipe = dataclasses.replace(recipe, wide_gradients=False)
@@ -84,7 +85,7 @@ def convert_to_amp(
         )
     params = model.parameters() if isinstance(model, nn.Module) else iter(())
     device = next((param.device for param in params), torch.device("cpu"))
-    if problems := list(inputs.find_problems(model, optimizer, criterion, recipe, config.precision.mode, device)):
+    if problems := list(inputs.find_problems(model, joined, criterion, recipe, config.precision.mode, device)):
         raise InputError(problem_list(problems, "what was passed to convert_to_amp"))
     compat.raise_for(compat.check_setup(setup, device.type))
     precision = AMP_PLUGINS.get(config.precision.mode).precision(config.precision.options, recipe, device)
@@ -97,7 +98,7 @@ def convert_to_amp(
     if any(unfit):
         raise IncompatibleConfigError([problem for problem in unfit if problem])
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-    update = convert(model, optimizer, shards, precision)
+    update = convert(model, joined, shards, precision)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision, update), AMPOptimizer(model, update, precision), wrapped
 

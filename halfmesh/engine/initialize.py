@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from ..parallel.rank_checks import same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
-from ..utils.optimizer_state import move_state
+from ..utils.optimizer_state import join_optimizers, move_state, parts_of
 from ..utils.torch_private import has_no_memory
 from . import inputs
 from . import launch as launchers
@@ -52,7 +52,7 @@ from .executor import DirectExecutor, make_executor
 from .guards import ForwardWrites, GradientGuard, SameTrained
 from .hints import CountedBatches, ModelGuard, SameInputs
 from .launch import Launch
-from .lr_scheduler import LRAdvance
+from .lr_scheduler import LRAdvance, make_schedulers
 from .parallelize import ParallelModel, Plans, make_plans
 from .summary import make_plan
 
@@ -73,7 +73,7 @@ class _Given:
 
 def initialize(
     model: nn.Module | Callable[[], nn.Module],
-    optimizer: optim.Optimizer | Callable[..., optim.Optimizer],
+    optimizer: optim.Optimizer | Sequence[optim.Optimizer] | Callable[..., Any],
     criterion: Callable[..., Any] | None = None,
     dataloader: Any = None,
     config: str | Path | Mapping[str, Any] | Config | Launch | None = None,
@@ -92,12 +92,14 @@ def initialize(
     Args:
         model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
             rank's shard is materialised (as of a model built under `halfmesh.deferred_init`).
-        optimizer: a torch optimizer over `model.parameters()`, or a callable `params -> Optimizer`.
+        optimizer: a torch optimizer over `model.parameters()`, a list of several, each over other parameters, or a
+            callable that returns one of these, given the parameters.
         criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
         dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
         config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function.
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
-        lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`.
+        lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`, which is called with each of several
+            optimizers; or a list of these, the callables in the order of the optimizers.
         device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
 
     Raises:
@@ -105,7 +107,7 @@ def initialize(
         IncompatibleConfigError: an unsupported combination, or one that does not fit model or device.
         InputError: arguments of the wrong kind.
     """
-    given = _Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler)
+    given = _Given(model, join_optimizers(optimizer), criterion, dataloader, eval_dataloader, lr_scheduler)
     with recorded_for_torchrun():
         return _initialize(given, config, device)
 
@@ -284,11 +286,11 @@ def _build(given: _Given, undo: ExitStack) -> None:
     if isinstance(given.model, nn.Module):
         convert_to_meta(given.model, given.optimizer, undo)
         if callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer):
-            given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
+            made = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
+            given.optimizer = join_optimizers(made)
     refuse_early_state(given.optimizer)
-    finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
-    if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
-        given.lr_scheduler = given.lr_scheduler(given.optimizer)
+    if isinstance(given.optimizer, optim.Optimizer):
+        given.lr_scheduler = make_schedulers(given.lr_scheduler, parts_of(given.optimizer))
 
 
 def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:

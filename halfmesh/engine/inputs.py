@@ -20,7 +20,7 @@ from ..parallel.comm import is_simulated
 from ..parallel.deferred.creation import recorded
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import same_on_ranks
-from ..utils.optimizer_state import plain_settings
+from ..utils.optimizer_state import kinds_of, parts_of, plain_settings
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
 from ..utils.torch_private import call_hooks, is_compiled
@@ -103,11 +103,33 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: to
 def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Iterator[str]:
     """Problems of the optimizer with this model."""
     if not isinstance(optimizer, optim.Optimizer):
+        given = _kind(optimizer)
+        if isinstance(optimizer, (list, tuple)):
+            given = f"a list of [{', '.join(type(one).__name__ for one in optimizer)}]"
         yield (
-            "optimizer: a torch.optim.Optimizer over model.parameters(), or a callable `params -> Optimizer`, is "
-            f"needed, but {_kind(optimizer)} was given"
+            "optimizer: a torch.optim.Optimizer over model.parameters(), a list of several, or a callable "
+            f"`params -> Optimizer`, is needed, but {given} was given"
         )
         return
+    parts = parts_of(optimizer)
+    for part in parts:
+        yield from _find_part_problems(part, model, recipe)
+    names = {param: name for name, param in model.named_parameters()}
+    holders: dict[torch.Tensor, list[int]] = {}
+    for number, part in enumerate(parts):
+        for param in {param: None for group in part.param_groups for param in group["params"]}:
+            holders.setdefault(param, []).append(number)
+    if shared := [names.get(param, "a parameter") for param, numbers in holders.items() if len(numbers) > 1]:
+        numbers = next(numbers for numbers in holders.values() if len(numbers) > 1)
+        kinds = " and ".join(f"[{number}] ({type(parts[number]).__name__})" for number in numbers)
+        yield (
+            f"optimizer: {shorten(shared)} {'are' if len(shared) > 1 else 'is'} in several optimizers, {kinds}, each "
+            "of which would step it; give each parameter to one"
+        )
+
+
+def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Recipe) -> Iterator[str]:
+    """Problems of one of the optimizers."""
     try:
         optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
         parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
@@ -174,9 +196,11 @@ def find_other_problems(
             )
     if lr_scheduler is None:
         return
-    if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+    schedulers = lr_scheduler if isinstance(lr_scheduler, list) else [lr_scheduler]
+    given = (*parts_of(optimizer), optimizer) if isinstance(optimizer, optim.Optimizer) else (optimizer,)
+    if any(getattr(scheduler, "optimizer", optimizer) not in given for scheduler in schedulers):
         yield "lr_scheduler: it was built on another optimizer than the one passed; build it on that one"
-    if isinstance(lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau) and config.lr_interval != "manual":
+    if any(isinstance(s, optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers) and config.lr_interval != "manual":
         yield (
             "lr_scheduler: ReduceLROnPlateau.step needs a metric, which the engine does not have; set "
             "lr_interval='manual' and call engine.lr_scheduler.step(metric) yourself"
@@ -260,7 +284,7 @@ def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimize
     mine = {
         "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
         "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
-        "the optimizer": [type(optimizer).__name__, *map(plain_settings, optimizer.param_groups)],
+        "the optimizer": [kinds_of(optimizer), *map(plain_settings, optimizer.param_groups)],
         "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
     }
     for what, value in mine.items():

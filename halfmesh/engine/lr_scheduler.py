@@ -9,49 +9,82 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingWarmRestarts, LRScheduler
 
 from ..amp.step_result import StepResult
-from ..errors import InputError
+from ..errors import InputError, counted
 
 LRInterval = Literal["step", "epoch", "manual"]
 
 
-class LRAdvance:
-    """Advances `scheduler` (anything with `step()`, or None) for the engine.
+def make_schedulers(given: Any, optimizers: Sequence[Optimizer]) -> Any:
+    """`given`, a scheduler or a list of them, with those made that were given as callables `optimizer -> scheduler`: of
+    a list with the optimizer at the same place, of a single one one for each optimizer.
 
-    With interval "step" it advances unless the update was skipped. Reading that at once would make the host wait
-    for the device, so `settle` reads it before the next update. If none can be skipped (not `may_skip`), it advances at
-    once.
+    Raises:
+        InputError: a list of another length that has callables.
+    """
+    if isinstance(given, (list, tuple)):
+        if any(map(_makes_scheduler, given)) and len(given) != len(optimizers):
+            raise InputError(
+                f"lr_scheduler: a list of {len(given)} was given for {counted(len(optimizers), 'optimizer')}; give one "
+                "for each, in the same order (None for one whose learning rate stays), or one function for all"
+            )
+        pairs = zip(given, optimizers, strict=True) if any(map(_makes_scheduler, given)) else ((s, None) for s in given)
+        made = [make(optimizer) if _makes_scheduler(make) else make for make, optimizer in pairs]
+        return [scheduler for scheduler in made if scheduler is not None] or None
+    if not _makes_scheduler(given):
+        return given
+    made = [given(optimizer) for optimizer in optimizers]
+    return made if len(made) > 1 else made[0]
+
+
+def _makes_scheduler(given: Any) -> bool:
+    return callable(given) and (isinstance(given, type) or not hasattr(given, "step"))
+
+
+class LRAdvance:
+    """Advances the user's schedulers for the engine.
+
+    With interval "step" they advance unless the update was skipped. Reading that at once would make the host wait
+    for the device, so `settle` reads it before the next update. If none can be skipped (not `may_skip`), they advance
+    at once.
+
+    Args:
+        scheduler: anything with `step()`, or a list of such; or None.
     """
 
     def __init__(self, scheduler: Any, interval: LRInterval, may_skip: bool) -> None:
         self.scheduler = scheduler
+        self._all = scheduler if isinstance(scheduler, list) else [scheduler]
         self._interval = interval
         self._may_skip = may_skip
         self._pending: StepResult | None = None
-        self._position: int | None = None  # where the engine left it; None: before its first step
+        self._positions: list[int | None] | None = None  # where the engine left them; None: before its first step
 
     def check(self) -> None:
-        """Check the scheduler's position, at each call of `engine.step`.
+        """Check the schedulers' positions, at each call of `engine.step`.
 
         Raises:
-            InputError: the user has stepped the scheduler, too: it is one step ahead, or at any other step if it takes
+            InputError: the user has stepped one, too: it is one step ahead, or at any other step if it takes
                 `step(epoch)`. (A load goes back, or ahead by more. Steps before the first call are allowed.)
         """
-        left, self._position = self._position, self._get_position()
-        if self._interval == "manual" or left is None or self._position in (None, left):
+        before, self._positions = self._positions, list(map(_position, self._all))
+        if self._interval == "manual" or before is None or self._positions == before:
             return
-        if self._position == left + 1 or isinstance(self.scheduler, CosineAnnealingWarmRestarts):
-            when = "epoch" if self._interval == "epoch" else "update, not each batch"
-            raise InputError(
-                f"lr_scheduler.step() was called outside the engine, which advances it itself after each {when}: its "
-                f"last_epoch was {left} and is {self._position}; remove the call, or set lr_interval='manual'"
-            )
+        for scheduler, left, now in zip(self._all, before, self._positions, strict=True):
+            if left is None or now in (None, left):
+                continue
+            if now == left + 1 or isinstance(scheduler, CosineAnnealingWarmRestarts):
+                when = "epoch" if self._interval == "epoch" else "update, not each batch"
+                raise InputError(
+                    f"lr_scheduler.step() was called outside the engine, which advances it itself after each {when}: "
+                    f"its last_epoch was {left} and is {now}; remove the call, or set lr_interval='manual'"
+                )
 
     def after(self, result: StepResult) -> None:
         """Advance, or note that `settle` has to, after an update that was taken or skipped."""
@@ -74,27 +107,31 @@ class LRAdvance:
             self._advance()
 
     def state_dict(self) -> Any:
-        """The scheduler's state, after the last update."""
+        """The scheduler's state, or a list of several, after the last update."""
         self.settle()
+        if isinstance(self.scheduler, list):
+            return [scheduler.state_dict() for scheduler in self._all]
         return None if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Restore `state_dict`."""
         self._pending = None
         if self.scheduler is not None and state is not None:
-            self.scheduler.load_state_dict(state)
-            self._position = None
-
-    def _get_position(self) -> int | None:
-        scheduler = self.scheduler
-        while isinstance(scheduler, ChainedScheduler):  # it counts no steps itself
-            scheduler = scheduler._schedulers[0]
-        return getattr(scheduler, "last_epoch", None)
+            for scheduler, own in zip(self._all, state if isinstance(state, list) else [state], strict=True):
+                scheduler.load_state_dict(own)
+            self._positions = None
 
     def _advance(self) -> None:
         self.check()
-        self.scheduler.step()
-        self._position = self._get_position()
+        for scheduler in self._all:
+            scheduler.step()
+        self._positions = list(map(_position, self._all))
+
+
+def _position(scheduler: Any) -> int | None:
+    while isinstance(scheduler, ChainedScheduler):  # it counts no steps itself
+        scheduler = scheduler._schedulers[0]
+    return getattr(scheduler, "last_epoch", None)
 
 
 class _WarmupLR(LRScheduler):

@@ -31,6 +31,7 @@ from ..parallel.registries import AXES
 from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state
 from ..parallel.shard_spec import Placement, whole
 from ..parallel.trial import find_optimizer_problem
+from ..utils.optimizer_state import parts_of
 from ..utils.param_shard import ParamShard
 from . import compilation
 from .offload import Offload
@@ -79,8 +80,8 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
     if dims.grad_ranks > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
         problems += _find_limited_rows(model)
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
-    if splits_params and not is_elementwise(optimizer):
-        problem = find_optimizer_problem(optimizer)  # of a third party's optimizer: by trying it
+    for part in parts_of(optimizer) if splits_params else ():
+        problem = None if is_elementwise(part) else find_optimizer_problem(part)  # of a third party's: by trying it
         problems += [] if problem is None else [problem]
     compiled: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()

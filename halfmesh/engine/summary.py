@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .parallelize import ParallelModel
 
 _TWO = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop)
-_ONE = (optim.Adagrad, optim.RMSprop, optim.ASGD)
+_ONE = (optim.Adagrad, optim.RMSprop, optim.ASGD, optim.Muon)
 """Optimizers that keep two, and one, fp32 tensors of a parameter's size."""
 
 
@@ -71,24 +71,28 @@ def state_bytes(
     elif update.master_weights.masters:
         limit = bucket_bytes(update.device, trained) if update.stepper.can_step_in_buckets else trained * 4
         temporary = min(trained * 4, limit)
-    tensors = _state_tensors(update.optimizer)
+    trained_ids = {id(target) for s, target in update.master_weights.stepped.items() if s.param.requires_grad}
+    states = [_state_bytes(part, trained_ids) for part in update.stepper.parts]
+    known = [size for size in states if size is not None]
     return StateBytes(
         parameters=sum(p.numel() * p.element_size() for p in params),
         masters=sum(m.numel() * 4 for m in update.master_weights.masters.values()),
-        optimizer=None if tensors is None else trained * 4 * tensors,
+        optimizer=sum(known) if len(known) == len(states) else None,
         gradients=grads + temporary,
     )
 
 
-def _state_tensors(optimizer: optim.Optimizer) -> int | None:
-    """The number of fp32 tensors of a parameter's size that `optimizer` keeps; None: not known."""
+def _state_bytes(optimizer: optim.Optimizer, trained: Container[int]) -> int | None:
+    """Bytes of the fp32 tensors of a parameter's size that `optimizer` keeps for those of its parameters whose ids are
+    in `trained`; None: not known."""
     groups, kind = optimizer.param_groups, type(optimizer)
     if kind not in (*_TWO, *_ONE, optim.SGD):
         return None
     more = sum(any(group.get(key) for group in groups) for key in ("amsgrad", "centered"))
     if kind in (optim.SGD, optim.RMSprop):
         more += any(group["momentum"] for group in groups)
-    return (2 if kind in _TWO else int(kind in _ONE)) + more
+    held = sum(param.numel() for group in groups for param in group["params"] if id(param) in trained)
+    return held * 4 * ((2 if kind in _TWO else int(kind in _ONE)) + more)
 
 
 def parse_bytes(text: str) -> int:
@@ -240,15 +244,20 @@ def _activations(config: Config, parallel_model: ParallelModel) -> str | None:
 def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
     update, max_norm = state.update, config.clip_grad_norm.max_norm
     stepper, masters = update.stepper, update.master_weights
-    fused = "fused" if stepper.takes_grad_scale else "not fused"
-    fused += " by fused='auto'" if stepper.switched else ""
-    fused += ", no host read" if stepper.fuses_unscale else ""
-    words = [f"{type(update.optimizer).__name__} ({fused})"]
+    kinds, first = list[str](), 0
+    for part in stepper.parts:
+        groups = range(first, first := first + len(part.param_groups))
+        fused = "fused" if all(group.get("fused") for group in part.param_groups) else "not fused"
+        fused += " by fused='auto'" if stepper.switched.intersection(groups) else ""
+        fused += ", no host read" if stepper.fuses_unscale else ""
+        kinds.append(f"{type(part).__name__} ({fused})")
+    words = [" and ".join(kinds)]
     if max_norm:
         words.append(f"clip norm {max_norm:g}")
     if lr.scheduler is not None:
         when = {"step": "after each update", "epoch": "after each epoch", "manual": "advanced by the loop"}
-        words.append(f"{type(lr.scheduler).__name__} {when[config.lr_interval]}")
+        schedulers = lr.scheduler if isinstance(lr.scheduler, list) else [lr.scheduler]
+        words.append(f"{' and '.join(type(s).__name__ for s in schedulers)} {when[config.lr_interval]}")
     if masters.masters and stepper.can_step_in_buckets:
         words.append("masters' gradients in buckets")
     trainable = sum(param.requires_grad for param in state.model.parameters())

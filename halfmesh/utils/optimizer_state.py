@@ -1,4 +1,5 @@
-"""An optimizer's state of each parameter: given to another parameter, cut, cast, moved, and as it is saved."""
+"""An optimizer's state of each parameter: given to another parameter, cut, cast, moved, and as it is saved; and several
+optimizers as one."""
 
 from __future__ import annotations
 
@@ -10,6 +11,25 @@ import torch
 from torch import nn, optim
 
 from ..errors import InputError
+from .joined_optimizer import JoinedOptimizer
+
+
+def join_optimizers(given: Any) -> Any:
+    """One optimizer in place of a list of optimizers; anything else as it is."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, optim.Optimizer) for one in given):
+        return given
+    parts = [part for one in given for part in parts_of(one)]
+    return JoinedOptimizer(parts) if len(parts) > 1 else next(iter(parts), given)
+
+
+def parts_of(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, ...]:
+    """The optimizers that were joined to `optimizer`, or itself."""
+    return optimizer.parts if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
+
+
+def kinds_of(optimizer: optim.Optimizer) -> str:
+    """The classes of an optimizer's parts, in words: "Muon and AdamW"."""
+    return " and ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
 def change_state(
@@ -68,6 +88,8 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
     Raises:
         InputError: the state of an optimizer inside it would be lost.
     """
+    if len(parts := parts_of(optimizer)) > 1:
+        return {param: values for part in parts for param, values in saved_state(part).items()}
     state: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
     if type(optimizer).state_dict is not optim.Optimizer.state_dict:
         packed = optimizer.state_dict()
@@ -87,8 +109,8 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
             why = "load_state_dict() does not give it back" if is_there else "state_dict() leaves it out"
             raise InputError(
                 f"{outer} holds another optimizer, {name}, whose state would be lost: {outer}.{why}; give {outer} a "
-                f"state_dict() and a load_state_dict() with the state of {name} in 'state', by parameter, or use one "
-                "optimizer for all parameters (with several groups)"
+                f"state_dict() and a load_state_dict() with the state of {name} in 'state', by parameter, or pass "
+                "initialize a list of optimizers over other parameters each"
             )
     return state
 

@@ -18,6 +18,7 @@ from ..engine.initialize import initialize
 from ..errors import InputError
 from ..parallel.deferred.creation import named_tensors
 from ..parallel.shard_spec import whole
+from ..utils.optimizer_state import join_optimizers
 from ..utils.tensors import count_rows, map_tensors
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
@@ -182,7 +183,7 @@ def _train_plain(case: Case, subject: Subject, make_sink: MakeSink, calls: int) 
     model = subject.model.to(case.device).train()
     if isinstance(subject.criterion, nn.Module):
         subject.criterion.to(case.device)
-    optimizer = subject.optimizer(list(model.parameters()))
+    optimizer = join_optimizers(subject.optimizer(list(model.parameters())))
     scheduler, sink, clip = _decay(optimizer), make_sink(model), case.config.clip_grad_norm
     recorder = Recorder(model, sink)
     record_weights(model, sink, -1, "update")

@@ -158,6 +158,18 @@ def test_the_table_of_mistakes_in_a_loop():
             MISTAKES[what](engine, x, y)
 
 
+def test_several_optimizers(run):
+    names = run("loop.md", "muon.py")
+    engine, before = names["engine"], [param.clone() for param in names["model"].parameters()]
+    for x, y in engine.dataloader:
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    assert [len(part.param_groups[0]["params"]) for part in (names["muon"], names["adamw"])] == [2, 2]
+    assert not any(map(torch.equal, before, names["model"].parameters()))
+    assert [scheduler.last_epoch for scheduler in engine.lr_scheduler] == [15, 15]
+
+
 def test_several_engines(run, capsys):
     names = run("loop.md", "gan.py")
     assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[1]

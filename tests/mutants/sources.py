@@ -186,7 +186,7 @@ UPDATE = (
     Fault(
         "fused SGD with momentum that nobody has filled, so that it is not used",
         "amp/stepper.py",
-        'if optimizer.state[param].get("momentum_buffer") is None:',
+        'if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:',
         "if False:",
         (EXACT, FUSED),
     ),
@@ -201,8 +201,8 @@ UPDATE = (
     Fault(
         "a subclass with a step of its own is given scaled gradients",
         "amp/stepper.py",
-        "is_known = type(optimizer) in _TAKES_GRAD_SCALE and _has_own_step(optimizer)",
-        "is_known = isinstance(optimizer, _TAKES_GRAD_SCALE)",
+        "known = {part: type(part) in _TAKES_GRAD_SCALE and _has_own_step(part) for part in self.parts}",
+        "known = {part: isinstance(part, _TAKES_GRAD_SCALE) for part in self.parts}",
         (FUSED,),
     ),
     Fault(

@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 
 from ...errors import InputError, bullet_list, shorten
+from ...utils.optimizer_state import kinds_of
 from ...utils.tensors import map_tensors, replace_data
 from ...utils.torch_private import has_grad_hooks, in_shapes_only
 from ..mesh import ParallelContext
@@ -165,7 +166,7 @@ def refuse_early_state(optimizer: Any) -> None:
     state = [value for entry in held.values() for value in entry.values()]
     if any(isinstance(v, torch.Tensor) and (v.is_meta or recording_of(v) is not None) for v in state):
         raise InputError(
-            f"optimizer: {type(optimizer).__name__} made its state from weights that have no values yet; take one "
+            f"optimizer: {kinds_of(optimizer)} made its state from weights that have no values yet; take one "
             "whose state is made by its first step, or build the model as usual"
         )
 

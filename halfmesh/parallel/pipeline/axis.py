@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from ...errors import InputError, did_you_mean, shorten
+from ...utils.optimizer_state import kinds_of
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import parameter_names, replace_data
 from ...utils.torch_private import assigns, is_compiled
@@ -94,7 +95,7 @@ def _find_optimizer_problem(optimizer: optim.Optimizer) -> Iterator[str]:
     for group in optimizer.param_groups:
         for key in filter(group.get, _OF_ALL_PARAMETERS):
             yield (
-                f"optimizer: {type(optimizer).__name__} has {key}={group[key]!r}, which it applies to all parameters "
+                f"optimizer: {kinds_of(optimizer)} has {key}={group[key]!r}, which it applies to all parameters "
                 "together, but a rank of a pipeline holds only some; set it to None (see clip_grad_norm in the config)"
             )
             return

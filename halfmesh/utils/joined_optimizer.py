@@ -1,0 +1,136 @@
+"""Several optimizers over disjoint parameters as one, for code that knows one: `initialize(model, [muon, adamw])`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+from torch import optim
+
+from ..errors import InputError
+
+
+def _on_each(name: str) -> Any:
+    def register(self: JoinedOptimizer, *args: Any, **kwargs: Any) -> Removable:
+        return Removable([getattr(part, name)(*args, **kwargs) for part in self.parts])
+
+    return register
+
+
+class Removable:
+    """The handles of one hook on several optimizers."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Remove the hook from each."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class JoinedOptimizer(optim.Optimizer):
+    """Several optimizers, each over parameters of its own, as one. They stay the user's: rates may be set on them.
+
+    Its groups are theirs, one after another, the same dicts; its state is a view of theirs, and its state dict has the
+    form of one optimizer with all of the groups. A hook that is registered here is registered on each of them.
+
+    Attributes:
+        parts: the optimizers, in the order in which they were given.
+    """
+
+    def __init__(self, parts: Sequence[optim.Optimizer]) -> None:
+        # Without Optimizer.__init__, which would make groups, state and hooks of its own.
+        self.parts = tuple(parts)
+        self.defaults: dict[str, Any] = {}
+        self._state = JoinedState(self.parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all parts. To add one, add it to a part."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> JoinedState:  # type: ignore[override]
+        """The state of all parts, by parameter."""
+        return self._state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step each part."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: which of the parts should step it?"""
+        raise InputError(
+            f"add_param_group was called on {len(self.parts)} optimizers together; call it on the one that is to step "
+            "the parameters: engine.optimizer.parts[0].add_param_group(...)"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer: "state" and "param_groups", with parameters numbered through. "others" has, for each
+        part, what its own state dict has besides."""
+        state, groups, others, first = dict[int, Any](), list[dict[str, Any]](), list[dict[str, Any]](), 0
+        for part in self.parts:
+            saved = part.state_dict()
+            own = saved.pop("state"), saved.pop("param_groups")
+            state |= {key + first: value for key, value in own[0].items() if isinstance(key, int)}
+            groups += [{**group, "params": [number + first for number in group["params"]]} for group in own[1]]
+            others.append({**saved, "state": {key: v for key, v in own[0].items() if not isinstance(key, int)}})
+            first += sum(len(group["params"]) for group in own[1])
+        return {"state": state, "param_groups": groups, "others": others}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore `state_dict`, part by part. Raises ValueError if it has other groups; nothing has changed then."""
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("loaded state dict has other parameter groups, or groups of another size")
+        others, first = state_dict.get("others", [{}] * len(self.parts)), 0
+        for part, other in zip(self.parts, others, strict=True):
+            mine, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            numbers = {number: first + at for at, number in enumerate(n for group in mine for n in group["params"])}
+            state = {numbers[key]: value for key, value in state_dict["state"].items() if key in numbers}
+            mine = [{**group, "params": [numbers[number] for number in group["params"]]} for group in mine]
+            part.load_state_dict({**other, "state": {**other.get("state", {}), **state}, "param_groups": mine})
+
+    register_step_pre_hook = _on_each("register_step_pre_hook")
+    register_step_post_hook = _on_each("register_step_post_hook")
+    register_state_dict_pre_hook = _on_each("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _on_each("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _on_each("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _on_each("register_load_state_dict_post_hook")
+
+
+class JoinedState(MutableMapping[Any, Any]):
+    """The state of several optimizers as one mapping. New entries go to the optimizer that holds the parameter."""
+
+    def __init__(self, parts: Sequence[optim.Optimizer]) -> None:
+        self._parts = parts
+
+    def _find(self, key: Any) -> Any:
+        return next((part.state for part in self._parts if key in part.state), None)
+
+    def __getitem__(self, key: Any) -> Any:
+        if (state := self._find(key)) is None:
+            raise KeyError(key)
+        return state[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        held = (part for part in self._parts if any(p is key for group in part.param_groups for p in group["params"]))
+        next(held).state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if (state := self._find(key)) is None:
+            raise KeyError(key)
+        del state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for part in self._parts for key in list(part.state))
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
