@@ -99,7 +99,8 @@ def initialize(
         config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function.
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
         lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`, which is called with each of several
-            optimizers; or a list of these, the callables in the order of the optimizers.
+            optimizers; or a list of these, the callables in the order of the optimizers. A parameter
+            `updates_per_epoch` of a callable gets the number of updates in an epoch of `dataloader`.
         device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
 
     Raises:
@@ -123,7 +124,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         compat.raise_for(compat.check_setup(setup, device.type))  # with the length of a cycle
     settings = setup.config
     with ExitStack() as undo:  # after an error the model can be given again
-        _build(given, undo)
+        _build(given, undo, setup, device)
         plans = _refuse_problems(given, setup, device)
         alone = plans.strategy.shards_model
         group = launchers.ensure_process_group(settings, device, setup.dims.rank_names, alone)
@@ -279,7 +280,7 @@ def _load(config: Any) -> Config:
     return load_config(config)
 
 
-def _build(given: _Given, undo: ExitStack) -> None:
+def _build(given: _Given, undo: ExitStack, setup: Setup, device: torch.device) -> None:
     """Call the model, optimizer and scheduler that were given as callables."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
         given.model = build(given.model)
@@ -290,7 +291,8 @@ def _build(given: _Given, undo: ExitStack) -> None:
             given.optimizer = join_optimizers(made)
     refuse_early_state(given.optimizer)
     if isinstance(given.optimizer, optim.Optimizer):
-        given.lr_scheduler = make_schedulers(given.lr_scheduler, parts_of(given.optimizer))
+        count = partial(launchers.count_updates, given.dataloader, setup, device)
+        given.lr_scheduler = make_schedulers(given.lr_scheduler, parts_of(given.optimizer), count)
 
 
 def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:

@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from ..config.composition import Setup, batch_size
 from ..config.config import Config
 from ..config.load import load_config
+from ..data.sharding import ShardedLoader
 from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, coordinates_of, find_process
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
-from ..errors import LaunchError
+from ..errors import InputError, LaunchError
+from ..parallel.mesh import ParallelContext
 from ..parallel.registries import DATA_STRATEGIES
 from ..utils.log import get_logger
 
@@ -55,6 +59,15 @@ class Launch:
     def dp_rank(self) -> int:
         """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
         return coordinates_of(self.rank, self.config.parallel.dims(self.world_size).sizes)["dp"]
+
+    def updates_per_epoch(self, dataloader: DataLoader[Any]) -> int:
+        """The optimizer updates of an epoch of a training DataLoader, with its batches divided over the data ranks and
+        accumulated as by `initialize`; the last one may be of fewer batches.
+
+        Raises:
+            InputError: not a DataLoader, or one without a length.
+        """
+        return count_updates(dataloader, Setup.of(self.config, self.world_size), self.device)
 
     def close(self) -> None:
         """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
@@ -202,6 +215,26 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def count_updates(dataloader: Any, setup: Setup, device: torch.device) -> int:
+    """See `Launch.updates_per_epoch`. It needs no process group."""
+    if not isinstance(dataloader, DataLoader):
+        raise InputError(
+            f"the updates of an epoch are those of a torch DataLoader, but a {type(dataloader).__name__} was given; pass "
+            "the one that initialize gets"
+        )
+    context = ParallelContext(setup.dims, device)
+    if not dist.is_initialized():
+        context.rank = find_process().rank
+    batches = ShardedLoader(dataloader, context, training=True).length
+    if batches is None:
+        dataset = type(dataloader.dataset).__name__
+        raise InputError(
+            f"the updates of an epoch are not known: {dataset}, or its sampler, has no length; "
+            "give the dataset a __len__, or count the whole run in updates (max_steps)"
+        )
+    return -(-batches // setup.accumulate(batch_size(dataloader)).config.gradient_accumulation)
 
 
 def get_default_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -17,17 +17,26 @@ from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingWarmRestar
 
 from ..amp.step_result import StepResult
 from ..errors import InputError, counted
+from ..utils.tensors import parameter_names
 
 LRInterval = Literal["step", "epoch", "manual"]
 
 
-def make_schedulers(given: Any, optimizers: Sequence[Optimizer]) -> Any:
+def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: Callable[[], int]) -> Any:
     """`given`, a scheduler or a list of them, with those made that were given as callables `optimizer -> scheduler`: of
     a list with the optimizer at the same place, of a single one one for each optimizer.
+
+    Args:
+        count_updates: gives the updates of an epoch, for callables that ask for `updates_per_epoch`.
 
     Raises:
         InputError: a list of another length that has callables.
     """
+
+    def call(make: Any, optimizer: Any) -> Any:
+        asks = "updates_per_epoch" in parameter_names(make)
+        return make(optimizer, updates_per_epoch=count_updates()) if asks else make(optimizer)
+
     if isinstance(given, (list, tuple)):
         if any(map(_makes_scheduler, given)) and len(given) != len(optimizers):
             raise InputError(
@@ -35,11 +44,11 @@ def make_schedulers(given: Any, optimizers: Sequence[Optimizer]) -> Any:
                 "for each, in the same order (None for one whose learning rate stays), or one function for all"
             )
         pairs = zip(given, optimizers, strict=True) if any(map(_makes_scheduler, given)) else ((s, None) for s in given)
-        made = [make(optimizer) if _makes_scheduler(make) else make for make, optimizer in pairs]
+        made = [call(make, optimizer) if _makes_scheduler(make) else make for make, optimizer in pairs]
         return [scheduler for scheduler in made if scheduler is not None] or None
     if not _makes_scheduler(given):
         return given
-    made = [given(optimizer) for optimizer in optimizers]
+    made = [call(given, optimizer) for optimizer in optimizers]
     return made if len(made) > 1 else made[0]
 
 

@@ -96,8 +96,9 @@ def test_the_loop_and_evaluation(run):
 
 
 def test_accumulation(run, capsys):
-    run("loop.md", "accumulation.py")
-    assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[0]
+    for number, name in enumerate(("accumulation.py", "schedule.py")):
+        run("loop.md", name)
+        assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[number]
     names = stand_ins()
     given = [names[name] for name in ("model", "optimizer", "criterion")]
     engine = halfmesh.initialize(*given, None, {"gradient_accumulation": 4})
@@ -172,7 +173,7 @@ def test_several_optimizers(run):
 
 def test_several_engines(run, capsys):
     names = run("loop.md", "gan.py")
-    assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[1]
+    assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[2]
     assert {path.parent.name for path in Path("checkpoints").glob("*/step-*")} == {"generator", "discriminator"}
     assert all(param.grad is None for param in names["generator"].model.parameters())
     models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
