@@ -221,7 +221,7 @@ def count_updates(dataloader: Any, setup: Setup, device: torch.device) -> int:
     """See `Launch.updates_per_epoch`. It needs no process group."""
     if not isinstance(dataloader, DataLoader):
         raise InputError(
-            f"the updates of an epoch are those of a torch DataLoader, but a {type(dataloader).__name__} was given; pass "
+            f"updates of an epoch are those of a torch DataLoader, but a {type(dataloader).__name__} was given; pass "
             "the one that initialize gets"
         )
     context = ParallelContext(setup.dims, device)
