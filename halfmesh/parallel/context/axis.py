@@ -18,6 +18,7 @@ from ...utils.tensors import map_tensors, parameter_names, position_names, tenso
 from ...utils.torch_private import RUNNING_STATISTICS
 from .. import collectives
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
+from ..models.peft import base_model
 from ..models.transformers import find_context_problem, whole_sequence_arguments, without_cache
 from ..rank_checks import SameCalls
 from .attention import attend
@@ -338,7 +339,7 @@ class ContextParallelism(Axis):
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
         """The name of the argument that takes positions, or None, and those that every rank gets unsharded."""
-        model, names = inputs.model, parameter_names(inputs.model)
+        model, names = inputs.model, parameter_names(base_model(inputs.model))
         problems = []
         if mixing := [name for name, module in model.named_modules() if isinstance(module, _MIXES_TOKENS)]:
             problems.append(

@@ -18,6 +18,7 @@ from ...errors import InputError
 from ...utils.param_shard import compute_dtype
 from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
+from .peft import base_model
 
 # -- a model's own tensor plan ---------------------------------------------------------------------------------------
 
@@ -51,6 +52,12 @@ class HuggingFacePlan:
     """For decoders with Llama's modules; the checks of the plan report models that differ."""
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
+        base = base_model(model)
+        if base is not model:
+            inside = next(name for name, module in model.named_modules() if module is base)
+            for name, style in self.styles_in(base, sequence_parallel):
+                yield f"{inside}.{name}" if name else inside, style
+            return
         plan = getattr(model, "tp_plan", None)
         config = getattr(model, "config", None)
         if not isinstance(plan, Mapping) or not plan or config is None:
@@ -163,6 +170,7 @@ def _is_causal(model: nn.Module) -> bool:
 
 def find_context_problem(model: nn.Module) -> str | None:
     """The reason why sequences of a Hugging Face model, `model` or one within it, cannot be sharded."""
+    model = base_model(model)
     for name, module in model.named_modules():
         if not _is_transformers(module):
             continue
@@ -200,6 +208,7 @@ def without_cache(model: Any, given: dict[str, Any]) -> dict[str, Any]:
             f"{asked[0]}: with parallel.context each rank has keys and values of its own tokens, so that decoding with "
             "a cache would be wrong; leave it out, or decode with the model of engine.full_state_dict()"
         )
+    model = base_model(model)
     config: Any = getattr(model, "config", None)
     keeps = _is_transformers(model) and bool(getattr(config.get_text_config(), "use_cache", False))
     return given | {"use_cache": False} if keeps else given
@@ -209,6 +218,7 @@ def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any
     """The arguments of a call by name, prepared as a Hugging Face model would do itself: labels are shifted, masks of
     padding, joined sequences or windows become those of all pairs of tokens, and positions are counted without padding.
     """
+    model = base_model(model)
     if not _is_transformers(model):
         return given
     labels, mask, positions = given.get("labels"), given.get("attention_mask"), given.get("position_ids")

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors import HalfmeshError, InputError, find_near
 from ...utils.torch_private import is_compiled
+from ..models.peft import look_through
 from ..modules import comes_from, is_within
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
@@ -156,9 +157,11 @@ def resolve(
     found: dict[tuple[str, str], Assignment] = {}
     for source, name, text in _find_styles(model, plan, sequence_parallel, problems):
         try:
-            found.setdefault((name, text), Assignment(name, modules[name], parse_style(text), text, source))
+            for own, style in look_through(modules, name, text, sequence_parallel):
+                found.setdefault((own, style), Assignment(own, modules[own], parse_style(style), style, source))
         except HalfmeshError as error:
-            problems.append(f"plan {source!r}, module {name!r}: {error}")
+            problem = f"plan {source!r}, module {generalise(name)!r}: {error}"
+            problems += [problem] if problem not in problems else []
     if any(map(is_compiled, modules.values())):
         problems.append("the model is compiled already, and its layers cannot be sharded; pass it uncompiled")
     assignments = list(found.values())
