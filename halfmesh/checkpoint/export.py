@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.mesh import ParallelContext
+from ..parallel.models.peft import base_model
 from ..parallel.shard_spec import Shape
 from ..utils.log import get_logger
 from . import storage
@@ -227,16 +228,25 @@ def slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
 # -- in memory ---------------------------------------------------------------------------------------------------------
 
 
-def full_state_dict(state: ShardedState, context: ParallelContext, optimizer: bool, rank0_only: bool) -> dict[str, Any]:
-    """`Engine.full_state_dict`. All ranks together, one tensor at a time."""
+def full_state_dict(
+    state: ShardedState,
+    context: ParallelContext,
+    optimizer: bool = False,
+    rank0_only: bool = True,
+    only: Container[str] | None = None,
+) -> dict[str, Any]:
+    """`Engine.full_state_dict`. All ranks together, one tensor at a time; with `only` those that have such a name."""
     found = state.collect(context, "engine.full_state_dict", optimizer)
     everywhere = not rank0_only and context.size > 1
+    aliases = _find_aliases(state, found.tensors)
     full = {
-        name: gather_tensor(name, tensor, found.shards, context, everywhere) for name, tensor in found.tensors.items()
+        name: gather_tensor(name, tensor, found.shards, context, everywhere)
+        for name, tensor in found.tensors.items()
+        if only is None or any(alias in only for alias in aliases.get(name, ()))
     }
     if rank0_only and context.rank > 0:
         return {}
-    aliases, model = _find_aliases(state, full), dict[str, Any]()
+    model = dict[str, Any]()
     extras, values, groups = copy.deepcopy((found.extras, found.plain, found.groups))
     for full_name, tensor in full.items():
         if full_name in aliases:
@@ -249,3 +259,32 @@ def full_state_dict(state: ShardedState, context: ParallelContext, optimizer: bo
         return model
     values = {name: rebuild_compound(of_param) for name, of_param in values.items()}
     return {"model": model, "optimizer": {"state": values, "param_groups": groups}}
+
+
+def save_pretrained(
+    state: ShardedState, context: ParallelContext, folder: str | Path, dtype: torch.dtype | None, options: Any
+) -> None:
+    """`Engine.save_pretrained`. All ranks together."""
+    model: Any = state.model
+    if not hasattr(model, "save_pretrained"):
+        raise InputError(
+            f"a {type(model).__name__} has no save_pretrained, as models of Hugging Face have; write the weights to a "
+            "file by engine.save_weights(path)"
+        )
+    weights = full_state_dict(state, context, only=_names_of_adapter(model))
+    if dtype is not None:
+        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    run_on_rank_zero(
+        context, f"saving to {folder} failed", lambda: model.save_pretrained(folder, state_dict=weights, **options)
+    )
+
+
+def _names_of_adapter(model: Any) -> set[str] | None:
+    """The names in the state dict of what PEFT writes of a model with adapters; None for other models."""
+    if base_model(model) is model:
+        return None
+    from peft import get_peft_model_state_dict
+
+    stand_ins = {name: torch.empty(0) for name in model.state_dict()}
+    written = {id(value) for value in get_peft_model_state_dict(model, state_dict=dict(stand_ins)).values()}
+    return {name for name, value in stand_ins.items() if id(value) in written}

@@ -528,6 +528,26 @@ class Engine:
         with self._guard:
             return export.full_state_dict(self._state, self.context, optimizer, rank0_only)
 
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any) -> None:
+        """Write a Hugging Face model to a folder, for `from_pretrained`; of a model with PEFT's adapters, the adapters.
+        All ranks together.
+
+        It calls the model's own `save_pretrained` on rank 0 with the full weights, from any layout. With adapters only
+        these are gathered.
+
+        Args:
+            dtype: of the floating-point weights; None: full precision, as of `full_state_dict`.
+            options: of the model's `save_pretrained`, such as `max_shard_size` and `push_to_hub`.
+
+        Raises:
+            InputError: the model has no `save_pretrained`.
+            CheckpointError: it failed.
+        """
+        self._refuse_if_closed()
+        self.context.agree_on_call(f"engine.save_pretrained({dtype=})")
+        with self._guard:
+            export.save_pretrained(self._state, self.context, folder, dtype, options)
+
     def load_weights(self, path: str | Path) -> None:
         """Load the model's weights, and masters, from a file with the same names. All ranks together.
 

@@ -15,6 +15,7 @@ SMALL = [
     "accumulation.py",
     "checkpoint.py",
     "evaluation.py",
+    "finetune_llm.py",
     "fsdp.py",
     "huggingface.py",
     "own_loop/after.py",
@@ -117,6 +118,20 @@ def test_each_layout_trains_as_one_process(script, ranks, tolerance, words):
     assert losses[-1] < losses[0]
     assert numbers(pattern, several[0]) == pytest.approx(losses, **tolerance)
     assert any(words in printed for printed in several)
+
+
+@pytest.mark.slow
+def test_fine_tuning_is_the_same_in_each_layout(tmp_path):
+    pytest.importorskip("peft")
+    losses = r"epoch \d: mean loss (\S+)"
+    one = numbers(losses, launch("finetune_llm.py", 1, "--out", tmp_path / "one")[0])
+    assert one[-1] < one[0]
+    for layout in ("fsdp", "tensor"):
+        printed = launch("finetune_llm.py", 2, "--layout", layout, "--out", tmp_path / layout)[0]
+        assert numbers(losses, printed) == pytest.approx(one, abs=0.03), layout
+        assert "['README.md', 'adapter_config.json', 'adapter_model.safetensors']: loss" in printed
+        without, tuned = (numbers(rf"(\S+) {which}", printed)[0] for which in ("without the adapter", "with it"))
+        assert tuned < without - 0.1, layout
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ _LORA = {
     "fused_colwise": {"base_layer": "{style}", "lora_B.*": "{style}"},
     "rowwise": {"base_layer": "{style}", "lora_A.*": "{style}", "lora_dropout.*": "sequence"},
 }
-"""The styles within a layer with LoRA, by that of the layer. Others have whole inputs and outputs; so has their LoRA."""
+"""The styles within a layer with LoRA, by that of the layer. LoRA on others stays whole, as their input and output."""
 
 
 def base_model(model: Any) -> Any:

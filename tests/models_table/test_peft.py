@@ -1,0 +1,121 @@
+"""Models with PEFT's adapters: each layout trains them as one process, and their folder has the adapter only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+import halfmesh
+from halfmesh.checkpoint import export
+from halfmesh.parallel.tensor.plans import resolve
+from tests.support.ranks import run_ranks
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, num_key_value_heads=2))
+
+
+def with_lora(model: Any, **options: Any) -> Any:
+    """Adapters of random numbers: those of zeros would hide mistakes."""
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(128).view(8, 16) * 7 % 64
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def build_llama() -> Any:
+    return with_lora(llama()), batch()
+
+
+def build_llama_and_head() -> Any:
+    return with_lora(llama(), target_modules=["q_proj", "o_proj"], modules_to_save=["lm_head"]), batch()
+
+
+def build_gpt2() -> Any:
+    torch.manual_seed(0)
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, **off))
+    return with_lora(model, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True), batch()
+
+
+@pytest.mark.parametrize(
+    ("build", "parallel", "mode"),
+    [
+        (build_llama, {"tensor": 2}, {}),
+        pytest.param(build_llama_and_head, {"tensor": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(build_gpt2, {"tensor": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(build_llama, {"context": 2, "data": "fsdp"}, {}, marks=pytest.mark.slow),
+        pytest.param(build_llama, {"data": "zero1"}, {}, marks=pytest.mark.slow),
+        pytest.param(build_llama, {"data": "fsdp"}, {"bf16": {"mode": "naive"}}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_trained_as_in_one_process(build, parallel, mode):
+    report = halfmesh.verify({"parallel": parallel, **mode}, build, world_size=2)
+    assert report.equal, str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "sequence_parallel", "reason"),
+    [
+        ({"use_dora": True}, False, "PEFT's DoraLinearVariant needs whole weights; use plain LoRA, or data='fsdp'"),
+        ({}, True, "LoRA's input is whole on each rank; set parallel.tensor.sequence_parallel=False"),
+    ],
+)
+def test_adapters_that_cannot_be_sharded_are_refused_once(options, sequence_parallel, reason):
+    _, problems = resolve(with_lora(llama(), **options), 2, "auto", sequence_parallel)
+    layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+    told = [problem for problem in problems if any(layer in problem for layer in layers)]
+    assert len(told) == 3
+    assert all(f"module 'base_model.model.model.layers.*.{layer}': {reason}" in "".join(told) for layer in layers)
+
+
+def save(rank: int, world_size: int, parallel: dict[str, Any], folder: str) -> Any:
+    model = build_llama_and_head()[0]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = {"parallel": parallel, "bf16": {"mode": "naive"}}
+    engine = halfmesh.initialize(model, optim.AdamW(trained, lr=0.01), None, config=config, device="cpu")
+    engine.backward(engine(**batch()).loss)
+    engine.step()
+    gathered, gather = [], export.gather_tensor
+    export.gather_tensor = lambda name, *rest: gathered.append(name) or gather(name, *rest)
+    engine.save_pretrained(folder)
+    export.gather_tensor = gather
+    weights = engine.full_state_dict()
+    engine.close()
+    return gathered, weights
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": "fsdp"}], ids=lambda parallel: next(iter(parallel)))
+def test_only_the_adapter_is_gathered_and_written(parallel, tmp_path):
+    folder = str(tmp_path / "adapter")
+    (gathered, weights), (_, nothing) = run_ranks(save, 2, parallel, folder)
+    trained = {name for name, param in build_llama_and_head()[0].named_parameters() if param.requires_grad}
+    assert ({name.removeprefix("model.") for name in gathered}, nothing) == (trained, {})
+    loaded = peft.PeftModel.from_pretrained(llama(), folder).state_dict()
+    torch.testing.assert_close({name: loaded[name] for name in trained}, {name: weights[name] for name in trained})
+
+
+def refuse(rank: int, world_size: int) -> str:
+    model = torch.nn.Linear(2, 2)
+    engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config={}, device="cpu")
+    with pytest.raises(halfmesh.InputError) as error:
+        engine.save_pretrained("anywhere")
+    engine.close()
+    return str(error.value)
+
+
+def test_another_model_has_no_folder():
+    said = "a Linear has no save_pretrained, as models of Hugging Face have; write the weights to a file by engine.sav"
+    assert all(each.startswith(said) for each in run_ranks(refuse, 2))
