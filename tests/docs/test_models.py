@@ -88,6 +88,15 @@ def test_models_of_others(package, run):
     assert torch.isfinite(names["loss"] if "loss" in names else torch.zeros(()))
 
 
+def test_lora(run):
+    peft = pytest.importorskip("peft")
+    names = run("models.md", "lora.py", given={"texts": load_texts()})
+    base = names["GPT2LMHeadModel"](names["base"].config)
+    loaded = peft.PeftModel.from_pretrained(base, "adapter").state_dict()
+    trained = {name for name, param in names["model"].named_parameters() if param.requires_grad}
+    assert all(loaded[name].abs().sum() > 0 for name in trained)
+
+
 def test_a_weighted_loss(run):
     names = run("models.md", "weighted.py", given={})
     assert compat.check(halfmesh.load_config(names["config"]), 1) == []

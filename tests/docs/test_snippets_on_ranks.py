@@ -374,6 +374,7 @@ def save_pretrained(rank, world_size, parallel, folder):
     plain = make_llama()
     given = {"engine": engine, "plain": plain, "plain_optimizer": adamw(plain)}
     run(snippet("checkpoints.md", "save_pretrained.py").replace('"model"', repr(folder)), given)
+    given["weights"] = engine.full_state_dict()
     assert len(given["weights"]) == (0 if rank else len(plain.state_dict()))
     run(snippet("checkpoints.md", "go_on_alone.py"), given)
     engine.close()
