@@ -158,9 +158,9 @@ def test_loaders_of_timm():
     dataset = TensorDataset(*make_data(8))
     with pytest.raises(InputError, match="dataloader: MultiEpochsDataLoader goes on with one iterator"):
         start(loader=timm_loader.MultiEpochsDataLoader(dataset, batch_size=4))
-    prefetched = timm_loader.PrefetchLoader(DataLoader(dataset, 4), device=torch.device("cpu"))
-    with pytest.raises(InputError, match=r"a PrefetchLoader was given.*use_prefetcher=False"):
-        start(loader=prefetched)
+    several = timm_loader.MultiEpochsDataLoader(dataset, batch_size=4)
+    with pytest.raises(InputError, match="dataloader: MultiEpochsDataLoader goes on with one iterator"):
+        start(loader=timm_loader.PrefetchLoader(several, device=torch.device("cpu")))
 
 
 def test_a_loader_may_hold_an_iterator_of_something_else():

@@ -74,6 +74,7 @@ class EngineDataLoader:
         self._to_device = ToDevice(context.device)
         self._state = EpochState()
         self._loaded: Mapping[str, Any] | None = None
+        loader.compare_lengths(context)
 
     @property
     def epoch(self) -> int:
@@ -215,7 +216,9 @@ class EngineDataLoader:
             batch = next(batches, _END)
             if to_device.device.type != "cuda" or torch.cuda.current_stream(to_device.device).query():  # it is idle
                 self.waited_s += time.perf_counter() - asked
-            return _END if batch is _END else to_device.start(map_tensors(torch.clone, batch) if copies else batch)
+            if batch is _END:
+                return _END
+            return to_device.start(self.loader.prepared(map_tensors(torch.clone, batch) if copies else batch))
 
         length = None if looks_ahead else self.loader.length
         started = fetch()

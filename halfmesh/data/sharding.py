@@ -64,9 +64,12 @@ class ShardedLoader:
         training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
             would hang the others), and compare the data that the ranks begin an epoch with. False: no sample is
             repeated.
+        sharded: its data is this data rank's own. It is also seen by a distributed sampler, and by a dataset with the
+            attribute `sharded` or with `rank` and `world_size`.
 
     Attributes:
-        given: the user's loader.
+        given: the user's loader; of timm's PrefetchLoader the one in it.
+        own_data: its dataset shards itself.
         loader: the copy of it that is iterated.
         is_stream: it reads an IterableDataset.
         splits_samples: data ranks take turns in samples, not in batches.
@@ -74,16 +77,18 @@ class ShardedLoader:
         some_have_none: in such an epoch of a sampler with a length, some data ranks have one batch, and others none.
 
     Raises:
-        InputError: the loader has a distributed sampler for another rank or number of ranks.
+        InputError: the loader's sampler or dataset is sharded for another rank or number of ranks.
     """
 
-    def __init__(self, given: DataLoader[Any], context: ParallelContext, training: bool) -> None:
-        self.given = given
+    def __init__(self, given: Any, context: ParallelContext, training: bool, sharded: bool = False) -> None:
+        self._prefetcher = None if (inner := loader_in(given)) is given else copy.copy(given)
+        self.given = given = inner
         self.training = training
         self.missing, self.some_have_none = 0, False
         self.is_stream = isinstance(given.dataset, IterableDataset)
         self._several = context.size > 1
-        shards_itself = _shards_itself(given, context.dp_rank, context.dp_size)
+        self.own_data = sharded or (context.size > 1 and _is_part(given.dataset, context.dp_rank, context.dp_size))
+        shards_itself = self.own_data or _shards_itself(given, context.dp_rank, context.dp_size)
         self._rank, self._size = (0, 1) if shards_itself else (context.dp_rank, context.dp_size)
         self._order_of = f" of {context.dp_size} ranks" if shards_itself and context.dp_size > 1 else ""
         self._is_compared = training and self._several and not shards_itself
@@ -96,15 +101,38 @@ class ShardedLoader:
             self.loader.pin_memory = True  # by a thread of the loader's; without workers `ToDevice` does it
         if self._several and not self.is_stream:
             self._indices.replace(self.loader)
-        self._shorter_by = 0
-        if shards_itself and self._several and not training:
-            lengths = context.everyone(self.length)
-            self._shorter_by = 0 if None in lengths else max(lengths) - lengths[context.rank]
+        self._shards_itself, self._shorter_by = shards_itself, 0
+
+    def compare_lengths(self, context: ParallelContext) -> None:
+        """Compare the lengths of loaders that shard themselves. All ranks together.
+
+        Raises:
+            InputError: they differ, in training.
+        """
+        if not (self._shards_itself and self._several):
+            return
+        lengths = context.everyone(self.length)
+        if None in lengths or min(lengths) == max(lengths):
+            return
+        if self.training:
+            raise InputError(
+                f"the dataloader shards itself, and has {max(lengths)} batches on some ranks and {min(lengths)} on "
+                "others, which would wait for each other; give each data rank equally many (drop the rest), or let "
+                "initialize shard a loader of all of the data"
+            )
+        self._shorter_by = max(lengths) - lengths[context.rank]
+
+    def prepared(self, batch: Any) -> Any:
+        """`batch`, as timm's PrefetchLoader gives it: on its device, normalised, with random erasing."""
+        if self._prefetcher is None:
+            return batch
+        self._prefetcher.loader = [batch]
+        return next(iter(self._prefetcher))
 
     @property
     def is_random(self) -> bool:
-        """True if the order may depend on random numbers."""
-        return self.is_stream or type(self._sampler) not in _IN_ORDER
+        """True if an order that ranks have in common may depend on random numbers."""
+        return not self.own_data and (self.is_stream or type(self._sampler) not in _IN_ORDER)
 
     @property
     def is_counted(self) -> bool:
@@ -261,7 +289,7 @@ class ShardedLoader:
                 f"epoch {epoch}: {data.hexdigest()}",
                 what=f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks "
                 "only ({ranks} other data than rank 0). Seed it the same on all ranks (initialize shards the data); if "
-                "it shards itself, do not pass it to initialize but iterate its loader in the loop",
+                "it shards itself, pass sharded=True to initialize",
             )
 
 
@@ -318,17 +346,39 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
+def loader_in(loader: Any) -> Any:
+    """The DataLoader in timm's PrefetchLoader; any other loader itself."""
+    names = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(loader).__mro__]
+    return loader.loader if ("timm", "PrefetchLoader") in names else loader
+
+
+def _is_part(dataset: Any, rank: int, size: int) -> bool:
+    """Return True if `dataset` is this data rank's part of the data: it says so, or is a stream for one rank of several
+    (as of Hugging Face's split_dataset_by_node)."""
+    if getattr(dataset, "sharded", False) is True:
+        return True
+    if not isinstance(dataset, IterableDataset):
+        return False
+    holder = getattr(dataset, "_distributed", None) or dataset
+    theirs = getattr(holder, "world_size", None), getattr(holder, "rank", None)
+    return all(isinstance(each, int) for each in theirs) and _is_ours(dataset, "world_size", theirs, rank, size)
+
+
+def _is_ours(holder: Any, name: str, theirs: tuple[Any, Any], rank: int, size: int) -> bool:
+    """Return True. Raises InputError if `holder` is sharded for another rank, or number of ranks called `name`."""
+    if theirs == (size, rank):
+        return True
+    raise InputError(
+        f"the dataloader's {type(holder).__name__} has {name}={theirs[0]}, rank={theirs[1]}, but this is data rank "
+        f"{rank} of {size}; give it these (launch.dp_rank, launch.dp_size), or all of the data: initialize shards it"
+    )
+
+
 def _shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
     """Return True if the user's sampler already gives this data rank its shard."""
     batches = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         theirs = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-        if None in theirs:
-            continue
-        if theirs != (size, rank):
-            raise InputError(
-                f"the dataloader's {type(sampler).__name__} has num_replicas={theirs[0]}, rank={theirs[1]}, but this "
-                f"is data rank {rank} of {size}; leave the sampler out: initialize shards the data"
-            )
-        return True
+        if None not in theirs:
+            return _is_ours(sampler, "num_replicas", theirs, rank, size)
     return False

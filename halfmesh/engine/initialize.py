@@ -69,6 +69,7 @@ class _Given:
     dataloader: Any
     eval_dataloader: Any
     lr_scheduler: Any
+    sharded: bool
 
 
 def initialize(
@@ -81,6 +82,7 @@ def initialize(
     eval_dataloader: Any = None,
     lr_scheduler: Any = None,
     device: torch.device | str | None = None,
+    sharded: bool = False,
 ) -> Engine:
     """Make a model, an optimizer and a config into an engine.
 
@@ -102,13 +104,14 @@ def initialize(
             optimizers; or a list of these, the callables in the order of the optimizers. A parameter
             `updates_per_epoch` of a callable gets the number of updates in an epoch of `dataloader`.
         device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
+        sharded: `dataloader` gives each data rank its own data, as some streams do; equally many batches, or no end.
 
     Raises:
         ConfigError: mistakes in the config.
         IncompatibleConfigError: an unsupported combination, or one that does not fit model or device.
         InputError: arguments of the wrong kind.
     """
-    given = _Given(model, join_optimizers(optimizer), criterion, dataloader, eval_dataloader, lr_scheduler)
+    given = _Given(model, join_optimizers(optimizer), criterion, dataloader, eval_dataloader, lr_scheduler, sharded)
     with recorded_for_torchrun():
         return _initialize(given, config, device)
 
@@ -134,7 +137,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             what="the ranks were given different configs ({ranks} another one than rank 0); start all with the same",
         )
         loaders = [
-            None if loader is None else ShardedLoader(loader, context, training)
+            None if loader is None else ShardedLoader(loader, context, training, sharded=training and given.sharded)
             for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
         ]
         late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
@@ -237,7 +240,7 @@ def _make_engine(
     hooks.add(NonFiniteProbes(state, executor.stages, criterion, accumulation, context, config, progress))
     if config.gradient_accumulation > 1:
         hooks.add(CountedBatches(model, train_loader, accumulation.length, hooks))
-    if train is None and context.dp_size > 1:
+    if (train is None or train.own_data) and context.dp_size > 1:
         hooks.add(SameInputs(model, context, hooks))
     if config.checkpoint is not None:
         from ..checkpoint.preemption import PreemptionHook
@@ -291,7 +294,7 @@ def _build(given: _Given, undo: ExitStack, setup: Setup, device: torch.device) -
             given.optimizer = join_optimizers(made)
     refuse_early_state(given.optimizer)
     if isinstance(given.optimizer, optim.Optimizer):
-        count = partial(launchers.count_updates, given.dataloader, setup, device)
+        count = partial(launchers.count_updates, given.dataloader, setup, device, given.sharded)
         given.lr_scheduler = make_schedulers(given.lr_scheduler, parts_of(given.optimizer), count)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..amp.precision import find_kept_problems, find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
+from ..data.sharding import loader_in
 from ..errors import InputError, counted, shorten
 from ..parallel.comm import is_simulated
 from ..parallel.deferred.creation import recorded
@@ -180,13 +181,14 @@ def find_other_problems(
 ) -> Iterator[str]:
     """Problems of the other arguments."""
     for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
+        loader = loader_in(loader)
         if loader is None:
             continue
         if not isinstance(loader, DataLoader):
             yield (
                 f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given; "
                 "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) makes one of a dataset; of an object "
-                "that wraps one pass the inner one (with timm's create_loader: use_prefetcher=False)"
+                "that wraps one pass the inner one"
             )
         elif _goes_on(loader):
             yield (

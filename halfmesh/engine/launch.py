@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ..config.composition import Setup, batch_size
 from ..config.config import Config
 from ..config.load import load_config
-from ..data.sharding import ShardedLoader
+from ..data.sharding import ShardedLoader, loader_in
 from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, coordinates_of, find_process
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
@@ -60,14 +60,17 @@ class Launch:
         """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
         return coordinates_of(self.rank, self.config.parallel.dims(self.world_size).sizes)["dp"]
 
-    def updates_per_epoch(self, dataloader: DataLoader[Any]) -> int:
+    def updates_per_epoch(self, dataloader: DataLoader[Any], *, sharded: bool = False) -> int:
         """The optimizer updates of an epoch of a training DataLoader, with its batches divided over the data ranks and
         accumulated as by `initialize`; the last one may be of fewer batches.
+
+        Args:
+            sharded: as of `initialize`.
 
         Raises:
             InputError: not a DataLoader, or one without a length.
         """
-        return count_updates(dataloader, Setup.of(self.config, self.world_size), self.device)
+        return count_updates(dataloader, Setup.of(self.config, self.world_size), self.device, sharded)
 
     def close(self) -> None:
         """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
@@ -217,9 +220,9 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
     return torch.device("cuda", index)
 
 
-def count_updates(dataloader: Any, setup: Setup, device: torch.device) -> int:
+def count_updates(dataloader: Any, setup: Setup, device: torch.device, sharded: bool) -> int:
     """See `Launch.updates_per_epoch`. It needs no process group."""
-    if not isinstance(dataloader, DataLoader):
+    if not isinstance(loader_in(dataloader), DataLoader):
         raise InputError(
             f"updates of an epoch are those of a torch DataLoader, but a {type(dataloader).__name__} was given; pass "
             "the one that initialize gets"
@@ -227,9 +230,10 @@ def count_updates(dataloader: Any, setup: Setup, device: torch.device) -> int:
     context = ParallelContext(setup.dims, device)
     if not dist.is_initialized():
         context.rank = find_process().rank
-    batches = ShardedLoader(dataloader, context, training=True).length
+    loader = ShardedLoader(dataloader, context, training=True, sharded=sharded)
+    batches = loader.length
     if batches is None:
-        dataset = type(dataloader.dataset).__name__
+        dataset = type(loader.given.dataset).__name__
         raise InputError(
             f"the updates of an epoch are not known: {dataset}, or its sampler, has no length; "
             "give the dataset a __len__, or count the whole run in updates (max_steps)"

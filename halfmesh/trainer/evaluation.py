@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.loader import EngineDataLoader
-from ..data.sharding import ShardedLoader
+from ..data.sharding import ShardedLoader, loader_in
 from ..engine.engine import Engine
 from ..engine.even_calls import even_out
 from ..engine.pipeline_handles import Handle
@@ -38,7 +38,7 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
     Raises:
         InputError: not a DataLoader.
     """
-    if not isinstance(dataloader, DataLoader):
+    if not isinstance(loader_in(dataloader), DataLoader):
         raise InputError(
             f"expected a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
             "DataLoader(dataset, batch_size=...)"
@@ -55,7 +55,7 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
     """
     if train is None or (engine.has_dataloader and train is engine.dataloader):
         return engine.dataloader
-    if isinstance(train, (DataLoader, Dataset)):
+    if isinstance(loader_in(train), (DataLoader, Dataset)):
         raise InputError(
             f"fit was given a {type(train).__name__} that is not sharded over the data ranks; pass it to initialize as "
             "the dataloader instead (fit also takes an iterable of your own batches, already on the device)"
@@ -67,7 +67,7 @@ def choose_eval_loader(engine: Engine, dataloader: Any) -> Any:
     """The engine's eval_dataloader, or `dataloader`, sharded; None if there is neither."""
     if dataloader is None:
         return engine.eval_dataloader if engine.has_eval_dataloader else None
-    has_samples = isinstance(dataloader, (DataLoader, Dataset))
+    has_samples = isinstance(loader_in(dataloader), (DataLoader, Dataset))
     return shard_dataloader(engine, dataloader) if has_samples else dataloader
 
 

@@ -1,0 +1,151 @@
+"""Loaders whose data is this data rank's own already, and timm's loaders around a DataLoader."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from halfmesh.trainer.trainer import Trainer
+from tests.support.models import make_data, make_engine, said, train
+from tests.support.ranks import run_ranks
+
+
+class OwnStream(IterableDataset):
+    """Every so many samples, from this rank's on; the generators of ranks are not alike."""
+
+    def __init__(self, count: int = 16) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        for index in range(dist.get_rank(), self.count, dist.get_world_size()):
+            yield torch.tensor([index, int(torch.randint(1000, ()))])
+
+
+class Sharded(OwnStream):
+    sharded = True
+
+
+class Node(OwnStream):
+    """As of a stream that is made for a rank."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+
+class Counted(OwnStream):
+    def __len__(self) -> int:
+        return len(range(dist.get_rank(), self.count, dist.get_world_size()))
+
+
+def first_epochs(engine: Any) -> list[list[list[int]]]:
+    return [[row for batch in engine.dataloader for row in batch.tolist()] for _ in range(2)]
+
+
+def own(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, dataset, options in (
+        ("said", OwnStream(), {"sharded": True}),
+        ("attribute", Sharded(), {}),
+        ("seen", Node(rank, world_size), {}),
+        ("counted", Counted(), {"sharded": True}),
+        ("map-style", [torch.tensor([i, i]) for i in range(rank, 16, world_size)], {"sharded": True}),
+    ):
+        loader = DataLoader(dataset, 2, shuffle=True) if name == "map-style" else DataLoader(dataset, 2)
+        with make_engine(loader=loader, **options) as engine:
+            torch.manual_seed(rank)
+            found[name] = first_epochs(engine)
+    found["other rank"] = said(make_engine, loader=DataLoader(Node(0, 4), 2))
+    found["unequal"] = said(make_engine, loader=DataLoader(Counted(17), 1), sharded=True)
+    return found
+
+
+@pytest.mark.distributed
+def test_data_of_this_rank_is_taken_as_it_is():
+    everyone = run_ranks(own, 2)
+    for rank, found in enumerate(everyone):
+        for name in ("said", "attribute", "seen", "counted", "map-style"):
+            for epoch in found[name]:
+                assert sorted(row[0] for row in epoch) == list(range(rank, 16, 2)), name
+        for name in ("said", "attribute", "seen", "counted"):
+            mine, theirs = ([[row[1] for row in epoch] for epoch in each[name]] for each in everyone)
+            assert mine[0] != mine[1], "other numbers in each epoch"
+            assert mine[0] != theirs[0], "the numbers of this rank's generators"
+        assert "the dataloader's Node has world_size=4, rank=0, but this is data rank" in found["other rank"]
+        assert "shards itself, and has 9 batches on some ranks and 8 on others" in found["unequal"]
+
+
+def alike(rank: int, world_size: int) -> list[str]:
+    """What is said of data that is called each rank's own, and is the same on all of them."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("halfmesh").addHandler(handler)
+    with make_engine(loader=DataLoader(TensorDataset(*make_data(8)), 4), sharded=True) as engine:
+        train(engine)
+    logging.getLogger("halfmesh").removeHandler(handler)
+    return told
+
+
+@pytest.mark.distributed
+def test_the_same_data_on_each_rank_is_told():
+    first, second = run_ranks(alike, 2)
+    assert second == []
+    assert len(first) == 1
+    assert "all 2 data ranks were given the same inputs in the first update" in first[0]
+
+
+def collate(samples: Any) -> Any:
+    """Images as timm's fast_collate gives them."""
+    images, labels = zip(*samples, strict=True)
+    return torch.stack(images), torch.tensor(labels)
+
+
+def prefetched(rank: int, world_size: int) -> tuple[list[Any], list[Any], float, Any]:
+    """The batches of timm's loop and of the engine's, of all samples; and an evaluation of them."""
+    loader_module = pytest.importorskip("timm.data.loader")
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (6, 3, 4, 4), dtype=torch.uint8, generator=generator)
+    samples = [(image, index % 4) for index, image in enumerate(images)]
+    inner = DataLoader(samples, 6 // world_size, collate_fn=collate)
+    given = loader_module.PrefetchLoader(inner, device=torch.device("cpu"), re_prob=0.5)
+    whole = loader_module.PrefetchLoader(DataLoader(samples, 6, collate_fn=collate), device=torch.device("cpu"))
+    theirs = list(whole)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 4))
+    with make_engine(model=model, loader=given, eval_dataloader=whole) as engine:
+        train(engine)
+        assert len(engine.dataloader) == 1
+        evaluated = [(x.cpu(), y.cpu()) for x, y in engine.eval_dataloader]
+        return theirs, evaluated, Trainer(engine).evaluate(whole)["eval_loss"], Trainer(engine).predict(whole)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_timms_prefetcher_normalises_what_each_rank_gets(ranks):
+    results = run_ranks(prefetched, ranks, init=ranks > 1)
+    ((images, labels),) = results[0][0]
+    for rank, (_, evaluated, loss, outputs) in enumerate(results):
+        ((x, y),) = evaluated
+        torch.testing.assert_close(x, images[rank::ranks], rtol=0, atol=0)
+        torch.testing.assert_close(y, labels[rank::ranks])
+        assert loss == pytest.approx(results[0][2])
+        assert outputs.shape == (6, 4)
+
+
+def test_a_stream_alone_is_read_whole():
+    """One process has all of the data, whatever the stream is called."""
+
+    class Numbers(IterableDataset):
+        sharded, rank, world_size = True, 3, 8
+
+        def __iter__(self) -> Any:
+            return iter(range(5))
+
+    with make_engine(loader=DataLoader(Numbers(), 2)) as engine:
+        assert list(itertools.chain(*(batch.tolist() for batch in engine.dataloader))) == [0, 1, 2, 3, 4]
