@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -148,28 +148,29 @@ class Checkpointer:
 
     # -- loading -----------------------------------------------------------------------------------------------
 
-    def find(self, directory: Path) -> Stored:
+    def find(self, directory: Path, keep: Sequence[str]) -> Stored:
         """The checkpoint to load from `directory`, which fits this engine. Nothing has changed yet."""
         self.wait()
         with self.own_call:
             stored = storage.find(directory, self.context)
-            self._refuse_other(stored)
+            self._settings.refuse_unkept(keep, stored.common["lr_scheduler"])
+            self._refuse_other(stored, None if "lr_scheduler" in keep else self.lr.scheduler)
         return stored
 
-    def load(self, stored: Stored) -> None:
-        """Load what `find` has found. The engine has no gradients."""
+    def load(self, stored: Stored, keep: Sequence[str]) -> None:
+        """Load what `find` has found, but for what `keep` names. The engine has no gradients."""
         context, progress = self.context, self.progress
         with self.own_call:
             self._load_tensors(stored)
             shared = SharedRNG(context.from_first(random_state(CPU)))
-            notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared)))
-        self._compare_settings(stored)
+            notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared, keep)))
+        self._compare_settings(stored, keep)
         progress.global_step = stored.common["global_step"]
         progress.results.clear()
         title = f"loaded step {progress.global_step} from {stored.folder}"
         _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)
 
-    def _refuse_other(self, stored: Stored) -> None:
+    def _refuse_other(self, stored: Stored, scheduler: Any) -> None:
         """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
         own, common = self.state.collect(self.context, f"loading {stored.folder} failed", to_load=True), stored.common
         model: dict[str, Any] = {n.removeprefix(MODEL): t.shape for n, t in own.tensors.items() if 0 not in t.shape}
@@ -180,7 +181,7 @@ class Checkpointer:
             *validate.model_problems(
                 model | dict.fromkeys(own.extras), saved | dict.fromkeys(common["extras"]), "the checkpoint"
             ),
-            *validate.optimizer_problems(self.state.update.optimizer, self.lr.scheduler, own.groups, common),
+            *validate.optimizer_problems(self.state.update.optimizer, scheduler, own.groups, common),
         ]
         saved_name, name = storage.engine_name(stored.manifest), self.config.name
         if saved_name and name and saved_name != name:
@@ -208,7 +209,7 @@ class Checkpointer:
         if average.values:
             average.restart(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
 
-    def _load_rest(self, stored: Stored, shared: SharedRNG) -> Iterator[str]:
+    def _load_rest(self, stored: Stored, shared: SharedRNG, keep: Sequence[str]) -> Iterator[str]:
         """Load everything but the tensors of model and optimizer. Yields a line for all state that starts fresh.
 
         Args:
@@ -228,7 +229,7 @@ class Checkpointer:
             yield f"it has {saved}, and this run {len(losses.scalers)}: they start from the config"
         if lr.scheduler is not None and common["lr_scheduler"] is None:
             yield "it has no learning-rate scheduler: this run's keeps its state"
-        lr.load_state_dict(common["lr_scheduler"])
+        lr.load_state_dict(None if "lr_scheduler" in keep else common["lr_scheduler"])
         same_layout = about["layout"] == self._layout and stored.own is not None
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
@@ -258,11 +259,12 @@ class Checkpointer:
             rank_state.set_rank_random(own["random"], self.context, self.state.parallel_model)
         yield from self.attached.load_state_dict(attached.get("attached", {}))
 
-    def _compare_settings(self, stored: Stored) -> None:
+    def _compare_settings(self, stored: Stored, keep: Sequence[str]) -> None:
         given = dict(enumerate(stored.common.get("given", ())))  # missing in older checkpoints
         names = [group["params"] for group in self.state.groups()]
         groups = [1 + index_of(own, index, stored.common["groups"]) for index, own in enumerate(names)]
-        self._settings.loaded(stored.folder, [given.get(number, {}) for number in (0, *groups)])
+        theirs = [given.get(number, {}) for number in (0, *groups)]
+        self._settings.loaded(stored.folder, theirs, keep, stored.common["lr_scheduler"])
 
     # -- state dicts -------------------------------------------------------------------------------------------
 
@@ -296,20 +298,21 @@ class Checkpointer:
         sharding |= set(self.context.dims.grad_axes if parallel_model.data.shards_state else ())
         return validate.coordinates(self.context, sharding)
 
-    def refuse_unfit(self, state: Mapping[str, Any]) -> None:
-        """Raise InputError if `state` is no state dict of the same rank of the same layout."""
+    def refuse_unfit(self, state: Mapping[str, Any], keep: Sequence[str]) -> None:
+        """Raise InputError if `state` is no state dict of the same rank of the same layout, or `keep` does not fit."""
         update = self.state.update
         validate.refuse_unfit(state.get("update", {}), len(update.loss_scales.scalers), "engine")
         validate.refuse_other_shards(state["layout"], self._coordinates())
         update.master_weights.refuse_unfit(state["update"]["masters"])
+        self._settings.refuse_unkept(keep, state["lr_scheduler"])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], keep: Sequence[str]) -> None:
         """`Engine.load_state_dict`, of a state that fits. The engine has no gradients."""
         self.state.model.load_state_dict(state["model"])
         self.state.update.load_state_dict(state["update"])
         self.state.average.load_state_dict(state.get("average", {}))
-        self.lr.load_state_dict(state["lr_scheduler"])
-        self._settings.loaded("the state", state.get("given", []))
+        self.lr.load_state_dict(None if "lr_scheduler" in keep else state["lr_scheduler"])
+        self._settings.loaded("the state", state.get("given", []), keep, state["lr_scheduler"])
         self.progress.global_step = state["global_step"]
         self.progress.results.clear()
         for note in self._load_own(state, state["random"]["rank"] == self.context.rank, state):

@@ -3,6 +3,7 @@ settings that a load overwrites are told."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain, zip_longest
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..config.text import as_json
-from ..errors import InputError, bullet_list, counted, cut, find_near, shorten, show
+from ..errors import InputError, bullet_list, counted, cut, did_you_mean, find_near, shorten, show
 from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
 from ..utils.optimizer_state import parts_of
@@ -125,6 +126,9 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Group settings that select an implementation, which a load does not change."""
 Settings = list[dict[str, Any]]
 """The settings of the scheduler, and of each of the optimizer's groups, in JSON types; {} if they are not known."""
+KEPT = ("lr_scheduler", "optimizer_settings")
+"""What a load may keep of this run. With a scheduler it decides the rates: they are kept with it."""
+_RATES = "lr", "initial_lr", "max_lr", "min_lr"
 _FOLLOW = "params", "initial_lr", "base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedule_phases"
 """Entries of groups and schedulers that are no settings, or follow from them. The initial_lr is compared as the lr."""
 
@@ -139,11 +143,46 @@ class GivenSettings:
         self._lr = lr
         self._optimizer = optimizer
         self._given = self.in_force = self._describe()
+        self._groups = [_copy_settings(group) for group in optimizer.param_groups]
+        self._schedule = copy.deepcopy(lr.state_dict()) if can_go_on(lr.scheduler) else None
 
-    def loaded(self, source: object, given: Settings) -> None:
-        """Warn, after a load from `source`, whose run had the initial settings `given`, of each setting that now
-        differs from this run's."""
-        self.in_force = [theirs or own for theirs, own in zip_longest(given, self._given, fillvalue=dict[str, Any]())]
+    def refuse_unkept(self, keep: Sequence[str], saved: Any) -> None:
+        """Raise InputError if `keep` is unknown, or this run's schedule cannot go on where the `saved` one was."""
+        names = [keep] if isinstance(keep, str) else keep
+        if isinstance(keep, str) or not set(keep) <= set(KEPT):
+            near = "".join(did_you_mean(name, KEPT) for name in names if name not in KEPT)
+            raise InputError(f"keep={show(keep)}: expected a tuple of some of {KEPT}{near}")
+        if "lr_scheduler" in keep and self._lr.scheduler is not None and not (self._schedule and can_go_on(saved)):
+            raise InputError(
+                f"keep={show(keep)}: the schedule of this run, or the saved one, counts no steps, so this run's cannot "
+                "be advanced to where that one was (as those of torch can, but for ReduceLROnPlateau); set what should "
+                "be another after the load (engine.lr_scheduler)"
+            )
+
+    def loaded(self, source: object, given: Settings, keep: Sequence[str], saved: Any) -> None:
+        """After a load from `source`: put back what `keep` names, and warn of each setting that now differs from this
+        run's.
+
+        Args:
+            given: the initial settings of the run that saved.
+            saved: its scheduler's state.
+        """
+        pairs = list(zip_longest(given, self._given, fillvalue=dict[str, Any]()))
+        self.in_force = [
+            {**(theirs or own), **{key: value for key, value in own.items() if self._kind(key) in keep}}
+            for theirs, own in pairs
+        ]
+        if "lr_scheduler" in keep and self._lr.scheduler is not None:
+            self.in_force[0] = self._given[0]
+        for group, own, (theirs, mine) in zip(self._optimizer.param_groups, self._groups, pairs[1:], strict=False):
+            for key, value in _copy_settings(own).items():
+                name = f"optimizer {key}"
+                # Not what is state of the optimizer, such as a count of steps, and began alike in both runs.
+                is_other = theirs.get(name) != mine.get(name) or self._kind(name) == "lr_scheduler"
+                if self._kind(name) in keep and is_other:
+                    group[key] = value
+        if "lr_scheduler" in keep and self._schedule is not None and saved is not None:
+            self._lr.replay(copy.deepcopy(self._schedule), saved)
         lines: dict[str, dict[str, None]] = {}
         for own, theirs, now in zip(self._given, self.in_force, self._describe(), strict=False):
             for key, value in own.items():
@@ -151,11 +190,18 @@ class GivenSettings:
                     moved = "" if theirs[key] == now[key] else f" (now {show(now[key])})"
                     lines.setdefault(key, {})[f"{show(theirs[key])}{moved}, not {show(value)}"] = None
         if lines:
+            kinds = tuple(sorted({*keep, *map(self._kind, lines)}))
             title = (
                 f"{source} was saved by a run with other settings, which are in force now in place of those that this "
-                "run gave; to change one, set it after the load (engine.optimizer.param_groups, engine.lr_scheduler):"
+                f"run gave; to keep those of this run, load with keep={kinds}, or set one after the load "
+                "(engine.optimizer.param_groups, engine.lr_scheduler):"
             )
             _log.warning("%s", bullet_list(title, [f"{key}: {cut('; '.join(of))}" for key, of in lines.items()]))
+
+    def _kind(self, name: str) -> str:
+        """The one of `KEPT` to which a setting belongs."""
+        is_rate = self._lr.scheduler is not None and name.removeprefix("optimizer ") in _RATES
+        return "lr_scheduler" if is_rate or name.startswith("lr_scheduler") else "optimizer_settings"
 
     def _describe(self) -> Settings:
         scheduler = self._lr.state_dict()
@@ -166,6 +212,20 @@ class GivenSettings:
         for group in self._optimizer.param_groups:
             found.append(dict(_flatten("optimizer ", {**group, "lr": group.get("initial_lr", group.get("lr"))})))
         return found
+
+
+def _copy_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
+
+
+def can_go_on(schedule: Any) -> bool:
+    """Return True if a scheduler, or the state of one, counts its steps, and can be stepped without a metric. (None can
+    stay as it is.)"""
+    for one in schedule if isinstance(schedule, list) else [schedule]:
+        values = one if isinstance(one, Mapping) else vars(one) if one is not None else {"last_epoch": 0}
+        if "patience" in values or not ("last_epoch" in values or "_schedulers" in values):
+            return False
+    return True
 
 
 def _flatten(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

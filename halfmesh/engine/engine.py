@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -416,12 +416,12 @@ class Engine:
         self._accumulation.refuse_unfinished("engine.state_dict()")
         return self._checkpointer.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`: the next step is the one that would have followed it."""
+    def load_state_dict(self, state: Mapping[str, Any], *, keep: Sequence[str] = ()) -> None:
+        """Restore `state_dict`: the next step is the one that would have followed it. `keep` is that of `load`."""
         self._accumulation.refuse_averaged("engine.load_state_dict()")
-        self._checkpointer.refuse_unfit(state)
+        self._checkpointer.refuse_unfit(state, keep)
         self._accumulation.clear()
-        self._checkpointer.load_state_dict(state)
+        self._checkpointer.load_state_dict(state, keep)
         self._hooks.run("after_load")
 
     def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
@@ -446,20 +446,25 @@ class Engine:
         """Wait until `save(in_background=True)` is complete. All ranks together; CheckpointError if it failed."""
         self._checkpointer.wait()
 
-    def load(self, directory: str | Path) -> Path:
+    def load(self, directory: str | Path, *, keep: Sequence[str] = ()) -> Path:
         """Resume from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
 
         `directory` is a checkpoint, or a folder of which the newest complete one is taken; the checkpoint's folder is
         returned. In the layout in which it was saved, training resumes exactly, with the next batch.
 
+        Args:
+            keep: what stays as this run gave it. "lr_scheduler": the schedule and, with one, the learning rates; it is
+                advanced to the step of the saved one. "optimizer_settings": the weight decay and other settings that
+                the two runs gave differently; without a scheduler the learning rates, too.
+
         Raises:
             CheckpointError: there is none, or it is damaged.
-            InputError: it is of another model or optimizer. Nothing has changed then.
+            InputError: it is of another model or optimizer, or `keep` is not possible. Nothing has changed then.
         """
         self._before_call("engine.load()", keeps_gradients=False)
-        stored = self._checkpointer.find(Path(directory))
+        stored = self._checkpointer.find(Path(directory), keep)
         self._accumulation.clear()
-        self._checkpointer.load(stored)
+        self._checkpointer.load(stored, keep)
         self._hooks.run("after_load")
         return stored.folder
 

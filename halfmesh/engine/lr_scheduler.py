@@ -8,6 +8,7 @@ the last value stays.
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -130,11 +131,35 @@ class LRAdvance:
                 scheduler.load_state_dict(own)
             self._positions = None
 
+    def replay(self, start: Any, saved: Any) -> None:
+        """Begin at the state `start` again, and advance to where `saved`, the state of another run, is: all schedulers
+        together, as they do in training."""
+        self._positions = None
+        starts, others = (state if isinstance(state, list) else [state] for state in (start, saved))
+        places = [_place(other) for other in others]
+        places = places if len(places) == len(starts) else places[:1] * len(starts)
+        left = [there - _place(own) for there, own in zip(places, starts, strict=True)]
+        for scheduler, own in zip(self._all, starts, strict=True):
+            scheduler.load_state_dict(own)
+        with warnings.catch_warnings():  # no optimizer has stepped in this run, but in the other
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            for step in range(max(left)):
+                for scheduler, steps in zip(self._all, left, strict=True):
+                    if step < steps:
+                        scheduler.step()
+
     def _advance(self) -> None:
         self.check()
         for scheduler in self._all:
             scheduler.step()
         self._positions = list(map(_position, self._all))
+
+
+def _place(state: Any) -> int:
+    """The step of a scheduler's state."""
+    while "last_epoch" not in state:  # of a ChainedScheduler
+        state = state["_schedulers"][0]
+    return int(state["last_epoch"])
 
 
 def _position(scheduler: Any) -> int | None:

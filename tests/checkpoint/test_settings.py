@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch import optim
 from torch.optim import lr_scheduler as schedulers
 
 import halfmesh
+from halfmesh.errors import InputError
 from tests.support.checkpoint_runs import make_engine
+from tests.support.ranks import rank_device
 
 
 class Rise:
@@ -107,9 +111,11 @@ def test_each_setting_that_a_load_overwrites_is_told_once(kind, tmp_path, caplog
         load(run(kind, 12, lr=0.005, weight_decay=0.3))
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         title, *lines = warning.split("\n  - ")
+        kinds = ("lr_scheduler", "optimizer_settings")
         assert title.endswith(
             "was saved by a run with other settings, which are in force now in place of those that this run gave; to "
-            "change one, set it after the load (engine.optimizer.param_groups, engine.lr_scheduler):"
+            f"keep those of this run, load with keep={kinds}, or set one after the load "
+            "(engine.optimizer.param_groups, engine.lr_scheduler):"
         )
         assert sorted(lines) == sorted(told)
 
@@ -176,3 +182,138 @@ def test_a_group_without_given_settings_is_not_compared_with_those_of_another(tm
 
 def rates(engine):
     return [group["lr"] for group in engine.optimizer.param_groups]
+
+
+# -- keep ------------------------------------------------------------------------------------------------------------
+
+TOGETHER = {
+    "chained": lambda o, n: schedulers.ChainedScheduler([schedulers.StepLR(o, n), schedulers.ExponentialLR(o, 0.9)]),
+    "floor": lambda o, n: schedulers.CosineAnnealingLR(o, T_max=n, eta_min=0.001),
+    "several": lambda o, n: [schedulers.StepLR(o, n // 3, gamma=0.5), schedulers.LinearLR(o, 1 / n, total_iters=n)],
+}
+
+
+def kept_run(kind, number, lr=0.01, **settings):
+    makes = {**{name: make for name, (make, _) in SCHEDULERS.items()}, **TOGETHER}[kind]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+    groups = [{"params": model[0].parameters(), **settings}, {"params": model[1].parameters()}]
+    optimizer = optim.AdamW(groups, lr=lr)
+    return halfmesh.initialize(
+        model, optimizer, config={"lr_interval": "step"}, device=rank_device(), lr_scheduler=makes(optimizer, number)
+    )
+
+
+def now(engine):
+    _ = engine.lr_scheduler  # settles
+    return [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in [*SCHEDULERS, *TOGETHER] if kind not in ("plateau", "own", "numpy")])
+@pytest.mark.parametrize("loads", ["load", "state"])
+def test_a_schedule_that_is_kept_goes_on_where_the_saved_one_was(kind, loads, tmp_path, caplog):
+    """As if this run had taken the updates, also after a load without `keep`, and updates of its own."""
+    saved = kept_run(kind, 6)
+    updates_by_step(saved)
+    expected = kept_run(kind, 12, lr=0.005, weight_decay=0.3)
+    updates_by_step(expected)
+    saved.save(tmp_path)
+    state = saved.state_dict()
+    engine = kept_run(kind, 12, lr=0.005, weight_decay=0.3)
+
+    def load(**keep):
+        if loads == "load":
+            engine.load(tmp_path, **keep)
+        else:
+            engine.load_state_dict(copy.deepcopy(state), **keep)
+
+    for spoil in (False, True):
+        if spoil:
+            load()
+            updates_by_step(engine, 3)
+        caplog.clear()
+        load(keep=("lr_scheduler", "optimizer_settings"))
+        assert now(engine) == now(expected)
+        assert "other settings" not in caplog.text
+        assert engine.optimizer.state_dict()["state"][0]["step"] == 4
+    updates_by_step(engine, 3)
+    updates_by_step(expected, 3)
+    assert now(engine) == now(expected)
+    engine.save(tmp_path / "later")  # these settings are in force from now on
+    caplog.clear()
+    kept_run(kind, 12, lr=0.005, weight_decay=0.3).load(tmp_path / "later")
+    assert "other settings" not in caplog.text
+
+
+def updates_by_step(engine, count=4):
+    for _ in range(count):
+        engine.zero_grad()
+        engine.backward(engine(torch.ones(2, 8, device=engine.device)).sum())
+        engine.step()
+
+
+def test_each_of_the_two_may_be_kept_alone(tmp_path, caplog):
+    saved = kept_run("linear", 6)
+    updates_by_step(saved)
+    saved.save(tmp_path)
+    new = kept_run("linear", 12, lr=0.005, weight_decay=0.3)
+    updates_by_step(new)
+    for keep, rates_of, decays_of, left in [
+        (("lr_scheduler",), new, saved, ["optimizer weight_decay: 0.01, not 0.3"]),
+        (("optimizer_settings",), saved, new, ["lr_scheduler total_steps: 6, not 12", "optimizer lr: 0.01, not 0.005"]),
+    ]:
+        caplog.clear()
+        engine = kept_run("linear", 12, lr=0.005, weight_decay=0.3)
+        engine.load(tmp_path, keep=keep)
+        assert [group["lr"] for group in now(engine)] == [group["lr"] for group in now(rates_of)]
+        assert [g["weight_decay"] for g in now(engine)] == [g["weight_decay"] for g in now(decays_of)]
+        assert [line[4:] for line in caplog.text.splitlines() if line.startswith("  - ")] == left
+        assert "load with keep=('lr_scheduler', 'optimizer_settings')" in caplog.text
+
+
+def test_without_a_scheduler_the_rate_is_a_setting_and_counts_are_not(tmp_path):
+    """What an optimizer counts in its groups comes from the checkpoint."""
+
+    class Counting(optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+            return super().step(closure)
+
+    def make(lr):
+        return make_engine("one", "none", optimizer=lambda params: Counting([{"params": params, "k": 0}], lr=lr))
+
+    engine, other = make(0.1), make(0.2)
+    updates_by_step(engine)
+    engine.save(tmp_path)
+    other.load(tmp_path, keep=("optimizer_settings",))
+    assert (rates(other), other.optimizer.param_groups[0]["k"]) == ([0.2], 4)
+
+
+def test_a_schedule_of_another_class_may_go_on(tmp_path):
+    saved = kept_run("linear", 6)
+    updates_by_step(saved)
+    saved.save(tmp_path)
+    with pytest.raises(InputError, match=r"it was saved with the lr_scheduler .*LinearWarmupLR"):
+        kept_run("cosine", 12).load(tmp_path)
+    engine, expected = kept_run("cosine", 12), kept_run("cosine", 12)
+    engine.load(tmp_path, keep=("lr_scheduler",))
+    updates_by_step(expected)
+    assert now(engine) == now(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep", "words"),
+    [
+        ("linear", ("lr_schedule",), r"keep=\('lr_schedule',\): expected a tuple .*did you mean 'lr_scheduler'"),
+        ("linear", "lr_scheduler", r"keep='lr_scheduler': expected a tuple"),
+        ("own", ("lr_scheduler",), r"counts no steps, so this run's cannot be advanced"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_changes(kind, keep, words, tmp_path):
+    engine = kept_run(kind, 6)
+    engine.save(tmp_path)
+    before = now(engine)
+    for load, given in (engine.load, tmp_path), (engine.load_state_dict, engine.state_dict()):
+        with pytest.raises(InputError, match=words):
+            load(given, keep=keep)
+    assert now(engine) == before

@@ -221,9 +221,9 @@ def test_checkpoints(run, tmp_path):
 
 
 def test_other_settings_than_those_of_the_checkpoint(run):
-    def start(rate, total_steps):
+    def start(rate, total_steps, decay):
         names = stand_ins()
-        names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=rate)
+        names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=rate, weight_decay=decay)
         scheduler = halfmesh.LinearWarmupLR(names["optimizer"], warmup_steps=1, total_steps=total_steps)
         given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
         return halfmesh.initialize(*given, {}, lr_scheduler=scheduler)
@@ -234,7 +234,7 @@ def test_other_settings_than_those_of_the_checkpoint(run):
             result = engine.step()
         return result.lr
 
-    first, again = start(0.02, 15), start(0.005, 200)
+    first, again = start(0.02, 15, 0.01), start(0.005, 200, 0.1)
     train(first)
     first.save("checkpoints")
     run("checkpoints.md", "other_settings.py", given={"engine": again})
