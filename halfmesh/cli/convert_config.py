@@ -104,7 +104,10 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
             f"{path}: scripts are not executed; give the arguments as a dict or key=value pairs, in quotes"
         )
     try:
-        return read_raw(path)[0]
+        found = read_raw(path)[0]
+        whole = found.get("CONFIG")  # Colossal-AI's launch takes this dict, too
+        is_whole = origin == "colossal" and isinstance(whole, Mapping)
+        return {**{key: value for key, value in found.items() if key != "CONFIG"}, **whole} if is_whole else found
     except ConfigError as error:
         if "'colossalai" not in str(error):
             raise

@@ -39,6 +39,14 @@ def test_what_is_printed(source):
     assert load_config(source / "config.py").parallel.pipeline.microbatches == 4
 
 
+def test_a_config_in_one_dict_is_what_it_contains(source):
+    keys = SOURCE.replace("from halfmesh import AMP_TYPE\n", "").strip().replace("\n", ",\n")
+    (source / "whole.py").write_text(f"from halfmesh import AMP_TYPE\nCONFIG = dict(\n{keys},\n)\n")
+    whole, spread = run("whole.py", "--from", "colossal"), run("colossal.py", "--from", "colossal")
+    assert whole.exit_code == 0
+    assert whole.stdout == spread.stdout.replace("colossal.py", "whole.py")
+
+
 def test_what_cannot_run_or_is_not_understood_is_said_in_the_config(source):
     result = run("colossal.py", "--from", "colossal", "--world-size", "6")
     assert result.exit_code == 1
