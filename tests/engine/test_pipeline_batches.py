@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfmesh
 from tests.support.models import CLASSES, FEATURES, make_data, make_loader, said
 from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe, step, whole
 from tests.support.ranks import here, rank_device, run_ranks
@@ -180,3 +181,50 @@ def test_a_batch_that_the_microbatches_do_not_divide():
                 assert ("nothing" if count else refused) in found[name][rows]
         assert "drop_last=True" in found["interleaved"][3]
         assert "2 samples or more in each, which BatchNorm needs" in found["1f1b with BatchNorm"][5]
+
+
+class CachedRotary(nn.Module):
+    """Keeps the table for the last length, as nanoGPT's speed runs do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 0.1 ** (torch.arange(width) / width))
+        self.length: int | None = None
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != self.length:
+            self.length = x.shape[1]
+            self.table = torch.outer(torch.arange(x.shape[1], device=x.device).float(), self.frequencies).cos()
+        assert self.table is not None
+        return x * self.table[None]
+
+
+def with_cached_tables(rank: int, world_size: int) -> list[float]:
+    """Losses of batches of several sizes and lengths, with an evaluation between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), CachedRotary(8))))
+    data = [torch.randn(2, size, length, 8) for size, length in ((4, 6), (2, 6), (4, 3), (4, 6))]
+    model(data[2][0])  # before initialize: tables of another length
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {} if world_size == 1 else {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
+    engine = halfmesh.initialize(model, optimizer, nn.MSELoss(), config=config, device=rank_device())
+    losses = []
+    for x, y in map(here, data):
+        engine.eval()
+        with torch.no_grad():
+            engine(x[:2, :2])
+        engine.train()
+        loss = engine.criterion(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        engine.zero_grad()
+        losses.append(loss.item())
+    engine.close()
+    return losses
+
+
+def test_tables_that_a_module_keeps_fit_other_batches():
+    (expected,) = run_ranks(with_cached_tables, 1)
+    for losses in run_ranks(with_cached_tables, 2):
+        assert losses == pytest.approx(expected, rel=1e-6)
