@@ -165,6 +165,10 @@ class Checkpointer:
             shared = SharedRNG(context.from_first(random_state(CPU)))
             notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared, keep)))
         self._compare_settings(stored, keep)
+        position = stored.first["dataloader"]
+        validate.warn_of_other_batch(
+            stored.folder, stored.manifest, position, self.config, self.loader, context.dp_size
+        )
         progress.global_step = stored.common["global_step"]
         progress.results.clear()
         title = f"loaded step {progress.global_step} from {stored.folder}"

@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from ..config.config import Config
 from ..config.text import as_json
 from ..errors import InputError, bullet_list, counted, cut, did_you_mean, find_near, shorten, show
 from ..parallel.mesh import ParallelContext
@@ -117,6 +119,28 @@ def optimizer_problems(
         yield (
             f"its optimizer's groups are here in the order {shorten(order)}: the lr_scheduler's state is by number, so "
             "learning rates would be exchanged; build the groups in the saved order, or give initialize no lr_scheduler"
+        )
+
+
+def warn_of_other_batch(
+    folder: Path, about: Mapping[str, Any], position: Mapping[str, Any] | None, config: Config, loader: Any, ranks: int
+) -> None:
+    """Warn if updates take another number of samples because there is another number of data ranks.
+
+    Args:
+        about, position: the manifest of a checkpoint, and its position in the data; None: it has none.
+        loader: this run's EngineDataLoader, or None.
+        ranks: this run's number of data ranks.
+    """
+    if position is None or loader is None or config.global_batch_size is not None or about["layout"]["data"] == ranks:
+        return
+    (unit, step), (own_unit, own_step) = position["share"], loader.loader.order
+    before, now = step * about["config"]["gradient_accumulation"], own_step * config.gradient_accumulation
+    if unit == own_unit == "samples" and before != now:
+        _log.warning(
+            "%s was saved by a run on %s, whose updates took %d samples; on %s they take %d. To keep the number, set "
+            "global_batch_size = %d",
+            *(folder, counted(about["layout"]["data"], "data rank"), before, counted(ranks, "data rank"), now, before),
         )
 
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedulers
 import halfmesh
 from halfmesh.errors import InputError
 from tests.support.checkpoint_runs import make_engine
-from tests.support.ranks import rank_device
+from tests.support.ranks import rank_device, run_ranks
 
 
 class Rise:
@@ -317,3 +317,31 @@ def test_what_cannot_be_kept_is_refused_before_anything_changes(kind, keep, word
         with pytest.raises(InputError, match=words):
             load(given, keep=keep)
     assert now(engine) == before
+
+
+def save_on_two(rank, world_size, folder):
+    for name, batch in {"larger": {"gradient_accumulation": 3}, "same": {"global_batch_size": 48}}.items():
+        make_engine("dp2", "none", batch=16, **batch).save(folder / name)
+
+
+@pytest.mark.distributed
+def test_fewer_samples_in_an_update_on_fewer_data_ranks_are_told_once_with_the_key_that_keeps_them(tmp_path, caplog):
+    run_ranks(save_on_two, 2, tmp_path)
+    own = {
+        "one": {"gradient_accumulation": 3},
+        "kept": {"global_batch_size": 48},
+        "by hand": {"gradient_accumulation": 6},
+    }
+    told = {}
+    for name, batch in own.items():
+        for folder in ("larger", "same"):
+            caplog.clear()
+            make_engine("one", "none", batch=8, **batch).load(tmp_path / folder)
+            told[name, folder] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    words = (
+        "{} was saved by a run on 2 data ranks, whose updates took 48 samples; on 1 data rank they take 24. To keep "
+        "the number, set global_batch_size = 48"
+    )
+    for (name, folder), warnings in told.items():
+        where = tmp_path / folder / "step-00000000"
+        assert warnings == ([words.format(where)] if name == "one" else [])
