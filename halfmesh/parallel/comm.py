@@ -60,18 +60,13 @@ def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     Raises:
         InputError: dtypes, or shapes beyond dim 0, differ.
     """
-    shapes = gather_objects((tuple(rows.shape), str(rows.dtype)), group)
-    if len({(shape[1:], dtype) for shape, dtype in shapes}) > 1:
-        of_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        given = (
-            f"{show(form)} on {list_ranks(of_ranks[place] for place in places)}"
-            for form, places in ranks_by_value(shapes).items()
-        )
+    shapes = gather_objects((*rows.shape, str(rows.dtype)), group)
+    if len({shape[1:] for shape in shapes}) > 1:
         raise InputError(
-            f"context.gather joins tensors along dim 0, but the ranks gave {shorten(list(given))}; give all of them "
-            "one dtype, and the same size in each other dim"
+            f"context.gather joins tensors along dim 0, but the ranks gave {shorten(list(map(show, shapes)))}; give "
+            "all of them one dtype, and the same size in each other dim"
         )
-    counts = [shape[0] for shape, _ in shapes]
+    counts = [shape[0] for shape in shapes]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     received = [torch.empty_like(padded) for _ in counts]

@@ -18,6 +18,7 @@ import torch
 from ...errors import InputError
 from ...utils.tensors import leaves_of, map_tensors, tensors_of
 from ...utils.torch_private import DATA_NEEDED, FakeTensorMode
+from ..rank_checks import digest
 
 _COPIED_BYTES = 2**20
 _UNSET = ("aten::empty", "aten::new_empty")
@@ -50,15 +51,15 @@ class Constant:
     used."""
 
     tensor: torch.Tensor = field(repr=False)
-    digest: str
+    digest: bytes
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Constant:
         is_small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
-        return cls(tensor.detach().clone() if is_small else tensor, _digest(tensor))
+        return cls(tensor.detach().clone() if is_small else tensor, digest(tensor))
 
     def value(self) -> torch.Tensor:
-        if _digest(self.tensor) != self.digest:
+        if digest(self.tensor) != self.digest:
             raise InputError(
                 f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
                 "changed after the model was built; leave it as it is until initialize has returned, or copy it"
@@ -276,13 +277,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """Of values, shape and dtype."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    values = hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
-    return f"{values} {tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
