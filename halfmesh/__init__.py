@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .debug.nonfinite import Diagnosis
     from .debug.precision import PrecisionReport
     from .engine.convert_to_amp import convert_to_amp
+    from .engine.deferred import deferred_init, model_creation
     from .engine.engine import Engine
     from .engine.initialize import initialize
     from .engine.launch import (
@@ -49,7 +50,6 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         SyncError,
     )
     from .options import Options
-    from .parallel.deferred.creation import deferred_init, model_creation
     from .parallel.mesh import ParallelContext
     from .parallel.pipeline.pieces import BlockPartition, Call, Piece
     from .parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
@@ -75,7 +75,7 @@ _NAMES = {
     "config": "Config",
     "config.load": "load_config",
     "engine.convert_to_amp": "convert_to_amp",
-    "parallel.deferred.creation": "deferred_init model_creation",
+    "engine.deferred": "deferred_init model_creation",
     "data.loader": "get_dataloader",
     "engine.engine": "Engine",
     "debug.nonfinite": "Diagnosis",

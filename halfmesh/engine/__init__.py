@@ -3,6 +3,8 @@
 initialize         from the user's objects and a config to an engine; launch: joins the ranks, before there is a model
 inputs             checks of model, optimizer and loaders; all ranks start equal
 parallelize        plans and applies shards; compilation: the modules to compile and to recompute
+deferred           models built without memory: their scopes, and how each rank makes its values; recording: of what was
+                   done to tensors without memory
 recompute          activations that are computed again in backward; offload: kept on the host until then
 engine             forward, backward, step. Below it:
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients

@@ -23,13 +23,13 @@ from ..checkpoint import validate
 from ..config.composition import Setup
 from ..config.load import load_config
 from ..errors import IncompatibleConfigError, InputError, problem_list, refuse_closure
-from ..parallel.deferred.recording import recording_of
 from ..utils.optimizer_state import join_optimizers
 from ..utils.param_shard import ParamShard
 from . import inputs
 from .accumulation import Accumulation
 from .guards import GradientGuard
 from .hints import UncopiedHook
+from .recording import recording_of
 
 
 def convert_to_amp(

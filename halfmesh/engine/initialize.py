@@ -28,13 +28,6 @@ from ..debug.nonfinite import NonFiniteProbes
 from ..debug.probes import Criterion
 from ..distributed.failures import recorded_for_torchrun
 from ..errors import IncompatibleConfigError, InputError, problem_list
-from ..parallel.deferred.creation import (
-    Materializer,
-    build,
-    convert_to_meta,
-    make_materializer,
-    refuse_early_state,
-)
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
@@ -45,6 +38,13 @@ from ..utils.torch_private import has_no_memory
 from . import inputs
 from . import launch as launchers
 from .accumulation import Accumulation
+from .deferred import (
+    Materializer,
+    build,
+    convert_to_meta,
+    make_materializer,
+    refuse_early_state,
+)
 from .ema import WeightAverage
 from .engine import Engine
 from .even_calls import even_out

@@ -18,13 +18,13 @@ from ..amp.stepper import is_stepped
 from ..data.sharding import loader_in
 from ..errors import InputError, counted, shorten
 from ..parallel.comm import is_simulated
-from ..parallel.deferred.creation import recorded
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import same_on_ranks
 from ..utils.optimizer_state import kinds_of, parts_of, plain_settings
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound
 from ..utils.torch_private import call_hooks, is_compiled
+from .deferred import recorded
 from .guards import same_trained
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from ..errors import IncompatibleConfigError, InputError, counted, shorten
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
 from ..parallel.context.axis import ContextParallel
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
-from ..parallel.deferred.creation import Materializer
 from ..parallel.dims import ParallelDims
 from ..parallel.mesh import ParallelContext
 from ..parallel.rank_checks import SameCalls
@@ -34,6 +33,7 @@ from ..parallel.trial import find_optimizer_problem
 from ..utils.optimizer_state import parts_of
 from ..utils.param_shard import ParamShard
 from . import compilation
+from .deferred import Materializer
 from .offload import Offload
 from .pipeline_handles import PipelineOutput
 from .recompute import Checkpointed

@@ -16,6 +16,5 @@ tensor/            layers sharded over a tensor group
 context/           sequences sharded over ranks
 pipeline/          stages, and microbatches that go through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp
-deferred/          models whose values each rank makes or receives after sharding
 models/            plans for the models of timm, torch.nn, torchvision and transformers
 """

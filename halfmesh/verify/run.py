@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import Config
 from ..dry_run.model_spec import call_of
+from ..engine.deferred import named_tensors
 from ..engine.initialize import initialize
 from ..errors import InputError
-from ..parallel.deferred.creation import named_tensors
 from ..parallel.shard_spec import whole
 from ..utils.optimizer_state import join_optimizers
 from ..utils.tensors import count_rows, map_tensors

@@ -24,10 +24,10 @@ from torch import nn, optim
 from ..config import Config, load
 from ..config import config as building
 from ..engine import initialize as assembly
+from ..engine.deferred import materialize, named_tensors
 from ..engine.engine import Engine
 from ..engine.launch import Launch
 from ..errors import InputError
-from ..parallel.deferred.creation import materialize, named_tensors
 from ..report.folder import RunFolder
 from ..utils.log import rank_and_world_size
 from ..utils.optimizer_state import plain_settings

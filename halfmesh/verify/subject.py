@@ -13,9 +13,9 @@ from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
 from ..dry_run.model_spec import call_builder, find_function
+from ..engine.deferred import materialize, named_tensors
+from ..engine.recording import recording_of
 from ..errors import InputError
-from ..parallel.deferred.creation import materialize, named_tensors
-from ..parallel.deferred.recording import recording_of
 from ..utils.tensors import count_rows, map_tensors, tensors_of
 
 Batch = tuple[Any, tuple[Any, ...]]

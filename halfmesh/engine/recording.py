@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ...errors import InputError
-from ...utils.tensors import leaves_of, map_tensors, tensors_of
-from ...utils.torch_private import DATA_NEEDED, FakeTensorMode
-from ..rank_checks import digest
+from ..errors import InputError
+from ..parallel.rank_checks import digest
+from ..utils.tensors import leaves_of, map_tensors, tensors_of
+from ..utils.torch_private import DATA_NEEDED, FakeTensorMode
 
 _COPIED_BYTES = 2**20
 _UNSET = ("aten::empty", "aten::new_empty")

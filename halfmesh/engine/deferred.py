@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ...errors import InputError, bullet_list, shorten
-from ...utils.optimizer_state import kinds_of
-from ...utils.tensors import map_tensors, replace_data
-from ...utils.torch_private import has_grad_hooks, in_shapes_only
-from ..mesh import ParallelContext
-from ..rank_checks import same_on_ranks
+from ..errors import InputError, bullet_list, shorten
+from ..parallel.mesh import ParallelContext
+from ..parallel.rank_checks import same_on_ranks
+from ..utils.optimizer_state import kinds_of
+from ..utils.tensors import map_tensors, replace_data
+from ..utils.torch_private import has_grad_hooks, in_shapes_only
 from .recording import Recording, View, default_dtype, recording_of
 
 _MARK = "_halfmesh_recorded"
