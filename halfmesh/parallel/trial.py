@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 from ..errors import InputError
+from ..utils.optimizer_state import inner_optimizers
 from ..utils.tensors import is_compound, tensors_of
 from ..utils.torch_private import with_memory
 from .modules import unchanged
@@ -87,6 +88,8 @@ def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:
     LAMB, Adafactor and Muon, for example, use a parameter's norm, rows or singular values: for two halves of a matrix
     their steps differ from that for the full matrix. So a matrix is stepped both ways, and the results are compared.
     """
+    if inner := inner_optimizers(optimizer):  # its step is theirs, with the real parameters: it cannot be tried itself
+        return next(filter(None, map(find_optimizer_problem, inner)), None)
     name = type(optimizer).__name__
     try:
         with no_side_effects((), CPU), torch.enable_grad():

@@ -101,7 +101,7 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
     # torch's `load_state_dict` replaces state and groups that an inner optimizer may share.
     gives_back = type(optimizer).load_state_dict is not optim.Optimizer.load_state_dict
     outer = type(optimizer).__name__
-    for inner in _find_inner(vars(optimizer), {id(optimizer)}):
+    for inner in inner_optimizers(optimizer):
         entries = {key: values for key, values in inner.state.items() if isinstance(values, Mapping) and values}
         is_there = all(values.keys() <= state.get(key, {}).keys() for key, values in entries.items())
         if entries and not (is_there and gives_back):
@@ -113,6 +113,11 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
                 "initialize a list of optimizers over other parameters each"
             )
     return state
+
+
+def inner_optimizers(optimizer: optim.Optimizer) -> list[Any]:
+    """The optimizers inside of `optimizer`, as in a Lookahead over another one."""
+    return list(_find_inner(vars(optimizer), {id(optimizer)}))
 
 
 def _find_inner(held: Iterable[Any], seen: set[int]) -> Iterator[Any]:

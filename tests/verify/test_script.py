@@ -62,6 +62,9 @@ if kind == "other rows": model = nn.Linear(8, 4)
 if kind == "deferred":
     with halfmesh.deferred_init(): model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if kind == "muon":
+    others = [param for param in model.parameters() if param.dim() != 2]
+    optimizer = [torch.optim.Muon([model.first.weight, model.head.weight], lr=0.02), torch.optim.AdamW(others, lr=0.1)]
 engine = halfmesh.initialize(model, optimizer, criterion, None if has_own_loader else loader, {"clip_grad_norm": 1.0})
 if kind == "two": halfmesh.initialize(model, optimizer, criterion, None, {})
 atexit.register(lambda: (here / f"ended {engine.context.rank}").touch())
@@ -111,6 +114,7 @@ def test_neither_workers_nor_a_loader_of_its_own_matter(verify):
         ("batchnorm", {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}, 4, {}),
         ("in batch", {}, 2, {"accumulated": True}),
         ("deferred", ZERO1, 2, {}),
+        ("muon", {}, 2, {}),
     ],
 )
 def test_a_script_is_compared_by_microbatches_by_ranks_and_with_values(verify, kind, config, size, options):

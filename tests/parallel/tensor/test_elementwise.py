@@ -96,7 +96,6 @@ def test_what_cannot_be_tried():
 TIMM = {
     "lamb": "Lamb steps a parameter as a whole",
     "adafactorbv": "AdafactorBigVision steps a parameter as a whole",
-    "lookahead_adam": "could not test on a matrix whether Lookahead can step sharded parameters",
     "lion": "",
     "nadamw": "",
 }
@@ -128,6 +127,26 @@ def test_the_optimizer_given_is_not_touched():
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
     assert all(torch.equal(param.grad, torch.ones_like(param)) for param in params)
+
+
+class Counting(optim.Optimizer):
+    """Steps another optimizer, and counts in its groups, as Lookahead does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {"count": 0})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+        for group in self.param_groups:
+            group["count"] += 1
+
+
+def test_of_an_optimizer_over_another_the_inner_one_is_tried():
+    plain, whole = (Counting(kind(make_params(), lr=0.1)) for kind in (optim.AdamW, WHOLE["norm"]))
+    assert find_optimizer_problem(plain) is None
+    assert "Whole steps a parameter as a whole" in (find_optimizer_problem(whole) or "")
+    assert {group["count"] for each in (plain, whole) for group in each.param_groups} == {0}
 
 
 class Quantised(optim.SGD):
