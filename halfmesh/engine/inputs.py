@@ -137,8 +137,8 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Re
     except AttributeError:
         yield (
             f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so neither masters "
-            "nor checkpoints can follow it (timm's Lookahead is one); pass the inner optimizer ('adamw' in place of "
-            "'lookahead_adamw'), and average with engine.averaged_model()"
+            "nor checkpoints can follow it; one that steps another optimizer has to share its param_groups, and have a "
+            "state_dict() and a load_state_dict() of its state, as timm's Lookahead has; or pass the inner one"
         )
         return
     if needed := [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:

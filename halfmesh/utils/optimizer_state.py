@@ -16,10 +16,33 @@ from .joined_optimizer import JoinedOptimizer
 
 def join_optimizers(given: Any) -> Any:
     """One optimizer in place of a list of optimizers; anything else as it is."""
-    if not isinstance(given, (list, tuple)) or not all(isinstance(one, optim.Optimizer) for one in given):
+    several = given if isinstance(given, (list, tuple)) else [given]
+    if not all(isinstance(one, optim.Optimizer) for one in several):
         return given
-    parts = [part for one in given for part in parts_of(one)]
+    parts = [part for one in several for part in parts_of(one)]
+    for part in parts:
+        _complete(part)
     return JoinedOptimizer(parts) if len(parts) > 1 else next(iter(parts), given)
+
+
+def _complete(optimizer: optim.Optimizer) -> None:
+    """Give an optimizer that steps another one, but did not call Optimizer.__init__ (timm's Lookahead), what it lacks:
+    the state of that one, whose groups it shares, and hooks, of which those on loads are that one's."""
+    kind, plain = type(optimizer), optim.Optimizer
+    try:
+        optimizer.register_load_state_dict_post_hook(lambda _: None).remove()
+        return
+    except AttributeError:
+        inner = inner_optimizers(optimizer)
+    if plain.state_dict is kind.state_dict or plain.load_state_dict is kind.load_state_dict or len(inner) != 1:
+        return
+    base = inner[0]
+    if base.param_groups is optimizer.param_groups:
+        optimizer.__setstate__({"state": base.state})
+        vars(optimizer)["register_load_state_dict_post_hook"] = base.register_load_state_dict_post_hook
+        base.register_load_state_dict_post_hook(
+            lambda loaded: vars(optimizer).update(state=loaded.state, param_groups=loaded.param_groups)
+        )
 
 
 def parts_of(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, ...]:

@@ -62,7 +62,13 @@ def sgd_and_adamw(params: Any) -> list[optim.Optimizer]:
     return [optim.SGD(matrices, lr=0.05, momentum=0.9), optim.AdamW(others, lr=0.01, eps=1e-4)]
 
 
-BOTH = {"muon": muon_and_adamw, "sgd": sgd_and_adamw}
+def lookahead(params: Any) -> list[optim.Optimizer]:
+    """timm's, over AdamW: every second step goes half of the way back."""
+    inner = optim.AdamW(list(params), lr=0.01, eps=1e-4)
+    return [pytest.importorskip("timm.optim").Lookahead(inner, alpha=0.5, k=2)]
+
+
+BOTH = {"muon": muon_and_adamw, "sgd": sgd_and_adamw, "lookahead": lookahead}
 
 
 def halving(optimizer: optim.Optimizer) -> Any:
@@ -236,6 +242,29 @@ def test_convert_to_amp_takes_a_list():
     assert gap(model.state_dict(), expected) <= 1e-6
 
 
+@pytest.mark.parametrize("mode", ["none", "naive_fp16", "apex_o2"])
+def test_an_optimizer_over_another_is_one(mode, tmp_path):
+    """In a loop, through a checkpoint, and given back."""
+    config, tolerance = MODES[mode]
+    expected, norms = plain(lookahead)
+    model = make_gpt()
+    (optimizer,) = lookahead(model.parameters())
+    engine = start(lambda _: optimizer, config, model=model, lr_scheduler=halving)
+    assert train(engine, range(UPDATES - 1)) == pytest.approx(norms[:-1], rel=max(tolerance, 1e-5))
+    engine.save(tmp_path)
+    again = start(lookahead, config, lr_scheduler=halving)
+    again.load(tmp_path)
+    for each in (engine, again):
+        train(each, range(UPDATES - 1, UPDATES))
+        assert gap(each.full_state_dict(), expected) <= tolerance
+        assert {group["lookahead_step"] for group in each.optimizer.param_groups} == {UPDATES}
+    with pytest.raises(InputError, match=r"optimizer.step\(\) was called outside the engine"):
+        optimizer.step()
+    engine.close()
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    assert held == set(map(id, model.parameters())) == {id(param) for param in optimizer._base_optimizer.state}
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +375,8 @@ def trained(rank: int, world_size: int, layout: str, which: str, mode: str, fold
         *((layout, "sgd", "naive_fp16") for layout in ("zero1", "fsdp", "pipeline")),
         *((layout, "muon", "none") for layout in ("replicate", "pipeline")),
         ("replicate", "muon", "naive_bf16"),
+        *((layout, "lookahead", "none") for layout in LAYOUTS),
+        ("fsdp", "lookahead", "naive_fp16"),
     ],
 )
 def test_layouts_train_as_a_plain_loop_and_resume(layout, which, mode, tmp_path):
