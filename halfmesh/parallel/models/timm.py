@@ -59,13 +59,6 @@ TIMM_VIT = LayerPlan(
 
 # -- stages ----------------------------------------------------------------------------------------------------------
 
-
-def _find_stage_problem(model: Any) -> str | None:
-    if getattr(model, "grad_checkpointing", False):
-        return "its grad_checkpointing is not known under a pipeline; call model.set_grad_checkpointing(False)"
-    return None
-
-
 TIMM_VIT_STAGES = BlockPartition(
     layers=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
     methods=("forward_features", "forward_head", "pool"),
@@ -73,5 +66,4 @@ TIMM_VIT_STAGES = BlockPartition(
     begin=lambda model, x: model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x)))),
     end=lambda model, x: model.forward_head(model.norm(x)),
     end_uses=("norm", "attn_pool", "fc_norm", "head_drop", "head", "head_dist"),
-    find_problem=_find_stage_problem,
 )

@@ -293,13 +293,9 @@ def _make_output(kind: str, logits: torch.Tensor) -> Any:
     return getattr(modeling_outputs, kind)(logits=logits)
 
 
-_CONFIG = {"return_dict": True, "output_hidden_states": False, "output_attentions": False, "is_decoder": False}
-
-
 def _find_stage_problem(model: Any) -> str | None:
-    for key, value in _CONFIG.items():
-        if bool(getattr(model.config, key, value)) is not value:
-            return f"its config has {key}={not value}, which is not known under a pipeline; set {key}={value}"
+    if getattr(model.config, "is_decoder", False):
+        return "its config has is_decoder=True, which is not known under a pipeline; set is_decoder=False"
     return None
 
 

@@ -183,32 +183,30 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_causal and attn_mask is None:
             raise InputError(f"{self.plan_entry}: is_causal=True is a hint about attn_mask; pass attn_mask, too")
-        batched = query.dim() == 3
-        q, k, v = (self._heads(x, row, batched) for row, x in enumerate((query, key, value)))
+        q, k, v = (self._heads(x, row) for row, x in enumerate((query, key, value)))
         causal = is_causal and key_padding_mask is None and not need_weights  # then torch takes the hint for the mask
         mask = None if causal else self._mask(key_padding_mask, attn_mask, q.dtype)
         if self.training:
             self.axis.fork.open()  # up to out_proj, each rank drops weights of its heads
-        dropout = self.dropout if self.training else 0.0
+        dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
             weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
             attended = weights @ v
+            weights = self._all_weights(weights, average_attn_weights)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))  # [batch, length, features]
-        if not batched:
-            output = output.squeeze(0)
-        elif not self.batch_first:
-            output = output.transpose(0, 1)
-        return output, self._gather_weights(weights, batched, average_attn_weights) if need_weights else None
+        if query.dim() == 2:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return output if self.batch_first else output.transpose(0, 1), weights
 
-    def _heads(self, x: torch.Tensor, row: int, batched: bool) -> torch.Tensor:
+    def _heads(self, x: torch.Tensor, row: int) -> torch.Tensor:
         """Queries (row 0), keys (1) or values (2) of this rank's heads: [batch, heads, length, features of a head]."""
         weight = self.in_proj_weight.chunk(3)[row]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[row]
         projected = self.colwise(x, weight, bias)
-        if not batched:
+        if x.dim() == 2:
             projected = projected.unsqueeze(0)
         elif not self.batch_first:
             projected = projected.transpose(0, 1)
@@ -225,13 +223,11 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         masks = [_additive(each, dtype) for each in (key_padding, mask) if each is not None]
         return sum(masks[1:], masks[0]) if masks else None
 
-    def _gather_weights(self, weights: torch.Tensor, batched: bool, average: bool) -> torch.Tensor:
+    def _all_weights(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
         """The attention weights that torch returns: their mean over all heads, or those of each head."""
         if average:
-            weights = collectives.reduce_from_tp(weights.mean(1) / self.axis.size, self.axis.group)
-        else:
-            weights = collectives.gather(weights, 1, self.axis.group)
-        return weights if batched else weights.squeeze(0)
+            return collectives.reduce_from_tp(weights.mean(1) / self.axis.size, self.axis.group)
+        return collectives.gather(weights, 1, self.axis.group)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Assignment:
             setattr(self.module, name, getattr(self.module, name) // axis.size)
         self.style.install(self.module, axis, self.in_region)
         if isinstance(self.module, ShardedLayer):
-            self.module.plan_entry = str(self)
+            self.module.axis, self.module.in_region, self.module.plan_entry = axis, self.in_region, str(self)
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.text}, from plan {self.plan!r})"

@@ -17,7 +17,7 @@ from ..registries import TENSOR_STYLES
 from ..shard_spec import Split
 from . import layers
 from .colwise import SEQUENCE_DIM
-from .layers import ShardedLayer, TensorAxis
+from .layers import TensorAxis
 
 
 class Style:
@@ -48,7 +48,8 @@ class Style:
         return ()
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        """Make `module` work with its parameters, which are shards now. It may get another class and hooks."""
+        """Make `module` work with its parameters, which are shards now. It may get another class and hooks; a
+        `ShardedLayer` gets its attributes afterwards."""
 
 
 def parse_style(text: str) -> Style:
@@ -95,8 +96,7 @@ class Colwise(Style):
         return {"weight": Split(_out_dim(module), self.blocks), **bias}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        how = {"gathers": self.gathers, "keeps_logits": self.keeps_logits}
-        _convert_linear(module, layers.ColwiseLinear, axis=axis, in_region=in_region, **how)
+        _convert_linear(module, layers.ColwiseLinear, gathers=self.gathers, keeps_logits=self.keeps_logits)
 
 
 class FusedColwise(Colwise):
@@ -140,7 +140,7 @@ class Rowwise(Style):
         return {"weight": Split(1 - _out_dim(module))}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        _convert_linear(module, layers.RowwiseLinear, axis=axis, in_region=in_region, splits=self.splits_input)
+        _convert_linear(module, layers.RowwiseLinear, splits=self.splits_input)
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return () if module.bias is None or not in_region else (module.bias,)  # added to this rank's tokens
@@ -168,12 +168,10 @@ class Vocab(Style):
     def install(self, module: Any, axis: TensorAxis, in_region: bool) -> None:
         if isinstance(module, nn.Linear):
             ColwiseGather().install(module, axis, in_region)
-            return
-        kind: Any = type(module)
-        layer: Any = layers.VocabEmbedding
-        if _extends_embedding(module):  # its forward calls super().forward: that of the sharded embedding then
-            layer = type(kind.__name__, (kind, layer), {})
-        convert(module, layer, axis=axis, in_region=in_region)
+        elif _extends_embedding(module):  # its forward calls super().forward: that of the sharded embedding then
+            module.__class__ = type(type(module).__name__, (type(module), layers.VocabEmbedding), {})
+        else:
+            module.__class__ = layers.VocabEmbedding
 
 
 class EmbeddingFeatures(Style):
@@ -297,13 +295,9 @@ class Sequence(Style):
         return module.parameters()
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        def fork(layer: nn.Module, _: Any) -> None:
-            if layer.training:
-                axis.fork.open()
-
         for layer in module.modules():
             if isinstance(layer, _DROPOUT):
-                layer.register_forward_pre_hook(fork)
+                layer.register_forward_pre_hook(lambda layer, _: axis.fork.open() if layer.training else None)
                 layer.register_forward_hook(lambda *_: axis.fork.close(), always_call=True)
 
 
@@ -372,17 +366,10 @@ class Attention(Style):
         return {name: Split(0, 3) for name in names}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        convert(module, layers.ShardedAttention, axis=axis, in_region=in_region)
+        module.__class__ = layers.ShardedAttention
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
-
-
-def convert(module: nn.Module, layer: type[ShardedLayer], **attributes: Any) -> None:
-    """Make `module` a `layer` with these attributes."""
-    module.__class__ = layer
-    for name, value in attributes.items():
-        setattr(module, name, value)
 
 
 def find_indivisible(what: str, count: int, size: int, blocks: int = 1) -> Iterator[str]:
@@ -396,7 +383,8 @@ def find_indivisible(what: str, count: int, size: int, blocks: int = 1) -> Itera
 
 def _convert_linear(module: Any, layer: type[layers.ColwiseLinear | layers.RowwiseLinear], **attributes: Any) -> None:
     transposed = _is_conv1d(module)
-    convert(module, layer, transposed=transposed, **attributes)
+    module.__class__ = layer
+    vars(module).update(attributes, transposed=transposed)
     module.out_features, module.in_features = (module.weight.t() if transposed else module.weight).shape
 
 
@@ -431,11 +419,7 @@ def _find_weight_problems(
             "or leave it whole"
         )
         return
-    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    if "weight" not in own or (getattr(module, "bias", None) is not None and "bias" not in own):
-        yield "its weight or bias is computed from others (parametrized, pruned), and cannot be sharded; undo that"
-        return
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):  # of an embedding
         if getattr(module, setting, None):
             yield f"{setting} is set, which is not defined for a shard of its weight; leave it out"
-    yield from find_indivisible(what, own["weight"].shape[dim], size, blocks)
+    yield from find_indivisible(what, module.weight.shape[dim], size, blocks)

@@ -105,8 +105,7 @@ class PlanTrial:
         if where := find_module(self._model, error):
             error.add_note(f"In {where}, with tensor={self._axis.size}.")
         if self._kinds:
-            names = shorten([kind.names[0] or "the model" for kind in self._kinds])
-            error.add_note(f"parallel.tensor.plan shards {names}. {_ADVICE}")
+            error.add_note(f"parallel.tensor.plan: {_ADVICE}")
 
     def run(self) -> None:
         """Compare. All ranks together, after the first backward.

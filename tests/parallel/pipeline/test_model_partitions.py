@@ -119,10 +119,6 @@ def test_vision_transformers_that_are_derived():
 
 
 def test_vision_transformer_refusals():
-    model = make_vit()
-    model.set_grad_checkpointing()
-    with pytest.raises(InputError, match=r"grad_checkpointing is not known .*set_grad_checkpointing\(False"):
-        pieces_of(model)
     for method in ("forward", "forward_features", "forward_head", "pool"):
         with pytest.raises(InputError, match="no partitioner knows Derived"):
             pieces_of(replaced(make_vit(), method))
@@ -251,13 +247,10 @@ def test_arguments_by_position_are_those_of_the_models_forward():
 
 @pytest.mark.parametrize("kind", [*DECODERS, "bert"])
 def test_language_models_that_cannot_be_cut(kind):
-    options = {"output_hidden_states": True, "output_attentions": True, "return_dict": False}
-    options |= {"is_decoder": True} if kind == "bert" else {}
-    for key, value in options.items():
-        model = make(kind, attn_implementation="eager")
-        setattr(model.config, key, value)
-        with pytest.raises(InputError, match=f"its config has {key}={value}, which is not known under a pipeline"):
-            pieces_of(model)
+    model = make(kind)
+    model.config.is_decoder = True
+    with pytest.raises(InputError, match="its config has is_decoder=True, which is not known under a pipeline"):
+        pieces_of(model)
     for inner in (False, True):
         model = make(kind)
         with pytest.raises(InputError, match="no partitioner knows"):

@@ -21,15 +21,6 @@ class OwnAttention(nn.MultiheadAttention):
         return super().forward(*args, **kwargs)
 
 
-def parametrized() -> nn.Module:
-    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
-
-
-def hooked() -> nn.Module:
-    with pytest.warns(FutureWarning):
-        return torch.nn.utils.weight_norm(nn.Linear(4, 8))
-
-
 NOT = "are not divisible by tensor="
 PART = "is set, which is not defined for a shard of its weight"
 ADDED = "this style does not support kdim, vdim, add_bias_kv and add_zero_attn"
@@ -49,8 +40,6 @@ UNDIVIDED = [
     ("colwise", lambda: nn.Conv2d(4, 8, 1), 2, "it is a Conv2d, and this style is for torch.nn.Linear"),
     ("vocab", lambda: nn.LayerNorm(8), 2, "it is a LayerNorm, and this style is for torch.nn.Embedding"),
     ("colwise", lambda: Scaled(4, 8), 2, "it is a Scaled, and this style is for torch.nn.Linear"),
-    ("colwise", parametrized, 2, "its weight or bias is computed from others (parametrized, pruned)"),
-    ("colwise", hooked, 2, "its weight or bias is computed from others (parametrized, pruned)"),
     ("vocab", lambda: nn.Embedding(8, 4, max_norm=1.0), 2, f"max_norm {PART}"),
     ("vocab", lambda: nn.Embedding(8, 4, scale_grad_by_freq=True), 2, f"scale_grad_by_freq {PART}"),
     ("vocab", lambda: nn.Embedding(8, 4, sparse=True), 2, f"sparse {PART}"),

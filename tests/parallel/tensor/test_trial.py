@@ -481,4 +481,5 @@ def test_a_gpt_of_small_scripts_trains_with_one_line_changed():
     for found, moved, message in run_ranks(small_gpt, 2):
         assert found < 1e-9 < 1e-2 < moved
         assert "is invalid for input of size" in message  # without that line
-        assert "parallel.tensor.plan shards transformer.h.0.attn, transformer.h.0.mlp. Between" in message
+        assert "In 'transformer.h.0.attn' (CausalSelfAttention), with tensor=2." in message
+        assert "parallel.tensor.plan: Between a 'colwise' and a 'rowwise' layer" in message
