@@ -14,8 +14,8 @@ from torch import nn
 from ..distributed.env import ranks_by_value
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import add_tensor
 from ..parallel.shard_spec import Shape
+from ..utils.tensors import add_tensor
 from .agreement import gather_results
 
 

@@ -22,10 +22,10 @@ from torch.utils.data import (
 )
 
 from ..errors import InputError
+from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import add_tensor, same_on_ranks
 from ..parallel.rng import SharedRNG
-from ..utils.tensors import tensors_of
+from ..utils.tensors import add_tensor, tensors_of
 
 _IN_ORDER = (SequentialSampler, range, list, tuple)
 _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

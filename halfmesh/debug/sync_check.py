@@ -16,10 +16,10 @@ from ..checkpoint.validate import IMPLEMENTATION
 from ..distributed.env import RankNames, ranks_by_value
 from ..errors import SyncError, show
 from ..parallel.comm import broadcast_object, gather_objects
-from ..parallel.rank_checks import as_bytes, describe_form, digest
 from ..parallel.reducer import STATISTICS
 from ..utils.engine_hook import EngineHook
 from ..utils.optimizer_state import is_plain, plain_settings
+from ..utils.tensors import as_bytes, describe_form, digest
 
 if TYPE_CHECKING:
     from ..data.loader import EngineDataLoader

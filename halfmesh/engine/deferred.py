@@ -12,8 +12,8 @@ import torch
 from torch import nn, optim
 
 from ..errors import InputError, bullet_list, shorten
+from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import same_on_ranks
 from ..utils.optimizer_state import kinds_of
 from ..utils.tensors import map_tensors, replace_data
 from ..utils.torch_private import has_grad_hooks, in_shapes_only

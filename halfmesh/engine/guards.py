@@ -14,9 +14,8 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.step_result import is_captured
 from ..distributed.env import RankNames
 from ..errors import InputError, shorten
-from ..parallel.comm import gather_objects
+from ..parallel.comm import gather_objects, norms
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import ADVICE, norms
 from ..parallel.reducer import Reduction
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
@@ -27,6 +26,11 @@ if TYPE_CHECKING:
     from ..checkpoint.state import ShardedState
 
 _log = get_logger(__name__)
+
+_ALIKE = (
+    "freeze and unfreeze the same parameters on every rank; draw what to freeze with the same seed on all of them, as "
+    "in random.Random(0)"
+)
 
 _SCALED = "where they are still multiplied by the loss scale"
 _UNDIVIDED = (
@@ -215,7 +219,7 @@ class SameTrained:
             except RuntimeError as error:
                 raise InputError(
                     f"requires_grad was changed on {context.rank_names.name(context.rank)}, but not on all ranks that "
-                    f"hold the same parameters: some did not come to compare it ({error}); {ADVICE}"
+                    f"hold the same parameters: some did not come to compare it ({error}); {_ALIKE}"
                 ) from error
         reducer.set_params(masters.trained)
         # A parameter that is frozen within a cycle takes part until its end: the next backward covers again.
@@ -283,7 +287,7 @@ def same_trained(names: Sequence[str], trained: bytes, group: dist.ProcessGroup 
     more = f" (the first of {len(unlike)} parameters that differ)" if len(unlike) > 1 else ""
     raise InputError(
         f"requires_grad is not the same on all ranks: {names[unlike[0]]!r} is trained on {ranks.names(trains)} and "
-        f"frozen on {ranks.names(freezes)}{more}; {ADVICE}"
+        f"frozen on {ranks.names(freezes)}{more}; {_ALIKE}"
     )
 
 

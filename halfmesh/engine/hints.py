@@ -12,8 +12,8 @@ from torch import nn, optim
 from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult
 from ..errors import shorten
+from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import same_on_ranks
 from ..utils.engine_hook import EngineHook, Hooks
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, tensors_of

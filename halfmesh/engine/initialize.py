@@ -28,8 +28,8 @@ from ..debug.nonfinite import NonFiniteProbes
 from ..debug.probes import Criterion
 from ..distributed.failures import recorded_for_torchrun
 from ..errors import IncompatibleConfigError, InputError, problem_list
+from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import same_on_ranks
 from ..parallel.reducer import CompleteGradients, Reduction
 from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger

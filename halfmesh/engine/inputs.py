@@ -17,9 +17,8 @@ from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
 from ..data.sharding import loader_in
 from ..errors import InputError, counted, shorten
-from ..parallel.comm import is_simulated
+from ..parallel.comm import is_simulated, same_on_ranks
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import same_on_ranks
 from ..utils.optimizer_state import kinds_of, parts_of, plain_settings
 from ..utils.param_shard import foreign_params
 from ..utils.tensors import dtype_name, is_compound

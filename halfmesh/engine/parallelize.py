@@ -20,11 +20,11 @@ from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
 from ..errors import IncompatibleConfigError, InputError, counted, shorten
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
+from ..parallel.comm import SameCalls
 from ..parallel.context.axis import ContextParallel
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.dims import ParallelDims
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import SameCalls
 from ..parallel.reducer import ReduceOptions, Reduction
 from ..parallel.registries import AXES
 from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state

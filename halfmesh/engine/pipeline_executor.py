@@ -14,14 +14,13 @@ from torch import nn
 from ..amp.precision import cast_model
 from ..amp.recipe import HALF
 from ..errors import InputError
-from ..parallel.comm import gather_objects
+from ..parallel.comm import SameCalls, gather_objects, is_checked
 from ..parallel.mesh import ParallelContext
 from ..parallel.pipeline.axis import StageParameters
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import CallMetadata, Pipeline, StageError, refuse_own_loss
 from ..parallel.pipeline.schedules import Given, Splitter, choose_count
 from ..parallel.pipeline.stage import ForwardContext
-from ..parallel.rank_checks import SameCalls, is_checked
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
 from ..utils.log import get_logger

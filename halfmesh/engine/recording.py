@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..parallel.rank_checks import digest
-from ..utils.tensors import leaves_of, map_tensors, tensors_of
+from ..utils.tensors import digest, leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import DATA_NEEDED, FakeTensorMode
 
 _COPIED_BYTES = 2**20

@@ -1,7 +1,7 @@
 """Sharding of a model over the ranks. Independent of number formats and of the loop.
 
 mesh               the mesh and its groups of ranks
-comm               messages between ranks outside training
+comm               messages between ranks outside training; whether they have the same, and call the same
 axis, data_strategy      the two contracts: an axis that shards the model; how data ranks replicate or shard it
 rng                random numbers that ranks share, and those that differ
 shard_spec         the boxes of the full tensor that a rank holds
@@ -9,7 +9,6 @@ expert             experts of mixture-of-experts layers, one group on each rank
 reducer            reductions of gradients: over data ranks and other axes
 collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
-rank_checks        checks that ranks have the same values, and make the same calls
 trial              what a model or an optimizer is tried out with before training
 
 tensor/            layers sharded over a tensor group

@@ -18,8 +18,8 @@ from ..errors import InputError
 from ..utils.optimizer_state import change_state, refuse_other_state
 from ..utils.param_shard import ParamShard
 from ..utils.torch_private import assigns
+from .comm import SameCalls
 from .mesh import ParallelContext
-from .rank_checks import SameCalls
 from .shard_spec import Split
 
 if TYPE_CHECKING:

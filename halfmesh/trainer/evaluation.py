@@ -21,8 +21,7 @@ from ..engine.pipeline_handles import Handle
 from ..errors import InputError
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
-from ..parallel.rank_checks import as_bytes
-from ..utils.tensors import leaves_of, map_tensors, tensors_of
+from ..utils.tensors import as_bytes, leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
 
 CHUNK = 64 * 2**20

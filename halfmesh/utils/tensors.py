@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from .torch_private import has_no_memory
 
 _MIB = 2**20
 _T = TypeVar("_T")
@@ -170,3 +173,37 @@ def by_bytes(items: Iterable[_T], limit: float, numel: Callable[[_T], int]) -> l
         buckets[-1].append(item)
         room -= size
     return buckets
+
+
+def digest(tree: Any) -> bytes:
+    """The digest of dtypes, shapes and bits of the tensors in `tree`; without tensors, of its repr (nan equals nan)."""
+    found, tensors = hashlib.sha256(), tensors_of(tree)
+    for tensor in tensors:
+        add_tensor(found, tensor)
+    if not tensors:
+        found.update(repr(tree).encode())
+    return found.digest()[:16]
+
+
+def add_tensor(found: Any, tensor: torch.Tensor) -> None:
+    """Add `tensor` to a digest of hashlib; of a sparse, a nested one or one without memory only dtype and shape."""
+    found.update(describe_form(tensor).encode())
+    if has_values(tensor) and tensor.numel():
+        found.update(as_bytes(tensor).numpy())
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return True if `tensor` has elements in memory that can be compared one by one."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not has_no_memory(tensor)
+
+
+def describe_form(tensor: torch.Tensor) -> str:
+    """The layout, dtype and shape: "float32 of shape [2, 3]"."""
+    layout = "" if tensor.layout == torch.strided else f"{tensor.layout} "
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    return f"{layout}{dtype_name(tensor.dtype)} of shape {shape}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as one dim of bytes, on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

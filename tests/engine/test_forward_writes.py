@@ -12,7 +12,7 @@ from torch import nn
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
-from halfmesh.parallel.rank_checks import norms
+from halfmesh.parallel.comm import norms
 from tests.support.ranks import here, rank_device, run_ranks
 
 SEEDED = torch.Generator().manual_seed(0)

@@ -18,9 +18,9 @@ from ...utils.tensors import map_tensors, parameter_names, position_names, tenso
 from ...utils.torch_private import RUNNING_STATISTICS
 from .. import collectives
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
+from ..comm import SameCalls
 from ..models.peft import base_model
 from ..models.transformers import find_context_problem, whole_sequence_arguments, without_cache
-from ..rank_checks import SameCalls
 from .attention import attend
 from .loss import LOSS, TokensMode, is_made_otherwise, mark, mark_of, signature, trace
 from .sequences import Sequences

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from ...utils.param_shard import ParamShard
 from ...utils.torch_private import has_grad_hooks, with_memory, write_stamps
+from ..comm import norms
 from ..mesh import ParallelContext
-from ..rank_checks import norms
 
 
 def find_units(
