@@ -127,5 +127,5 @@ def test_a_gradient_that_others_hold_is_not_summed_in_place(two_ranks):
     """autograd gives both terms of a sum the same tensor as gradient; a clone is what that costs."""
     whole, other = (torch.ones(3, requires_grad=True) for _ in range(2))
     held = other * 1  # before: its backward runs after that of the copy
-    (SharedInput(whole * 1, dist.group.WORLD).whole() + held).mul(1).sum().backward()
+    (SharedInput(whole * 1, dist.group.WORLD).whole + held).mul(1).sum().backward()
     assert (whole.grad.tolist(), other.grad.tolist()) == ([2.0] * 3, [1.0] * 3)

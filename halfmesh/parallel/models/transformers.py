@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -366,20 +367,16 @@ def _share_bert(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"attention_mask": _make_mask("create_bidirectional_mask", model, input_ids, attention_mask)}
 
 
-_BERT: dict[str, Any] = {"blocks": "bert.encoder.layer", "begin": _begin_bert, "share": _share_bert}
-HUGGING_FACE_BERT_CLASSIFICATION_STAGES = _stages(
+_bert_stages = partial(
+    _stages, base=("bert", "BertModel"), blocks="bert.encoder.layer", begin=_begin_bert, share=_share_bert
+)
+HUGGING_FACE_BERT_CLASSIFICATION_STAGES = _bert_stages(
     "bert.BertForSequenceClassification",
-    ("bert", "BertModel"),
     end=lambda model, x: _make_output(
         "SequenceClassifierOutput", model.classifier(model.dropout(model.bert.pooler(x)))
     ),
     end_uses=("bert.pooler", "dropout", "classifier"),
-    **_BERT,
 )
-HUGGING_FACE_BERT_MASKED_STAGES = _stages(
-    "bert.BertForMaskedLM",
-    ("bert", "BertModel"),
-    end=lambda model, x: _make_output("MaskedLMOutput", model.cls(x)),
-    end_uses=("cls",),
-    **_BERT,
+HUGGING_FACE_BERT_MASKED_STAGES = _bert_stages(
+    "bert.BertForMaskedLM", end=lambda model, x: _make_output("MaskedLMOutput", model.cls(x)), end_uses=("cls",)
 )

@@ -8,6 +8,7 @@ Where no gradient flows they pass on a token, an empty tensor. (Lists hide tenso
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ class SharedInput:
         self._values = collectives.start_gather(x.detach(), SEQUENCE_DIM, group)() if gathers else x.detach()
         self._sent = sent = InputSums(group, gathers)
         self._token = connect(x, _token, lambda _: sent.end_sums())
-        self._whole: torch.Tensor | None = None
         self._cast = self._values
 
     def branch(self) -> torch.Tensor:
@@ -43,11 +43,10 @@ class SharedInput:
         values = self._values
         return connect(self._token, lambda _: values.detach(), self._sent.begin_sum)
 
+    @cached_property
     def whole(self) -> torch.Tensor:
-        """The input."""
-        if self._whole is None:
-            self._whole = self.branch()
-        return self._whole
+        """The input, with a sum that all layers share which take it so."""
+        return self.branch()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `torch.nn.functional.linear`, also under autocast. `weight` requires a gradient. Of a gathered input this
@@ -60,7 +59,7 @@ class SharedInput:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         product = _ForBackward(self._sent, dtype)
         for_weight = _WeightGrad.apply(weight, bias, product)
-        for_input = connect(self.whole(), _token, product.input_grad, [weight])
+        for_input = connect(self.whole, _token, product.input_grad, [weight])
         return _Product.apply(for_input, for_weight, [self._cast, weight, bias], product, self._shard)
 
 

@@ -50,7 +50,7 @@ class TensorAxis(AppliedAxis):
     def copy_to_tp(self, x: torch.Tensor) -> torch.Tensor:
         """`x` for a layer that gives a partial gradient."""
         shared = self.share(x)
-        return x if shared is None else shared.whole()
+        return x if shared is None else shared.whole
 
     @torch.compiler.disable
     def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class ShardedLayer(nn.Module):
             return self.product(x, weight, bias)
         if self.product is F.linear and weight.requires_grad:
             return shared.linear(weight, bias)
-        return self.product(x if self.in_region else shared.whole(), weight, bias)
+        return self.product(x if self.in_region else shared.whole, weight, bias)
 
 
 class ColwiseLinear(ShardedLayer, nn.Linear):

@@ -104,13 +104,7 @@ def _refusal(func: Any) -> InputError:
 
 
 def _cross_entropy(
-    input: ShardedLogits,
-    target: torch.Tensor,
-    *,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    **more: Any,
+    input: Any, target: torch.Tensor, *, ignore_index: int, reduction: str, label_smoothing: float, **more: Any
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` of sharded logits, in fp32 or more."""
     if given := [name for name, value in more.items() if value is not None]:
