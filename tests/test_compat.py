@@ -271,14 +271,9 @@ def test_refusals_are_raised_together():
     ("raw", "data", "expected"),
     [
         ({}, {}, ["parallel.data.param_dtype: weights are gathered in float32"]),
-        ({"fp8": {"mode": "torch"}}, {}, ["parallel.data.param_dtype: weights that are not gathered in float8 are"]),
+        ({"fp8": {"mode": "torch"}}, {}, []),
         ({"bf16": {"mode": "naive"}}, {}, []),
         ({"bf16": {"mode": "torch"}}, {"param_dtype": "bfloat16"}, []),
-        (
-            {"fp16": {"mode": "naive"}},
-            {"reduce_dtype": "float16"},
-            ["parallel.data.reduce_dtype: gradients are summed over the ranks in float16"],
-        ),
     ],
 )
 def test_advice_about_fsdp(raw, data, expected):

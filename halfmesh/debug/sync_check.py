@@ -112,7 +112,7 @@ class SyncCheck(EngineHook):
         """The weights that the model computes with, then the masters."""
         parallel_model, masters = self._sharded.parallel_model, self._sharded.update.master_weights.masters
         for shard, name in self._sharded.names():
-            full = parallel_model.data.compared(shard)
+            full = shard if shard.source is None or shard.original is not None else shard.source  # fsdp shards both
             yield f"the weight {name}", full.param.detach(), parallel_model.placement(full)
         for shard, name in self._sharded.names():
             if shard.param in masters:

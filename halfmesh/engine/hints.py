@@ -14,10 +14,11 @@ from ..amp.step_result import StepResult
 from ..errors import shorten
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
+from ..parallel.reducer import STATISTICS
 from ..utils.engine_hook import EngineHook, Hooks
 from ..utils.log import get_logger
 from ..utils.tensors import dtype_name, tensors_of
-from ..utils.torch_private import grad_hooks
+from ..utils.torch_private import edit_stamp, grad_hooks
 from .parallelize import ParallelModel
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ _SAME = (
     "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. Shard "
     "the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed what draws them by rank; a "
     "DataLoader that is given to initialize is sharded"
+)
+_UNLIKE = (
+    "the buffers %s change during training, on each data rank from its own batches: the ranks' models differ in them. "
+    "halfmesh averages running_mean and running_var only; all-reduce others in the model"
 )
 
 
@@ -181,3 +186,20 @@ class SameInputs(EngineHook):
         inputs = tensors_of(self._inputs)
         if same_on_ranks(inputs, self._context.dp_group) and inputs:
             _log.warning(_SAME, self._context.dp_size)
+
+
+class ChangedBuffers(EngineHook):
+    """Warns after the second update of buffers that have changed since the first, differently on each data rank."""
+
+    def __init__(self, model: nn.Module, hooks: Hooks) -> None:
+        averaged = (*STATISTICS, "num_batches_tracked")
+        self._buffers = {name: b for name, b in model.named_buffers() if name.rpartition(".")[2] not in averaged}
+        self._hooks = hooks
+        self._stamps: dict[str, tuple[int, int]] = {}
+
+    def after_step(self, result: StepResult) -> None:
+        before, self._stamps = self._stamps, {name: edit_stamp(buffer) for name, buffer in self._buffers.items()}
+        if before or not self._buffers:
+            self._hooks.remove(self)
+        if changed := [name for name, stamp in before.items() if stamp != self._stamps[name]]:
+            _log.warning(_UNLIKE, shorten(changed))

@@ -30,7 +30,7 @@ from ..distributed.failures import recorded_for_torchrun
 from ..errors import IncompatibleConfigError, InputError, problem_list
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
-from ..parallel.reducer import CompleteGradients, Reduction
+from ..parallel.reducer import Reduction
 from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
 from ..utils.optimizer_state import join_optimizers, move_state, parts_of
@@ -50,7 +50,7 @@ from .engine import Engine
 from .even_calls import even_out
 from .executor import DirectExecutor, make_executor
 from .guards import ForwardWrites, GradientGuard, SameTrained
-from .hints import CountedBatches, ModelGuard, SameInputs
+from .hints import ChangedBuffers, CountedBatches, ModelGuard, SameInputs
 from .launch import Launch
 from .lr_scheduler import LRAdvance, make_schedulers
 from .parallelize import ParallelModel, Plans, make_plans
@@ -200,7 +200,7 @@ def _make_engine(
     if context.dims.grad_ranks > 1 or data.shards_model:
         reductions.append(data.make_reducer(trained, dict(model.named_buffers()), withholds))
     reductions += parallel_model.make_reductions(trained)
-    reducer = CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
+    reducer = Reduction(reductions) if len(reductions) > 1 else next(iter(reductions), None)
     if reducer is not None:
         ends.callback(reducer.close)
     cycle = config.gradient_accumulation, config.loss_reduction
@@ -240,6 +240,8 @@ def _make_engine(
     hooks.add(NonFiniteProbes(state, executor.stages, criterion, accumulation, context, config, progress))
     if config.gradient_accumulation > 1:
         hooks.add(CountedBatches(model, train_loader, accumulation.length, hooks))
+    if context.dp_size > 1:
+        hooks.add(ChangedBuffers(model, hooks))
     if (train is None or train.own_data) and context.dp_size > 1:
         hooks.add(SameInputs(model, context, hooks))
     if config.checkpoint is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,11 @@ from ..options import Options
 from ..utils.param_shard import ParamShard, Publisher
 from ..utils.torch_private import move_module
 from .mesh import ParallelContext
-from .reducer import ReduceOptions, Reducer
+from .reducer import Buffers, ReduceOptions, Reducer, Reduction
 from .shard_spec import Placement
 
-if TYPE_CHECKING:
-    from .reducer import Reduction
-
 SCATTERED = "where under data='zero1' each rank has the sums of its shard only"
-UNFINISHED = (
-    "where under data='fsdp' it is still multiplied by the loss scale, not yet divided by the losses' weights, or of "
-    "this rank's part of the model only"
-)
+UNFINISHED = "where under data='fsdp' it is still scaled, undivided, or of this rank's part of the model only"
 
 
 @dataclass(frozen=True)
@@ -147,9 +141,7 @@ class DataStrategy:
         """The reasons why a model cannot be trained this way; called before anything is changed."""
         yield from ()
 
-    def make_reducer(
-        self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
-    ) -> Reduction:
+    def make_reducer(self, shards: Sequence[ParamShard], buffers: Buffers, withholds: bool) -> Reduction:
         """The reduction that completes the gradients of `shards`, and averages BatchNorm's statistics in `buffers`.
 
         Args:
@@ -166,30 +158,23 @@ class DataStrategy:
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
         """The method `name` of the model, with full weights where it uses them."""
-        return getattr(model, name)  # type: ignore[no-any-return]
+        return getattr(model, name)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         """The region of the full tensor in `shard`, a data rank's shard of the tensor at `source`."""
         return source
 
-    def compared(self, shard: ParamShard) -> ParamShard:
-        """The tensor that data ranks replicate: the shard, or the parameter that the model computes with."""
-        return shard
-
     @property
     def update_device(self) -> torch.device:
         """The device of optimizer steps."""
-        return self.inputs.context.device
+        return torch.device("cpu") if self.steps_on_host(self.inputs.options) else self.inputs.context.device
 
     @property
     def text(self) -> str:
         """A line of the effective plan: the shards that each data rank holds, or steps."""
         asked = self.inputs.options.strategy
-        return (
-            ""
-            if asked == "replicate" or self.inputs.mean_over > 1
-            else f" ({asked} has nothing to shard over one data rank)"
-        )
+        is_whole = asked != "replicate" and self.inputs.mean_over == 1
+        return f" ({asked} has nothing to shard over one data rank)" if is_whole else ""
 
     @property
     def exchange(self) -> str:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import InputError, shorten
-from ..utils.log import get_logger
+from ..errors import InputError
 from ..utils.param_shard import ParamShard, clear_grads, set_grad
-from ..utils.tensors import is_dense
-from ..utils.torch_private import edit_stamp, foreach_copy_, foreach_mul_
+from ..utils.torch_private import foreach_copy_, foreach_mul_
 
-_log = get_logger(__name__)
 _B = TypeVar("_B", bound="Bucket")
+
+Buffers = Mapping[str, torch.Tensor]
+"""The buffers of a model, by name."""
 
 STATISTICS = ("running_mean", "running_var")
 """Names of buffers that are averaged: those of BatchNorm and InstanceNorm, and of layers that use their names."""
@@ -77,7 +76,7 @@ class Bucket:
         self.absent: list[int] = []
 
     def pack(self) -> torch.Tensor:
-        """Move the gradients into a new flat tensor."""
+        """Move the gradients into a new flat tensor, for `start`."""
         flat, self._views = self._take_grads(self.numel + len(self.shards))
         flat[self.numel :].fill_(1)
         for index in self.absent:
@@ -85,23 +84,21 @@ class Bucket:
         self.sent = flat
         return flat
 
+    def start(self, flat: torch.Tensor) -> Any:
+        """Start to sum it over the ranks. Returns what to `wait` for."""
+        return all_reduce(flat, self.group)
+
     def _take_grads(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A new flat tensor that begins with the gradients, zeros for absent ones; and views of them."""
         flat = torch.empty(size, dtype=self.dtype, device=self.params[0].device)
         views = self.views(flat)
         self.absent, present = [], []
         for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
-            grad = param.grad
-            if grad is None:
+            if param.grad is None:
                 self.absent.append(index)
                 view.zero_()
-            elif grad.layout != torch.strided:
-                raise InputError(
-                    f"the gradient of {self.shards[index].name!r} is sparse ({grad.layout}), which data parallelism "
-                    "does not support; build its layer with sparse=False"
-                )
             else:
-                present.append((view, grad))
+                present.append((view, param.grad))
         clear_grads(self.params)
         if present:
             foreach_copy_(*zip(*present, strict=True))
@@ -119,8 +116,7 @@ class Bucket:
         """Each shard's slice of `flat`, with its parameter's strides: fused optimizers need equal ones."""
         strides = [param.stride() for param in self.params]
         if strides != self._layout[0]:
-            dense = [p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride() for p in self.params]
-            self._layout = strides, dense
+            self._layout = strides, [torch.empty_like(param, device="meta").stride() for param in self.params]
         views, offset = [], 0
         for param, stride in zip(self.params, self._layout[1], strict=True):
             views.append(flat.as_strided(param.shape, stride, offset))
@@ -177,49 +173,62 @@ def make_buckets(
     return [make(*each) for each in made]
 
 
-class Reduction(Protocol):
-    """Completes the gradients of one rank by those of other ranks. The engine calls `open` before and `finish` after
-    the backwards of an update, and `forget` after the update; all ranks together."""
+class Reduction:
+    """Completes the gradients of one rank by those of other ranks: by `reductions`, one after the other; without
+    any they are complete. The engine calls `open` before and `finish` after the backwards of an update, and `forget`
+    after the update; all ranks together."""
+
+    def __init__(self, reductions: Sequence[Reduction] = ()) -> None:
+        self._reductions = reductions
 
     @property
     def is_complete(self) -> bool:
         """True if `finish` need not be called: no gradient has arrived since it was."""
+        return all(reduction.is_complete for reduction in self._reductions)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         """These are trained from now on."""
+        self._each("set_params", shards)
 
     def open(self, last: bool) -> None:
         """A backward begins; `last`: no other one follows before `finish`."""
+        self._each("open", last)
 
     def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
         """Under a pipeline one `open` covers several backwards. The next of them is the last that adds gradients to
         `params`; `rest`: those of all other parameters are complete."""
+        self._each("expect_last", params, rest)
 
     def finish(self) -> None:
         """Set the complete gradient of each shard."""
+        self._each("finish")
 
     def forget(self) -> None:
         """The gradients were used or dropped."""
+        self._each("forget")
 
     def close(self) -> None:
         """Remove what this has added to the model."""
+        self._each("close")
+
+    def _each(self, method: str, *args: Any) -> None:
+        for reduction in self._reductions:
+            getattr(reduction, method)(*args)
 
 
-class NothingSent(dist.Work):
+class NothingSent:
     """The work of a group of one rank."""
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
+    def wait(self) -> None:
+        """Do nothing."""
 
 
-def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start the sum of `flat` over `group`, in place."""
-    work = NothingSent() if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None
-    return work
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start the sum of `flat` over `group`, in place. Returns what to `wait` for."""
+    return NothingSent() if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
 
 
-class Reducer:
+class Reducer(Reduction):
     """All-reduces the gradients of `shards` over `group`, or fewer of its ranks, once per optimizer step.
 
     Call `open` before each backward. In the last one of an accumulation cycle a complete bucket is sent when the next
@@ -237,15 +246,18 @@ class Reducer:
             a sum is that mean times the number of `group`. None: all of `group`.
 
     Attributes:
+        sums_once: gradients are elsewhere once they are summed, so that none can be added to them and summed again.
         state: of the gradients: "none" since the last update; "local" since `open`; "reduced" since `finish`; "stale"
             if one has arrived since then, from a backward without `open`. (Such a backward has to run on all ranks: it
             leads to another collective.)
     """
 
+    sums_once: ClassVar[bool] = False
+
     def __init__(
         self,
         shards: Sequence[ParamShard],
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Buffers,
         group: dist.ProcessGroup,
         options: ReduceOptions,
         group_of: Callable[[nn.Parameter], dist.ProcessGroup] | None = None,
@@ -255,11 +267,8 @@ class Reducer:
         self._times = 1 if options.mean else group.size() // options.loss_parts  # the mean over a bucket's group
         self._group_of = group_of or (lambda param: group)
         self.state: Literal["none", "local", "reduced", "stale"] = "none"
-        own = {name: name.rpartition(".")[2] for name in buffers}
-        self._statistics = [b for name, b in buffers.items() if own[name] in STATISTICS and b.is_floating_point()]
-        averaged = (*STATISTICS, "num_batches_tracked")
-        self._other_buffers = {name: b for name, b in buffers.items() if own[name] not in averaged}
-        self._stamps: dict[str, tuple[int, int]] = {}
+        named = [buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in STATISTICS]
+        self._statistics = [buffer for buffer in named if buffer.is_floating_point()]
         self._shards: list[ParamShard] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.set_params(shards)
@@ -285,7 +294,7 @@ class Reducer:
         Raises:
             InputError: as `finish`.
         """
-        self._refuse_mixed_sums()
+        self._refuse_stale()
         if self.state == "reduced" and not self.options.mean:
             # These sums will be summed again. A mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
@@ -309,15 +318,13 @@ class Reducer:
         Raises:
             InputError: a backward outside the engine has added to gradients that are summed already.
         """
-        self._refuse_mixed_sums()
+        self._refuse_stale()
         self._send_complete(everything=True)
         if self._statistics:
             self._average_statistics()
         self._receive()
         self._reset()
         self.state = "reduced"
-        if self._other_buffers:
-            self._warn_of_other_buffers()
 
     @property
     def is_complete(self) -> bool:
@@ -336,31 +343,18 @@ class Reducer:
             hook.remove()
         self._hooks = []
 
-    def _refuse_mixed_sums(self) -> None:
-        if self.state == "stale" and not self.options.mean:
+    def _refuse_stale(self) -> None:
+        is_stale = self.state in ("reduced", "stale") and not self.is_complete
+        if is_stale and (self.sums_once or not self.options.mean):
             raise InputError(
-                "gradients were added by a backward outside this engine after they had been summed over ranks; call "
-                "engine.backward(loss) for every loss (or, without sequence parallelism, use loss_reduction='mean')"
-            )
-
-    def _warn_of_other_buffers(self) -> None:
-        """After the second update: warn of buffers that have changed since the first, differently on each rank."""
-        stamps = {name: edit_stamp(buffer) for name, buffer in self._other_buffers.items()}
-        changed = [name for name, stamp in self._stamps.items() if stamp != stamps[name]]
-        if self._stamps:
-            self._other_buffers = {}
-        self._stamps = stamps
-        if changed:
-            _log.warning(
-                "the buffers %s change during training, on each data rank from its own batches: the ranks' models "
-                "differ in them. halfmesh averages running_mean and running_var only; all-reduce others in the model",
-                shorten(changed),
+                "gradients were added by a backward outside this engine after those of the update had been summed over "
+                "ranks; call engine.backward(loss) for every loss"
             )
 
     def _reset(self) -> None:
         self._sends = False
         self._unsent = deque(self._buckets)
-        self._inflight: deque[tuple[dist.Work, Bucket]] = deque()
+        self._inflight: deque[tuple[Any, Bucket]] = deque()
         for bucket in self._buckets:
             bucket.reset()
 
@@ -385,28 +379,24 @@ class Reducer:
         while self._unsent and (everything or not self._unsent[0].missing):
             bucket = self._unsent.popleft()
             while self._inflight and not self.options.has_room([sent for _, sent in self._inflight], bucket):
-                self._wait_oldest()
+                self._inflight.popleft()[0].wait()
             self._inflight.append((self._send(bucket), bucket))
 
     def _make_buckets(self) -> list[Any]:
         return make_buckets(self._shards, self.options, self._group_of, Bucket)
 
-    def _send(self, bucket: Any) -> dist.Work:
+    def _send(self, bucket: Any) -> Any:
         flat = bucket.pack()
         if (divisor := bucket.group.size() / self._times) != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
-        return all_reduce(flat, bucket.group)
+        return bucket.start(flat)
 
     def _receive(self) -> None:
         """Wait for all buckets in flight, and set their gradients."""
         while self._inflight:
-            self._wait_oldest()
+            self._inflight.popleft()[0].wait()
         for bucket in self._buckets:
             bucket.unpack()
-
-    def _wait_oldest(self) -> None:
-        work, _ = self._inflight.popleft()
-        work.wait()
 
     def _average_statistics(self) -> None:
         held = self._statistics
@@ -439,37 +429,3 @@ class SharedGradients(Reducer):
 
     def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
         """Do nothing: nothing is sent before `finish`."""
-
-
-class CompleteGradients:
-    """Several reductions, one after the other."""
-
-    def __init__(self, reductions: Sequence[Reduction]) -> None:
-        self._reductions = list(reductions)
-
-    @property
-    def is_complete(self) -> bool:
-        """See `Reduction`."""
-        return all(reduction.is_complete for reduction in self._reductions)
-
-    def set_params(self, shards: Sequence[ParamShard]) -> None:
-        self._each("set_params", shards)
-
-    def open(self, last: bool) -> None:
-        self._each("open", last)
-
-    def expect_last(self, params: Collection[nn.Parameter], rest: bool) -> None:
-        self._each("expect_last", params, rest)
-
-    def finish(self) -> None:
-        self._each("finish")
-
-    def forget(self) -> None:
-        self._each("forget")
-
-    def close(self) -> None:
-        self._each("close")
-
-    def _each(self, method: str, *args: Any) -> None:
-        for reduction in self._reductions:
-            getattr(reduction, method)(*args)

@@ -17,7 +17,7 @@ from ...utils.torch_private import assigns, is_compiled
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..mesh import ParallelContext
 from ..modules import meta_copy
-from ..reducer import CompleteGradients, SharedGradients
+from ..reducer import Reduction, SharedGradients
 from ..registries import DATA_STRATEGIES, SCHEDULES
 from .partition import Partition, all_tensors, first_names, resolve
 
@@ -182,14 +182,14 @@ class StageParameters(AppliedAxis):
     def replicas(self, param: nn.Parameter) -> int:
         return len(self.ties.get(param, [0]))
 
-    def make_reduction(self, shards: Sequence[ParamShard]) -> CompleteGradients | None:
+    def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
         groups = {ranks: self.context.subgroup(ranks, "pp") for ranks in self._shared_by}  # all ranks together
         sums = [
             SharedGradients({p for p, holders in self.ties.items() if holders == ranks}, group, shards)
             for ranks, group in groups.items()
             if group is not None
         ]
-        return CompleteGradients(sums) if sums else None
+        return Reduction(sums) if sums else None
 
     def skip_trial(self) -> None:
         self.tries = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
 from ...utils.torch_private import has_grad_hooks
 from ..data_strategy import UNFINISHED, WithheldGradient
-from ..reducer import Reducer, all_reduce
+from ..reducer import Buffers, Reducer, all_reduce
 from .fsdp_wrap import add_missing_grads, watch_grads
 
 
@@ -26,20 +26,19 @@ class FSDPReducer(Reducer):
             (Changes of a DTensor cannot be detected: torch's `_foreach` functions do not count them.)
 
     Raises:
-        InputError: a cycle ends without FSDP2 being told before its last backward; parameters were put into the
-            optimizer that are not sharded; the model failed in the middle of a step.
+        InputError: a cycle ends without FSDP2 being told before its last backward; a backward failed.
     """
 
-    def __init__(
-        self, strategy: Any, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
-    ) -> None:
+    sums_once = True
+
+    def __init__(self, strategy: Any, shards: Sequence[ParamShard], buffers: Buffers, withholds: bool) -> None:
         self._strategy = strategy
         self._sharded = strategy.sharded
         self._withholds = withholds
         self._given = [(shard, shard.model_param.requires_grad) for shard, _ in self._sharded]
-        originals = strategy.originals
-        self._used: set[int] = set()
-        watch_grads(strategy.units, {slot: originals[p] for slot, p in strategy.slots.items()}, self._note_grad)
+        self._hooked = [shard.name for shard, _ in self._sharded if has_grad_hooks(shard.model_param)]
+        self._used: set[int] = set()  # ids of shards whose parameters got a gradient on this rank
+        watch_grads(strategy.units, strategy.slots, self._used)
         self._is_broken = False
         inputs = strategy.inputs
         # FSDP2 sums over the ranks that shard a parameter, which may be fewer: `Reducer.group_of`.
@@ -48,27 +47,19 @@ class FSDPReducer(Reducer):
         self._factors = [1.0 if inputs.reduce.mean else times / size for size in ranks]
         super().__init__(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
-    def _note_grad(self, shard: int) -> None:
-        """Note that the parameter of the shard with that id got a gradient on this rank."""
-        self._used.add(shard)
-        if self.state == "reduced":
-            self.state = "stale"
+    @property
+    def is_complete(self) -> bool:
+        """See `Reduction`."""
+        return super().is_complete and not self._used
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
-        rest = [shard for shard in shards if shard.source is None]
-        new = [shard.name for shard in rest if shard.name not in self._strategy.replicated]
-        if new:
-            raise InputError(
-                f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such parameter; "
-                "put parameters into model and optimizer before initialize"
-            )
-        super().set_params(rest)
+        super().set_params([shard for shard in shards if shard.source is None])
 
     def open(self, last: bool) -> None:
         if self._is_broken:
             raise InputError(
-                "the gradients of an update were dropped before its end (an error in backward?); under data='fsdp' "
-                "some ranks may have summed them already, so that the ranks no longer agree; end the run"
+                "the gradients of an update were dropped before its end (an error in backward?), which under "
+                "data='fsdp' some ranks may have summed already; end the run"
             )
         self._refuse_lost_changes()
         self._set_gradient_sync(last)
@@ -79,16 +70,7 @@ class FSDPReducer(Reducer):
         super().expect_last(params, rest)
 
     def finish(self) -> None:
-        if not self._sends and self.state == "local":
-            raise InputError(
-                "engine.step(last=True) came after the backward of the last batch, during which data='fsdp' sums the "
-                "gradients. Loop over engine.dataloader, which knows its end; or use data='zero1'"
-            )
-        if self.state == "stale":
-            raise InputError(
-                "gradients were added by a backward outside this engine after those of the update had been summed "
-                "(data='fsdp'); call engine.backward(loss) for every loss"
-            )
+        self._refuse_stale()
         used = [id(shard) in self._used for shard, _ in self._sharded]
         counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
         work = all_reduce(counts, self.group)
@@ -98,18 +80,17 @@ class FSDPReducer(Reducer):
 
     def forget(self) -> None:
         self._is_broken |= self.state == "local"
+        self._used.clear()
         super().forget()
 
     def _refuse_lost_changes(self) -> None:
         """Raise InputError for changes of the original parameters, which FSDP2 has replaced and does not notice."""
-        hooked = [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]
-        if hooked:
+        if hooked := self._hooked + [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]:
             raise InputError(
                 f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
                 "use data='zero1'"
             )
-        frozen = [shard.name for shard, trained in self._given if shard.model_param.requires_grad != trained]
-        if frozen:
+        if frozen := [shard.name for shard, trained in self._given if shard.model_param.requires_grad != trained]:
             raise InputError(
                 f"requires_grad of {shorten(frozen)} was changed on the parameters that the model came with, but under "
                 "data='fsdp' it computes with others; change it on engine.model's, as in engine.model.requires_grad_()"
@@ -124,12 +105,10 @@ class FSDPReducer(Reducer):
         for _, weight in self._sharded if self._withholds else ():
             if isinstance(weight.grad, WithheldGradient):
                 weight.grad = None
-        wanted = None if params is None else set(map(id, params))
-        for unit, held in self._strategy.unit_params:
-            if wanted is None or not held.isdisjoint(wanted):
-                unit.set_requires_gradient_sync(last)
-                if last:
-                    add_missing_grads(unit)
+        for unit in self._strategy.units_with(params):
+            unit.set_requires_gradient_sync(last)
+            if last:
+                add_missing_grads(unit)
 
     def _take_grads(self, counts: Sequence[float]) -> None:
         """Set the shards' gradients to those that FSDP2 has summed.
@@ -158,7 +137,9 @@ class FSDPReducer(Reducer):
                 weight.grad = None
         self._used.clear()
         if lost:
+            self._is_broken = True
             raise InputError(
-                f"FSDP2 has not summed the gradients of {shorten(lost)}: only some ranks used them (needs torch 2.13), "
-                "or a module returns tensors inside an object that FSDP2 cannot look into: return tuples or dicts"
+                f"FSDP2 has not summed the gradients of {shorten(lost)}. If engine.step(last=True) ends the cycle: "
+                "loop over engine.dataloader, which knows its end. If only some ranks used them: that needs torch "
+                "2.13. If a module returns tensors inside an object that FSDP2 cannot look into: return tuples or dicts"
             )

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from ...utils.param_shard import ParamShard
-from ...utils.torch_private import has_grad_hooks, with_memory, write_stamps
-from ..comm import norms
+from ...utils.torch_private import has_grad_hooks, with_memory
 from ..mesh import ParallelContext
+
+Slot = tuple[nn.Module, str]
+"""A module, and the name of a parameter there."""
 
 
 def find_units(
@@ -58,9 +59,10 @@ def unowned_params(model: nn.Module, units: Sequence[nn.Module]) -> set[nn.Param
     return {param for param in model.parameters() if seen[param] != 1}
 
 
-def can_be_sharded(param: torch.Tensor) -> bool:
-    """Return True if FSDP2 can shard it."""
-    return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
+def first_row(weight: Any) -> int:
+    """The row at which this rank's shard of a DTensor begins."""
+    mesh, rows = weight.device_mesh, len(weight)
+    return min(mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.size(-1)), rows)
 
 
 @with_memory()  # a mesh reads its table of ranks
@@ -78,39 +80,6 @@ def make_mesh(context: ParallelContext, axes: Sequence[str], hybrid: int | None)
     ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, hybrid)
     names = tuple(f"{dim}_{group.group_name}" for dim, group in zip(("replicate", "shard"), mine, strict=True))
     return DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=names)
-
-
-def wrap(
-    unit: nn.Module,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    options: Any,
-    mean: bool,
-    replicated: set[nn.Parameter],
-    has_root: bool,
-) -> FSDPModule:
-    """Shard the parameters of `unit`, in place, except those of units inside it and those in `replicated`.
-
-    Args:
-        options: the config's `parallel.data`.
-        mean: gradients are averaged over the ranks; False: summed.
-        has_root: one unit contains all others. Backward begins with it, so it stays gathered from forward on.
-    """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
-    sharded = fully_shard(
-        unit,
-        mesh=mesh,
-        reshard_after_forward=True if not has_root else False if options.reshard_after_forward is False else None,
-        mp_policy=policy,
-        offload_policy=offload,
-        ignored_params=replicated,
-    )
-    if not mean:
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # not every backend multiplies as it sums
-    if hasattr(sharded, "set_reduce_scatter_unused_params"):  # since torch 2.13
-        sharded.set_reduce_scatter_unused_params(True)  # a rank may not use a parameter that another does
-    return sharded
 
 
 def add_missing_grads(unit: FSDPModule) -> None:
@@ -138,34 +107,29 @@ def prefetch(units: Sequence[FSDPModule], count: int) -> None:
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - count) : index])))
 
 
-def watch_grads(
-    units: Sequence[Any], shards: Mapping[tuple[nn.Module, str], ParamShard], note: Callable[[int], None]
-) -> None:
-    """Call `note`, a method, with the id of a shard when its parameter got a gradient on this rank. (FSDP2 gives zeros
-    to the others.)
+def watch_grads(units: Sequence[Any], slots: Mapping[Slot, ParamShard], used: set[int]) -> None:
+    """Add the id of a shard to `used` when its parameter gets a gradient on this rank. (FSDP2 gives zeros to the
+    others.)
 
     The hooks are on FSDP2's gathered parameters, so all ranks call this together.
 
     Args:
-        shards: of this rank, by the parameters' modules and names.
+        slots: the shards of this rank, by the parameters' modules and names.
     """
-    # The hooks must not keep the object, which keeps parameters: Python's garbage collector does not see such a cycle.
-    method = WeakMethod(note)
 
-    def call(key: int, _: torch.Tensor) -> None:
-        if (alive := method()) is not None:
-            alive(key)
+    def note(shard: int, _: torch.Tensor) -> None:
+        used.add(shard)  # and holds nothing else: Python's garbage collector does not see a cycle through a hook
 
     for unit in units:
         unit.unshard()
         for module in unit.modules():
             for name, param in module.named_parameters(recurse=False):
-                shard = shards.get((module, name))
+                shard = slots.get((module, name))
                 if shard is None or isinstance(param, DTensor) or has_grad_hooks(param):
                     continue
                 trained = param.requires_grad
                 param.requires_grad_(True)  # for those that are unfrozen later, too
-                param.register_post_accumulate_grad_hook(partial(call, id(shard)))
+                param.register_post_accumulate_grad_hook(partial(note, id(shard)))
                 param.requires_grad_(trained)
         unit.reshard()
 
@@ -229,50 +193,38 @@ class CastGather:
 
 
 class WriteWatch:
-    """Detects writes into gathered weights, which FSDP2 frees: they never reach its shards. Compares the weights of
-    each unit before and after its forward, in training; later writes are seen, too, if torch counts them.
-
-    Args:
-        names: of the parameters, by module and attribute.
+    """Detects writes into gathered weights, which FSDP2 frees: they never reach its shards. After each forward in
+    training it compares the rows that this rank shards with its shard.
 
     Attributes:
-        is_on: True while it compares.
+        slots: the shards of this rank, by the parameters' modules and names.
     """
 
-    def __init__(self, names: Mapping[tuple[nn.Module, str], str], device: torch.device) -> None:
-        self.is_on = True
-        self._names, self._device = names, device
-        self._taken: set[nn.Module] = set()
-        self._open: dict[nn.Module, tuple[dict[str, torch.Tensor], list[Any], torch.Tensor]] = {}
-        self._done: list[tuple[dict[str, torch.Tensor], list[Any], torch.Tensor]] = []
+    def __init__(self) -> None:
+        self._is_on = True
+        self.slots: Mapping[Slot, ParamShard] = {}
+        self._found: list[tuple[str, torch.Tensor]] = []
 
-    def add(self, unit: nn.Module) -> None:
-        """Watch `unit`, whose inner units are watched. Call it before FSDP2 adds its hooks: they are outside."""
-        own = {(m, name): text for (m, name), text in self._names.items() if m in {*unit.modules()} - self._taken}
-        self._taken.update(unit.modules())
+    @torch.compiler.disable
+    def after_forward(self, unit: nn.Module, *_: Any) -> None:
+        """A hook of each unit."""
+        if not (self._is_on and unit.training and torch.is_grad_enabled()):
+            return
+        inner = set(unit.modules())
+        for (module, name), shard in self.slots.items():
+            if module in inner and type(param := getattr(module, name).detach()) is torch.Tensor:  # gathered
+                assert shard.source is not None
+                start = first_row(shard.source.param)
+                own = shard.param.detach().to(param)
+                is_other = param[start : start + len(own)] != own
+                self._found.append((shard.name, (is_other & ~own.isnan()).any()))
 
-        @torch.compiler.disable
-        def before(*_: Any) -> None:
-            if self.is_on and unit.training and torch.is_grad_enabled():
-                held = {text: getattr(module, name) for (module, name), text in own.items()}
-                held = {text: param for text, param in held.items() if not isinstance(param, DTensor)}
-                self._open[unit] = held, write_stamps(list(held.values())), norms(held.values(), self._device)
+    def take(self, watch: bool) -> Collection[str]:
+        """The names of the parameters that were written since the last call. Reads the device.
 
-        @torch.compiler.disable
-        def after(*_: Any) -> None:
-            if unit in self._open:
-                held, stamps, values = self._open.pop(unit)
-                self._done.append((held, stamps, norms(held.values(), self._device) != values))
-
-        unit.register_forward_pre_hook(before, prepend=True)
-        unit.register_forward_hook(after)
-
-    def take(self) -> Collection[str]:
-        """The names of the parameters that were written since the last call. Reads the device."""
-        edited = set[str]()
-        for held, stamps, changed in self._done:
-            now = write_stamps(list(held.values()))
-            either = zip(held, stamps, now, changed.tolist(), strict=True)
-            edited.update(text for text, before, after, is_other in either if before != after or is_other)
-        self._done = []
-        return sorted(edited)
+        Args:
+            watch: compare from now on.
+        """
+        self._is_on, found, self._found = watch, self._found, []
+        flags = torch.stack([flag for _, flag in found]).tolist() if found else ()
+        return sorted({name for (name, _), is_other in zip(found, flags, strict=True) if is_other})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
-from ..reducer import Bucket, NothingSent, Reducer, all_reduce, give_grads, make_buckets
+from ..reducer import Bucket, Buffers, NothingSent, Reducer, all_reduce, give_grads, make_buckets
 from ..shard_spec import Placement
 
 
@@ -34,9 +34,6 @@ class Zero1(DataStrategy):
 
     Attributes:
         buckets: of the parameters that the optimizer holds.
-
-    Raises:
-        InputError: a parameter has gaps in its memory.
     """
 
     cost = "each update sends the new weights to all data ranks"
@@ -48,12 +45,9 @@ class Zero1(DataStrategy):
         optimizer = inputs.optimizer
         held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
         mine = [shard for shard in inputs.shards if id(shard.param) in held]
-        gaps = [shard.name for shard in mine if not is_dense(shard.param)]
-        if gaps:
-            raise InputError(
-                f"parallel.data='zero1' splits parameters in memory order, but {shorten(gaps)} have gaps or overlaps "
-                "in memory (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
-            )
+        for shard in mine:
+            if not is_dense(shard.param):  # a view of a larger tensor: they are split in memory order
+                shard.param.data = shard.param.data.contiguous()
 
         def kind(param: nn.Parameter) -> Any:
             """Of one dtype also after a cast; frozen ones need not be sent; other stages shard `tied` ones, too."""
@@ -72,20 +66,15 @@ class Zero1(DataStrategy):
         self._order = sorted(self.buckets, key=lambda bucket: max(position[shard] for shard in bucket.shards))
         self._left = deque(self._order)
         self._stepped: set[ParamShard] = set()
-        self._inflight: deque[tuple[dist.Work, SliceBucket, torch.Tensor]] = deque()
+        self._inflight: deque[tuple[Any, SliceBucket, torch.Tensor]] = deque()
 
-    def make_reducer(
-        self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
-    ) -> Zero1Reducer:
+    def make_reducer(self, shards: Sequence[ParamShard], buffers: Buffers, withholds: bool) -> Zero1Reducer:
         return Zero1Reducer(self, shards, buffers)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
         full = shard.source.param
         return source.run(full.shape, full.stride(), shard.start, shard.start + shard.param.numel())
-
-    def compared(self, shard: ParamShard) -> ParamShard:
-        return shard.source or shard
 
     @property
     def text(self) -> str:
@@ -185,20 +174,19 @@ class SliceBucket(Bucket):
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.slices.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
-    def scatter(self, divisor: float) -> dist.Work:
-        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
+    def pack(self) -> torch.Tensor:
         flat, _ = self._take_grads(self.chunk * self.group.size())
         if len(flat) > self.numel:
             flat[self.numel :].zero_()
-        if divisor != 1:
-            flat.div_(divisor)  # before the sum, which could overflow in half precision
+        return flat
+
+    def start(self, flat: torch.Tensor) -> Any:
+        """Start a reduce-scatter to the ranks that step them."""
         if self.group.size() == 1:
             self.sent = flat
             return NothingSent()
         self.sent = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        work = reduce_scatter(self.sent, flat, group=self.group, async_op=True)
-        assert work is not None
-        return work
+        return reduce_scatter(self.sent, flat, group=self.group, async_op=True)
 
     def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
         """Add the reduced chunk to the gradients of `slices`; `unused`: shards without a gradient on any rank."""
@@ -221,16 +209,14 @@ class SliceBucket(Bucket):
         sizes = [part.param.numel() for part in self.slices]
         return list(chunk[: sum(sizes)].split(sizes))
 
-    def gather(self, values: Sequence[torch.Tensor]) -> tuple[dist.Work, torch.Tensor]:
+    def gather(self, values: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """Start an all-gather of `values`, of one dtype, one for each of `slices`. `views` splits the result."""
         own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
         if len(rest := own[sum(value.numel() for value in values) :]):
             rest.zero_()
         flat = torch.empty(self.chunk * self.group.size(), dtype=own.dtype, device=own.device)
-        work = all_gather(flat, own, group=self.group, async_op=True)
-        assert work is not None
-        return work, flat
+        return all_gather(flat, own, group=self.group, async_op=True), flat
 
 
 class Zero1Reducer(Reducer):
@@ -242,7 +228,9 @@ class Zero1Reducer(Reducer):
         InputError: parameters were added to the optimizer that are not sharded.
     """
 
-    def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:
+    sums_once = True
+
+    def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Buffers) -> None:
         self._strategy = strategy
         strategy.follow()  # weights were cast
         super().__init__(shards, buffers, strategy.inputs.group, strategy.inputs.reduce)
@@ -258,23 +246,12 @@ class Zero1Reducer(Reducer):
         super().set_params([shard.source for shard in shards if shard.source is not None])
 
     def open(self, last: bool) -> None:
-        for shard in self._shards if self.state in ("reduced", "stale") else ():
+        for shard in self._shards if self.state == "reduced" else ():
             shard.param.grad = None  # a placeholder
         super().open(last)
 
-    def finish(self) -> None:
-        if self.state == "stale":
-            raise InputError(
-                "gradients were added by a backward outside this engine after those of the update had been sent to the "
-                "ranks that step them (data='zero1'); call engine.backward(loss) for every loss"
-            )
-        super().finish()
-
     def _make_buckets(self) -> list[SliceBucket]:
         return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
-
-    def _send(self, bucket: SliceBucket) -> dist.Work:
-        return bucket.scatter(bucket.group.size() / self._times)
 
     def _receive(self) -> None:
         groups: dict[dist.ProcessGroup, list[SliceBucket]] = {}
@@ -286,7 +263,7 @@ class Zero1Reducer(Reducer):
             counts = torch.tensor(had).to(buckets[0].params[0].device, non_blocking=True)
             flags.append((all_reduce(counts, group), buckets, had, counts))
         while self._inflight:
-            self._wait_oldest()
+            self._inflight.popleft()[0].wait()
         for work, buckets, had, counts in flags:
             work.wait()
             ranks = iter(counts.tolist() if 0.0 in had else had)

@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfmesh
 from halfmesh.compat import check, raise_for
 from halfmesh.errors import IncompatibleConfigError, InputError
-from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.ranks import here, run_ranks
 from tests.support.sharding import (
     CASES,
     MODES,
-    OPTIMIZERS,
     Odd,
     batch,
     compare,
@@ -212,23 +211,6 @@ def test_gathers_as_often_as_fully_shard_does():
     assert run_ranks(gathers_beside_torch, 2) == [(9, 9)] * 2
 
 
-def written_late(rank, world_size):
-    """Into gathered weights that stay until backward, which no matrix product has saved for it."""
-    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
-    config = {"parallel": {"data": "fsdp"}}
-    engine = halfmesh.initialize(model, OPTIMIZERS["adamw"], nn.CrossEntropyLoss(), config=config, device=rank_device())
-    output = engine(here(torch.arange(4)))
-    with torch.no_grad():
-        model[0].weight.zero_()
-    engine.backward(engine.criterion(output, here(torch.arange(4))))
-    with pytest.raises(InputError, match=r"writes into 0\.weight, but .* what is written is lost"):
-        engine.step()
-
-
-def test_a_write_between_forward_and_backward_is_refused():
-    run_ranks(written_late, 2)
-
-
 def hybrid(rank, world_size):
     ours = make_engine({"strategy": "fsdp", "hybrid": 2}, model=Blocks(), track_grad_norm=True)
     theirs = make_engine("replicate", model=Blocks(), track_grad_norm=True)
@@ -249,7 +231,7 @@ def test_hybrid_sharding():
 def guards(rank, world_size):
     engine = make_engine("fsdp", gradient_accumulation=2)
     take_step(engine, rank, 0)
-    with pytest.raises(InputError, match="came after the backward of the last batch"):
+    with pytest.raises(InputError, match=r"not summed the gradients of .* ends the cycle: loop over engine.dataloader"):
         engine.step(last=True)
 
     engine = make_engine("fsdp")
@@ -261,11 +243,6 @@ def guards(rank, world_size):
     handle.remove()
     with pytest.raises(InputError, match="gradients of an update were dropped before its end"):
         take_step(engine, rank, 0)
-    mixed = Blocks()
-    mixed.end.double()
-    with pytest.raises(IncompatibleConfigError, match=r"gathers weights of one dtype together, but end\.weight"):
-        make_engine("fsdp", model=mixed)
-    assert type(mixed) is Blocks
 
 
 def test_what_is_refused():
@@ -277,7 +254,7 @@ REFUSED = [
     ({"compile": {"scope": "model"}}, {}, "gathers the weights of each block between graphs"),
     ({"activation_offload": True}, {}, "would also offload the gathered weights"),
     ({}, {"param_dtype": "bfloat16"}, "is not the dtype that the mode computes in"),
-    ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "is not the dtype that the mode casts the model to"),
+    ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "is not the dtype that the mode computes in"),
     ({}, {"hybrid": 3}, "parallel.data.hybrid: 3 does not divide the 4 data ranks"),
     (PIPELINE, {"prefetch": 2}, "FSDP2 does not support this under a pipeline"),
     (PIPELINE, {"output_dtype": "float32"}, "FSDP2 does not support this under a pipeline"),

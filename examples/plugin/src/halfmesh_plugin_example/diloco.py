@@ -22,7 +22,7 @@ from torch import nn
 from halfmesh import Options
 from halfmesh.options import PositiveFloat, PositiveInt
 from halfmesh.parallel.data_strategy import DataStrategy, StrategyInputs
-from halfmesh.parallel.reducer import CompleteGradients
+from halfmesh.parallel.reducer import Reduction
 from halfmesh.utils.param_shard import ParamShard
 
 MOMENTUM = "outer_momentum"
@@ -83,8 +83,8 @@ class DiLoCo(DataStrategy):
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
-    ) -> CompleteGradients:
-        return CompleteGradients([])  # a rank's own gradients are complete
+    ) -> Reduction:
+        return Reduction()  # a rank's own gradients are complete
 
     @property
     def exchange(self) -> str:

@@ -63,9 +63,6 @@ class Owned(DataStrategy):
         whole = _whole(shard)
         return source.run(whole.shape, whole.stride(), 0, shard.param.numel())
 
-    def compared(self, shard: ParamShard) -> ParamShard:
-        return shard.source or shard
-
     # -- the publisher -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
