@@ -20,6 +20,7 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.models.peft import base_model
 from ..parallel.shard_spec import Shape
 from ..utils.log import get_logger
+from ..utils.tensors import in_memory_order
 from . import storage
 from .agreement import gather_results, run_on_all_ranks, run_on_rank_zero
 from .full_state import WholeTensor
@@ -207,7 +208,7 @@ def gather_tensor(
             values = torch.empty(box.sizes, dtype=tensor.dtype, device=context.device)
         else:
             continue
-        flat = values.view(-1).view(torch.uint8)  # as bytes: not every backend has every dtype
+        flat = in_memory_order(values).view(torch.uint8)  # as bytes: not every backend has every dtype
         if everywhere:
             dist.broadcast(flat, box.rank)
         elif box.rank != 0:
