@@ -90,10 +90,9 @@ class JoinedOptimizer(optim.Optimizer):
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("loaded state dict has other parameter groups, or groups of another size")
-        others, first = state_dict.get("others", [{}] * len(self.parts)), 0
-        for part, other in zip(self.parts, others, strict=True):
+        for part, other in zip(self.parts, state_dict.get("others", [{}] * len(self.parts)), strict=True):
             mine, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
-            numbers = {number: first + at for at, number in enumerate(n for group in mine for n in group["params"])}
+            numbers = {number: at for at, number in enumerate(n for group in mine for n in group["params"])}
             state = {numbers[key]: value for key, value in state_dict["state"].items() if key in numbers}
             mine = [{**group, "params": [numbers[number] for number in group["params"]]} for group in mine]
             part.load_state_dict({**other, "state": {**other.get("state", {}), **state}, "param_groups": mine})

@@ -260,9 +260,11 @@ def test_an_optimizer_over_another_is_one(mode, tmp_path):
         assert {group["lookahead_step"] for group in each.optimizer.param_groups} == {UPDATES}
     with pytest.raises(InputError, match=r"optimizer.step\(\) was called outside the engine"):
         optimizer.step()
-    engine.close()
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    assert held == set(map(id, model.parameters())) == {id(param) for param in optimizer._base_optimizer.state}
+    for each in (engine, again):
+        each.close()
+        given_back = each.optimizer
+        held = {id(param) for group in given_back.param_groups for param in group["params"]}
+        assert held == set(map(id, each.model.parameters())) == set(map(id, given_back._base_optimizer.state))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,62 @@ GATHER = "tests/parallel/sharding/test_fsdp_gather.py"
 RESUME = "tests/checkpoint/test_resume.py"
 DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
 
+SEVERAL = "tests/engine/test_several_optimizers.py"
+OPTIMIZERS = (
+    Fault(
+        "the second of two optimizers is not stepped",
+        "utils/joined_optimizer.py",
+        "        for part in self.parts:\n            part.step()\n",
+        "        self.parts[0].step()\n",
+        (
+            f"{SEVERAL}::test_an_overflow_skips_both_and_moves_neither_scheduler",
+            f"{SEVERAL}::test_convert_to_amp_takes_a_list",
+        ),
+    ),
+    Fault(
+        "the state of the second optimizer is numbered as the first's",
+        "utils/joined_optimizer.py",
+        '            first += sum(len(group["params"]) for group in own[1])\n',
+        "",
+        (f"{SEVERAL}::test_a_joined_state_dict_has_the_form_of_one_optimizers",),
+    ),
+    Fault(
+        "only the first of several optimizers is guarded",
+        "amp/stepper.py",
+        "(self._refuse_calls_from_outside) for part in self.parts]",
+        "(self._refuse_calls_from_outside) for part in self.parts[:1]]",
+        (f"{SEVERAL}::test_the_optimizers_that_were_given_stay_usable",),
+    ),
+    Fault(
+        "only the first of several schedulers advances",
+        "engine/lr_scheduler.py",
+        "        self.check()\n        for scheduler in self._all:\n",
+        "        self.check()\n        for scheduler in self._all[:1]:\n",
+        (f"{SEVERAL}::test_schedulers_are_one_each_or_a_list",),
+    ),
+    Fault(
+        "an optimizer over another loses its state in a load",
+        "utils/optimizer_state.py",
+        "vars(optimizer).update(state=loaded.state, param_groups=loaded.param_groups)",
+        "None",
+        (f"{SEVERAL}::test_an_optimizer_over_another_is_one",),
+    ),
+    Fault(
+        "a schedule that is kept begins anew",
+        "checkpoint/validate.py",
+        "            self._lr.replay(copy.deepcopy(self._schedule), saved)\n",
+        "            pass\n",
+        ("tests/checkpoint/test_settings.py::test_a_schedule_of_another_class_may_go_on",),
+    ),
+    Fault(
+        "what an optimizer counts in its groups is kept as a setting",
+        "checkpoint/validate.py",
+        "is_other = theirs.get(name) != mine.get(name) or",
+        "is_other = True or",
+        ("tests/checkpoint/test_settings.py::test_without_a_scheduler_the_rate_is_a_setting_and_counts_are_not",),
+    ),
+)
+
 FLOAT8 = (
     Fault(
         "the filter of fp8 is ignored",
@@ -385,4 +441,4 @@ GPU = (
     ),
 )
 
-FAULTS = FLOAT8 + SHARDED_BATCHES + UPDATE + CHECKPOINT + NONFINITE + GPU
+FAULTS = FLOAT8 + OPTIMIZERS + SHARDED_BATCHES + UPDATE + CHECKPOINT + NONFINITE + GPU
