@@ -166,10 +166,11 @@ class MixedPrecisionOptimizer:
             self._clip_once = self._clip_once[0], None  # the norm was of scaled gradients
         _, total = self.loss_scales.grad_divisor(divisor)
         self.is_unscaled = True
-        params = [shard.param for shard in grads]
-        widen_grads(params)
-        for device in {param.device for param in params} if total is not None else ():
-            foreach_mul_([param.grad for param in params if param.device == device], (1 / total).to(device))
+        widen_grads([shard.param for shard in grads])
+        if total is not None:
+            held = list(self.gradients().values())
+            for device in {grad.device for grad in held}:
+                foreach_mul_([grad for grad in held if grad.device == device], (1 / total).to(device))
 
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:

@@ -139,7 +139,7 @@ class EarlyStopHook(MonitorHook):
 
 class LRSchedulerHook(MonitorHook):
     """Advances a scheduler that follows a result of evaluation (ReduceLROnPlateau): the one that was given to
-    initialize, with `lr_interval="manual"` in the config. Other schedulers are advanced by the engine.
+    initialize, or each of several, with `lr_interval="manual"` in the config. The engine advances other schedulers.
 
     Args:
         monitor: the name of that result.
@@ -156,4 +156,6 @@ class LRSchedulerHook(MonitorHook):
         super().before_fit(trainer)
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
-        trainer.engine.lr_scheduler.step(self._read(results))
+        given = trainer.engine.lr_scheduler
+        for scheduler in given if isinstance(given, list) else [given]:
+            scheduler.step(self._read(results))

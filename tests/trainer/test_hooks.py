@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.optim import lr_scheduler
 
 import halfmesh
@@ -25,7 +26,7 @@ from halfmesh.hooks import (
     ThroughputHook,
     WandbHook,
 )
-from tests.support.models import linear_engine
+from tests.support.models import CLASSES, FEATURES, linear_engine, make_engine, make_loader
 from tests.support.ranks import run_ranks
 
 MANUAL = {"lr_interval": "manual"}
@@ -80,6 +81,19 @@ def test_a_plateau_follows_the_evaluation():
     hooks = [Results(1.0, 1.0, 1.0), LRSchedulerHook("eval_score")]
     halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
     assert lr_of(engine) == pytest.approx(0.01)
+
+
+def test_the_plateaus_of_two_optimizers_follow_the_evaluation():
+    engine = make_engine(
+        {"lr_interval": "manual"},
+        model=nn.Linear(FEATURES, CLASSES),
+        optimizer=lambda params: [torch.optim.SGD([param], lr=0.1) for param in params],
+        lr_scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+        eval_dataloader=make_loader(6, 4),
+    )
+    hooks = [Results(1.0, 1.0, 1.0), LRSchedulerHook("eval_score")]
+    halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.01, 0.01])
 
 
 def test_tensorboard(tmp_path):
