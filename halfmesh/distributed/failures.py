@@ -51,14 +51,15 @@ class FailureWatch:
         # A second connection, because the first may be blocked in a wait. (The stubs know no `append`.)
         self._store = cast(Any, dist.PrefixStore(f"halfmesh/{run}", store.clone()))
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
-        for key in ("log", "failed", "lost"):
+        for key in ("log", "failed", "lost", "calls"):
             self._store.append(key, "")
         self._rank, self._name, self._names = rank, names.name(rank), names
         self._host, self._timeout_s, self._store_is_gone = host, timeout_s, False
         self._in_call = threading.Lock()
         self._told: dict[int, str] = {}  # the last word of each rank that has told one
         self._failed = self._lost = ""  # the first error of each kind
-        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls: dict[int, str] = {}  # how often each rank has called its engines, if it has told
+        self._engines: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._ending = threading.Event()  # this rank is exiting on its own
         self._pid = os.getpid()
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_error
@@ -67,9 +68,10 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
         self._thread.start()
 
-    def watch(self, engine: Any) -> None:
-        """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains."""
-        self._engines = weakref.WeakSet([*self._engines, engine])  # not changed: the thread goes through it
+    def watch(self, engine: Any, progress: Any) -> None:
+        """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains; its
+        `progress` has `global_step`, and the `calls` since that."""
+        self._engines = weakref.WeakKeyDictionary({**self._engines, engine: progress})  # the thread goes through it
 
     def remove(self) -> None:
         """This rank needs the others no longer. A hook that was installed on top of this one stays."""
@@ -86,8 +88,9 @@ class FailureWatch:
         self._exchange()
         return {rank: word for rank, word in self._told.items() if rank != self._rank}
 
-    def _exchange(self, word: str = "", error: str = "") -> None:
-        """Tell the others this rank's `word`, and `error` if it is the first; read what they tell."""
+    def _exchange(self, word: str = "", error: str = "", tells_calls: bool = False) -> None:
+        """Tell the others this rank's `word`, and `error` if it is the first; read what they tell. If it
+        `tells_calls`, or something is wrong, this rank also tells how often it has called its engines."""
         if self._store_is_gone:  # torch would print a stack of its C++ code each time
             return
         if not self._in_call.acquire(timeout=ANSWER_S):  # of a host without power or network; torch's call stays there
@@ -98,7 +101,10 @@ class FailureWatch:
                 self._store.compare_set(word, "", error)
             if word:
                 self._store.append("log", f"{self._rank} {word}\n")
-            log, failed, lost = (value.decode() for value in self._store.multi_get(["log", "failed", "lost"]))
+            if tells_calls or word not in ("", "ended"):
+                self._store.append("calls", f"{self._rank} {self._count_calls()}\n")
+            keys = ["log", "failed", "lost", "calls"]
+            log, failed, lost, calls = (value.decode() for value in self._store.multi_get(keys))
         except Exception:
             self._store_is_gone = True
             return
@@ -106,6 +112,24 @@ class FailureWatch:
             self._in_call.release()
         self._failed, self._lost = failed, lost
         self._told = {int(rank): theirs for rank, theirs in map(str.split, log.splitlines())}
+        self._calls = {int(rank): text for rank, _, text in (line.partition(" ") for line in calls.splitlines())}
+
+    def _count_calls(self) -> str:
+        """How often this rank has called each of its engines since the last update."""
+        return ", ".join(f"{each.calls} since update {each.global_step}" for each in list(self._engines.values()))
+
+    def _compare_calls(self) -> str:
+        """How often each rank has called its engines, if that differs."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in sorted(self._calls.items()):
+            by_text.setdefault(text, []).append(rank)
+        if len(by_text) < 2:
+            return ""
+        counts = "; ".join(f"{self._names.names(ranks)}: {text}" for text, ranks in by_text.items() if text)
+        return (
+            f"calls of engine(...): {counts} (under fsdp and expert data ranks meet in forward: each has to make as "
+            "many calls)"
+        )
 
     def _end(self, word: str, error: str = "") -> None:
         if not self._ending.is_set():
@@ -166,13 +190,15 @@ class FailureWatch:
             for word, text in (texts | {"ended": "ended without an error: {}"}).items():
                 if ranks := [rank for rank in others if told.get(rank, "") == word]:
                     found.append(text.format(names.names(ranks)))
+        if not self._failed and (calls := self._compare_calls()):
+            found.append(calls)
         if first := self._failed or self._lost:
             is_own = first.startswith(f"[{self._name}] ")
             found.append("this was the first error" if is_own else f"the first error was:\n{first}")
         return "; ".join(found)
 
     def _watch(self) -> None:
-        steps, since = list[int](), time.monotonic()
+        steps, since, is_compared = list[int](), time.monotonic(), False
         while not self._ending.wait(POLL_S):
             if {"failed", "lost"} & set(self.ended().values()):
                 break
@@ -180,12 +206,21 @@ class FailureWatch:
                 if self._host is None or self._told.get(self._host) == "ended":
                     return
                 break
-            training = [engine.global_step for engine in list(self._engines) if engine.model.training]
+            if self._calls and self._rank not in self._calls:  # another one waits
+                self._exchange(tells_calls=True)
+            engines = list(self._engines.items())
+            training = [progress.global_step for engine, progress in engines if engine.model.training]
             if training != steps or not training:
                 steps, since = training, time.monotonic()
             elif time.monotonic() > since + DUMP_AT * self._timeout_s:
                 self._dump(f"no update for {DUMP_AT * self._timeout_s:g} s, {DUMP_AT:g} x the config key timeout")
                 since = float("inf")
+                self._exchange(tells_calls=True)
+            if since == float("inf") and not is_compared and len(self._calls) == self._names.world_size:
+                is_compared, text = True, self._compare_calls()
+                if text:
+                    sys.stderr.write(f"[{self._name}] {text}\n")
+                    sys.stderr.flush()
         self._exchange("" if self._ending.is_set() else "running")
         for _ in range(int(GRACE_S / POLL_S)):
             if self._ending.wait(POLL_S):

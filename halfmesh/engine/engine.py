@@ -124,6 +124,7 @@ class Engine:
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._closed:
             self._refuse_if_closed()
+        self._progress.calls += 1
         self._update.sync_writes()
         for told in self._hooks.calls["before_forward"]:
             told(args, kwargs)
@@ -228,6 +229,7 @@ class Engine:
                 self._dataloader.at_end = False
         progress.results.append(result)
         progress.global_step += 1
+        progress.calls = 0
         if self._average.values:
             self._average.after_step()
         if lr is not None:

@@ -151,7 +151,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             _log.info("advice: %s", advice)
         owner = group if launch is None else launch.group
         if owner is not None:
-            owner.failures.watch(engine)
+            owner.failures.watch(engine, engine._progress)
         context.begin_calls(owner)
         if settings.resume is not None:
             from ..checkpoint.preemption import find_resumed

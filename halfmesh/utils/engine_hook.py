@@ -23,10 +23,12 @@ class Progress:
 
     Attributes:
         global_step: optimizer steps attempted so far, skipped ones included.
+        calls: calls of `engine(...)`, and `engine.call`, since the last step.
         results: of the last steps, the newest last.
     """
 
     global_step: int = 0
+    calls: int = 0
     results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .torch_private import has_no_memory
 
@@ -75,11 +76,17 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def count_rows(batch: Any, none: int = 1) -> int:
-    """The batch size: the first dim of the first tensor that has dims; `none` if there is no such tensor."""
+    """The batch size: the first dim of the first tensor that has dims, or the sequences of a PackedSequence before it;
+    `none` if there is neither."""
     first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
     if isinstance(first, torch.Tensor) and first.dim():
         return first.shape[0]  # the usual batch, in each step: without a walk
-    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), none)
+    for found in leaves_of(batch, (PackedSequence, torch.Tensor)):
+        if isinstance(found, PackedSequence):
+            return int(found.batch_sizes[0])
+        if found.dim():
+            return int(found.shape[0])
+    return none
 
 
 def parameter_names(what: Callable[..., Any]) -> list[str]:

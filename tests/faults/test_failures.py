@@ -227,3 +227,34 @@ def test_all_ranks_write_their_stacks_before_the_time_limit(tmp_path):
     before, _, _ = output.partition("Traceback (most recent call last)")
     for rank in range(2):
         assert f"[rank {rank}] no update for 9 s, 0.9 x the config key timeout\nThis rank is at:\n" in before
+
+
+EPISODES = """
+import sys, time, torch, halfmesh
+from halfmesh.distributed import failures
+failures.POLL_S = 0.1
+with halfmesh.launch_from_torch({"timeout": 10.0, "parallel": {"data": "fsdp"}}, device="cpu") as run:
+    model = torch.nn.Linear(2, 2)
+    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters(), 0.1), config=run)
+    for episode in range(3):
+        steps = 4 + (episode == 2 and run.rank == 0)
+        loss = sum(engine(torch.ones(1, 2)).sum() for _ in range(steps))
+        if episode == 2 and run.rank == 1:
+            torch.distributed.barrier()
+        engine.backward(loss)
+        engine.step()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_call_the_engine_unequally_often_say_how_often(tmp_path):
+    """An episode of rank 0 has a call more: before the time limit, and in the errors that it ends with."""
+    script = tmp_path / "train.py"
+    script.write_text(EPISODES)
+    with started(*TORCHRUN, str(script)) as process:
+        output, _ = process.communicate(timeout=200)
+    before, _, after = output.partition("Traceback (most recent call last)")
+    for rank in range(2):
+        counts = f"[rank {rank}] calls of engine(...): rank 0: 5 since update 2; rank 1: 4 since update 2 (under fsdp"
+        assert counts in before
+        assert counts in after

@@ -137,6 +137,43 @@ def test_loss_and_predictions_are_those_of_one_process(ranks):
         assert [loss for loss, _ in results] == [loss for loss, _ in everyone[0]]
 
 
+class Reader(nn.Module):
+    """Scores of packed sequences."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, packed):
+        return self.head(self.rnn(packed)[1][-1])
+
+
+def pack(samples):
+    return nn.utils.rnn.pack_sequence([x for x, _ in samples], enforce_sorted=False), torch.tensor(
+        [y for _, y in samples]
+    )
+
+
+def read(rank, world_size, parallel):
+    rows = make_data(13)[0]
+    samples = [(row.repeat(1 + i % 4, 1), i % 4) for i, row in enumerate(rows)]
+    config = {"parallel": parallel}
+    with make_engine(config, model=Reader(), loader=DataLoader(samples, 6 // world_size, collate_fn=pack)) as engine:
+        trainer, evaluated = halfmesh.Trainer(engine), DataLoader(samples[:11], 4, collate_fn=pack)
+        trainer.fit(max_steps=2)
+        return trainer.evaluate(evaluated)["eval_loss"], trainer.predict(evaluated)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("parallel", [{}, {"data": "fsdp"}])
+def test_packed_sequences_count_as_sequences(parallel):
+    ((loss, outputs),) = run_ranks(read, 1, {}, init=False)
+    assert loss == pytest.approx(cross_entropy(outputs, torch.arange(11) % 4).item(), rel=1e-5)
+    for found in run_ranks(read, 2, parallel):
+        torch.testing.assert_close(found, (loss, outputs), rtol=1e-5, atol=1e-5)
+
+
 LENGTHS = 3, 3, 2, 5, 4
 SEQUENCES = [torch.arange(length) + length for length in LENGTHS]
 
