@@ -180,9 +180,9 @@ def find_other_problems(
 ) -> Iterator[str]:
     """Problems of the other arguments."""
     for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
-        loader = loader_in(loader)
         if loader is None:
             continue
+        loader = loader_in(loader)
         if not isinstance(loader, DataLoader):
             yield (
                 f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given; "
