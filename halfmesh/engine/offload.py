@@ -124,14 +124,14 @@ class _Kept:
     """A tensor that stays on its device. (Detached, or the output of an operation would keep itself alive.)"""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor, self._shape = tensor.detach(), tuple(tensor.shape)
         self._version = versions([tensor])
 
     def __call__(self) -> torch.Tensor:
         if versions([self._tensor]) != self._version:  # torch does not look where there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(self._tensor.shape)} and dtype {self._tensor.dtype}"
+                f"a tensor of shape {self._shape} and dtype {self._tensor.dtype}"
             )
         return self._tensor
 
@@ -150,7 +150,7 @@ class _OnHost(_Kept):
         self, host: torch.Tensor, tensor: torch.Tensor, offload: Offload, before: weakref.ref[_OnHost] | None
     ) -> None:
         super().__init__(tensor)
-        self._tensor.data = tensor.new_empty(()).expand(tensor.shape)  # it counts the writes, without the memory
+        self._tensor.data = tensor.new_empty(0)  # it counts the writes, without the memory
         self.host = host
         self.before = before
         self.fetched: tuple[torch.Tensor, Any] | None = None
