@@ -11,6 +11,7 @@ import re
 import reprlib
 import traceback
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def own_frames(text: str) -> str:
 def refuse_below(least: int, **arguments: object) -> None:
     """Raise InputError for an argument that is not an integer of `least` or more; None is allowed."""
     for name, value in arguments.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
             raise InputError(f"{name}={show(value)}: expected a whole number, {least} or more")
 
 

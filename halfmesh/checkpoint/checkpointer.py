@@ -211,7 +211,7 @@ class Checkpointer:
         run_on_all_ranks(self.context, stored.too_late, read)
         state.publish()
         if average.values:
-            average.restart(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
+            average.restart(besides={key for name, key in state.average_keys().items() if name in averages})
 
     def _load_rest(self, stored: Stored, shared: SharedRNG, keep: Sequence[str]) -> Iterator[str]:
         """Load everything but the tensors of model and optimizer. Yields a line for all state that starts fresh.

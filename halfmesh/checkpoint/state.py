@@ -33,7 +33,7 @@ STATE = "optimizer."
 COUNTERS = "counters."
 """Other optimizer tensors, which every rank replicates: `counters.step.blocks.0.weight`."""
 AVERAGE = "average."
-"""The moving average of a parameter: `average.blocks.0.weight`."""
+"""The moving average of a parameter or buffer: `average.blocks.0.weight`."""
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,10 @@ class ShardedState:
         return found
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors that averaged weights overwrite: those that the optimizer steps and, under zero1, the model's
+        """The tensors that averaged weights overwrite: those that are averaged and, under zero1, the model's
         weights, shards of which other ranks step."""
         masters = self.update.master_weights
-        found = [masters.target(shard).detach() for shard in masters.trained]
+        found = [source.detach() for source in self.average.sources().values()]
         if self._gets_weights:
             found += [shard.source.param.detach() for shard in masters.trained if shard.source is not None]
         return found
@@ -218,19 +218,33 @@ class ShardedState:
 
     def averages(self) -> Shards:
         """The moving average of the weights, if there is one."""
-        values = self.average.values
         return {
-            AVERAGE + name: TensorShard(values[shard], self.parallel_model.placement(shard))
-            for shard, name in self.trained()
-            if shard in values
+            name: TensorShard(value, whole(value.shape) if isinstance(key, str) else self.parallel_model.placement(key))
+            for name, key in self.average_keys().items()
+            if (value := self.average.values.get(key)) is not None
         }
+
+    def average_keys(self) -> dict[str, ParamShard | str]:
+        """The keys of `WeightAverage.values` by their names in a checkpoint."""
+        found: dict[str, ParamShard | str] = {AVERAGE + name: shard for shard, name in self.trained()}
+        buffers = self._buffers(self.model.state_dict()) if self.average.buffers else {}
+        return found | {AVERAGE + name: key for name, key in buffers.items() if key in self.average.buffers}
 
     def average_targets(self, saved: Mapping[str, Any]) -> Shards:
         """Memory for the average of a checkpoint with tensors of the names `saved`, if it has one."""
+        average = self.average
         if any(name.startswith(AVERAGE) for name in saved):
-            for shard, _ in self.trained():
-                self.average.make(shard)
+            if average.decay is None:  # it may be continued later
+                buffers = self._buffers(self.model.state_dict())
+                average.buffers = [key for name, key in buffers.items() if AVERAGE + name in saved]
+            for key, source in average.sources().items():
+                average.make(key, source)
         return {name: shard for name, shard in self.averages().items() if name in saved}
+
+    def float_buffers(self) -> list[str]:
+        """Names of the floating-point buffers in this rank's state dict."""
+        state = self.model.state_dict()
+        return [key for key in self._buffers(state).values() if state[key].is_floating_point()]
 
     def extras(self) -> dict[str, Any]:
         """The entries that modules add to the model's state dict with `get_extra_state`."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
-from ..errors import InputError, show
+from ..errors import InputError, refuse_below, show
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import bucket_bytes, by_bytes
@@ -30,35 +31,48 @@ class WeightAverage:
     """The average of the weights that this rank steps: masters, or parameters where there are no masters.
 
     Attributes:
-        values: the average of each trained shard, in fp32 (fp64 of fp64); empty until it is started or loaded.
+        values: the average of each trained shard and, by name, of each buffer of `buffers`, in fp32 (fp64 of fp64);
+            empty until it is started or loaded.
         decay: None until it is started.
+        every: the number of updates after which it follows the weights.
+        buffers: names of the buffers that are averaged, too.
     """
 
-    def __init__(self, update: MixedPrecisionOptimizer) -> None:
-        self.values: dict[ParamShard, torch.Tensor] = {}
+    def __init__(self, update: MixedPrecisionOptimizer, model: nn.Module) -> None:
+        self.values: dict[ParamShard | str, torch.Tensor] = {}
         self.decay: float | None = None
+        self.every = 1
+        self.buffers: Collection[str] = ()
         self._update = update
+        self._model = model
 
-    @torch.no_grad()
-    def restart(self, besides: Container[ParamShard] = ()) -> None:
-        """Restart the average from the current weights, except for the shards in `besides`."""
+    def sources(self) -> dict[ParamShard | str, torch.Tensor]:
+        """The tensors that are averaged."""
         masters = self._update.master_weights
-        self._update.sync_writes(adopt=True)
-        for shard in masters.trained:
-            if shard not in besides:
-                self.make(shard).copy_(masters.target(shard))
-
-    def make(self, shard: ParamShard) -> torch.Tensor:
-        """The average of `shard`, allocated if there is none."""
-        if shard not in self.values:
-            target = self._update.master_weights.target(shard)
-            dtype = torch.float32 if target.dtype in HALF else target.dtype
-            self.values[shard] = torch.empty_like(target, dtype=dtype, requires_grad=False)
-        return self.values[shard]
+        found: dict[ParamShard | str, torch.Tensor] = {shard: masters.target(shard) for shard in masters.trained}
+        if self.buffers:
+            held = dict(self._model.named_buffers(remove_duplicate=False))
+            found |= {name: held[name] for name in self.buffers}
+        return found
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """Include the last update unless it was skipped. No host read."""
+    def restart(self, besides: Container[ParamShard | str] = ()) -> None:
+        """Restart the average from the current weights, except for the shards and buffers in `besides`."""
+        self._update.sync_writes(adopt=True)
+        for key, source in self.sources().items():
+            if key not in besides:
+                self.make(key, source).copy_(source)
+
+    def make(self, key: ParamShard | str, source: torch.Tensor) -> torch.Tensor:
+        """The average of `source`, allocated if there is none."""
+        if key not in self.values:
+            dtype = torch.float32 if source.dtype in HALF else source.dtype
+            self.values[key] = torch.empty_like(source, dtype=dtype, requires_grad=False)
+        return self.values[key]
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Include the last update, of this number, unless it was skipped. No host read."""
         if self.decay is None:
             _log.warning(
                 "the checkpoint has an average of the weights, which this run does not continue; call "
@@ -66,27 +80,29 @@ class WeightAverage:
             )
             self.values.clear()
             return
-        masters = self._update.master_weights
-        if any(shard not in self.values for shard in masters.trained):  # parameters that the optimizer was given since
+        if step % self.every:
+            return
+        sources = self.sources()
+        if any(key not in self.values for key in sources):  # parameters that the optimizer was given since
             self.restart(besides=self.values)
         weight: float | torch.Tensor = 1 - self.decay
-        if self._update.found_inf is not None:
+        if self._update.found_inf is not None and self.every == 1:  # else updates before it were taken
             weight = (1 - self._update.found_inf) * weight
-        sizes = {shard: shard.param.numel() for shard in masters.trained}
-        limit = bucket_bytes(self._update.device, sum(sizes.values()))
-        for shards in by_bytes(masters.trained, limit, sizes.__getitem__):  # bounds the memory of differences
-            _lerp_([self.values[s] for s in shards], [masters.target(s) for s in shards], weight)
+        limit = bucket_bytes(self._update.device, sum(map(torch.Tensor.numel, sources.values())))
+        for keys in by_bytes(sources, limit, lambda key: sources[key].numel()):  # bounds the memory of differences
+            _lerp_([self.values[key] for key in keys], [sources[key] for key in keys], weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The average by the parameter's name; not copied."""
-        return {shard.name: value for shard, value in self.values.items()}
+        """The average by the name of the parameter or buffer; not copied."""
+        return {key if isinstance(key, str) else key.name: value for key, value in self.values.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore `state_dict`; the average of other shards restarts from their weights."""
-        found = {shard: state[shard.name] for shard in self._update.master_weights.trained if shard.name in state}
-        for shard, value in found.items():
-            self.make(shard).copy_(value)
+        if self.decay is None:
+            self.buffers = [name for name, _ in self._model.named_buffers(remove_duplicate=False) if name in state]
+        sources = {key if isinstance(key, str) else key.name: (key, x) for key, x in self.sources().items()}
+        found = {key: self.make(key, x).copy_(state[name]) for name, (key, x) in sources.items() if name in state}
         if self.values:
             self.restart(besides=found)
 
@@ -101,27 +117,40 @@ class AveragedModel:
         average.save_weights("average.safetensors")
 
     After each update that was taken, average = decay * average + (1 - decay) * weights, of the fp32 masters where there
-    are any: 4 bytes for each weight that this rank steps. Buffers are not averaged. Checkpoints hold the average.
+    are any: 4 bytes for each weight that this rank steps. Checkpoints hold the average.
     """
 
-    def __init__(self, engine: Engine, state: ShardedState, accumulation: Accumulation, decay: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        state: ShardedState,
+        accumulation: Accumulation,
+        decay: float,
+        every: int = 1,
+        buffers: bool = False,
+    ) -> None:
+        refuse_below(1, every=every)
         self._engine = engine
         self._state = state
         self._accumulation = accumulation
-        self._average = state.average
+        self._average = average = state.average
         self.decay = decay
+        average.every, average.buffers = every, state.float_buffers() if buffers else ()
+        for key in average.values.keys() - average.sources().keys():  # of a checkpoint, and not wanted here
+            del average.values[key]
+        average.restart(besides=average.values)
 
     @property
     def decay(self) -> float:
-        """0 <= decay < 1; may be set at any time, as for a warmup: `min(0.999, (1 + step) / (10 + step))`."""
+        """0 <= decay <= 1; may be set at any time, as for a warmup: `min(0.999, (1 + step) / (10 + step))`."""
         assert self._average.decay is not None
         return self._average.decay
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay < 1:
+        if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay <= 1:
             raise InputError(
-                f"decay={show(decay)} is not the share of the average that each update keeps; give 0 <= decay < 1"
+                f"decay={show(decay)} is not the share of the average that each update keeps; give 0 <= decay <= 1"
             )
         self._average.decay = float(decay)
 
@@ -140,8 +169,8 @@ class AveragedModel:
         kept = [tensor.clone() for tensor in written]
         try:
             with torch.no_grad():
-                for shard in state.update.master_weights.trained:
-                    state.update.master_weights.target(shard).copy_(average.values[shard])
+                for key, source in average.sources().items():
+                    source.copy_(average.values[key])
             state.publish()
             accumulation.averaged = True
             yield

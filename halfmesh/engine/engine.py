@@ -231,7 +231,7 @@ class Engine:
         progress.global_step += 1
         progress.calls = 0
         if self._average.values:
-            self._average.after_step()
+            self._average.after_step(progress.global_step)
         if lr is not None:
             lr.after(result)
         for told in self._hooks.calls["after_step"]:
@@ -565,22 +565,28 @@ class Engine:
         with self._guard:
             export.load_weights(self._state, self.context, Path(path))
 
-    def averaged_model(self, decay: float) -> AveragedModel:
-        """Start an exponential moving average (EMA) of the weights; each update keeps the fraction `decay` of it.
+    def averaged_model(self, decay: float, *, every: int = 1, buffers: bool = False) -> AveragedModel:
+        """Start an exponential moving average (EMA) of the weights, which keeps the fraction `decay` of it each time.
 
         It begins with the present weights, or with the average of a checkpoint that was loaded; loading a checkpoint
         without one restarts it. All ranks together.
+
+        Args:
+            every: it follows the weights after each update whose number (`global_step`) this divides.
+            buffers: average floating-point buffers, such as BatchNorm's statistics, too; else those of the model are
+                used. (Buffers that are not in the state dict are always the model's.)
+
+        Raises:
+            InputError: a decay that is not between 0 and 1, or there is an average already.
         """
         self._refuse_if_closed()
-        average = self._average
-        if average.decay is not None:
+        if self._average.decay is not None:
             raise InputError(
                 f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
-                f"{average.decay}; set the decay of what the first call returned"
+                f"{self._average.decay}; set the decay of what the first call returned"
             )
-        model = AveragedModel(self, self._state, self._accumulation, decay)
-        average.restart(besides=average.values)
-        return model
+        with self._guard:
+            return AveragedModel(self, self._state, self._accumulation, decay, every, buffers)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -214,7 +214,8 @@ def _make_engine(
         ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
     parallel_model.checkpoint_and_compile(model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
-    state, progress, hooks = ShardedState(model, update, parallel_model, WeightAverage(update)), Progress(), Hooks()
+    state = ShardedState(model, update, parallel_model, WeightAverage(update, model))
+    progress, hooks = Progress(), Hooks()
     ends.callback(state.average.values.clear)
     guard = ModelGuard(model, update.optimizer, recipe, parallel_model)
     ends.callback(guard.remove)

@@ -198,7 +198,7 @@ def test_parameters_that_come_later_and_settings(tmp_path):
 
 def test_mistakes(tmp_path):
     engine = start()
-    for decay in (1, 1.0, -0.1, True, "0.9", float("nan")):
+    for decay in (1.01, -0.1, True, "0.9", float("nan")):
         assert "is not the share of the average that each update keeps" in said(engine.averaged_model, decay), decay
     average = engine.averaged_model(0.9)
     assert "averages its weights already, with decay=0.9" in said(engine.averaged_model, 0.99)
@@ -278,6 +278,119 @@ def test_state_dict(tmp_path):
     del state["average"]  # of an older version
     again.load_state_dict(state)
     assert equal(saved(other, tmp_path / "other.pt"), full_weights(again))
+
+
+# -- every few updates, and with buffers ------------------------------------------------------------------------------
+
+
+def make_normed(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 4))
+    model[3].register_buffer("kept", torch.ones(2), persistent=False)
+    return model
+
+
+def normed_by_hand(steps: int, every: int, buffers: bool, size: int = 16) -> dict[str, torch.Tensor]:
+    """Of a plain fp32 loop, as torchvision's EMA, and BatchNorm's statistics as the mean of parts of this size."""
+    model = make_normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    parts = [slice(start, start + size) for start in range(0, len(X), size)]
+    for step in range(steps):
+        optimizer.zero_grad()
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        after = []
+        for part in parts:
+            model.load_state_dict(before, strict=False)
+            x, y = X.roll(step, 0)[part], Y.roll(step, 0)[part]
+            (nn.functional.cross_entropy(model(x), y) / len(parts)).backward()
+            after.append({name: value.clone() for name, value in model.named_buffers()})
+        joined = {name: torch.stack([some[name].double() for some in after]).mean(0) for name in before}
+        model.load_state_dict(joined, strict=False)
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            is_averaged = value.is_floating_point() and (buffers or "running" not in name)
+            if not is_averaged:
+                average[name] = value.clone()
+            elif (step + 1) % every == 0:
+                average[name] = DECAY * average[name] + (1 - DECAY) * value
+    return average
+
+
+def start_normed(config: Any = None, seed: int = 0) -> Any:
+    return make_engine(config, model=make_normed(seed), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+
+
+@pytest.mark.parametrize(("every", "buffers"), [(1, True), (3, True), (np.int64(3), False)])
+@pytest.mark.parametrize("mode", ["none", "naive_fp16"])
+def test_every_few_updates_and_buffers(mode, every, buffers, tmp_path):
+    engine = start_normed(MODES[mode])
+    average = engine.averaged_model(DECAY, every=every, buffers=buffers)
+    advance(engine, STEPS)
+    expected, tolerance = normed_by_hand(STEPS, every, buffers), 1e-6 if mode == "none" else 2e-3
+    torch.testing.assert_close(
+        saved(average, tmp_path / "average.pt"), expected, rtol=tolerance, atol=tolerance, check_dtype=False
+    )
+    weights = full_weights(engine)
+    with torch.no_grad(), average.applied():
+        running = engine.model[1].running_mean
+        is_own = torch.equal(running, weights["1.running_mean"].to(running.dtype))
+        assert is_own != buffers
+    assert equal(full_weights(engine), weights)
+
+
+def test_a_momentum_of_one_leaves_it(tmp_path):
+    engine = start_normed()
+    before = full_weights(engine)
+    average = engine.averaged_model(np.float64(1.0), buffers=True)
+    advance(engine, 3)
+    found = saved(average, tmp_path / "average.pt")
+    del before["1.num_batches_tracked"], found["1.num_batches_tracked"]
+    assert equal(found, before)
+
+
+def test_every_is_a_number():
+    assert "every=0: expected a whole number, 1 or more" in said(lambda: start().averaged_model(0.9, every=0))
+
+
+def buffers_in_layouts(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The averages by layout; each was saved and resumed on the way, without and before a call."""
+    found = {}
+    for name in ("replicate", "zero1", "fsdp", "pipeline"):
+        config = {"parallel": LAYOUTS[name]}
+        engine = start_normed(config)
+        engine.averaged_model(DECAY, every=3, buffers=True)
+        advance(engine, UNTIL)
+        engine.save(folder / name)
+        engine.close()
+        engine = start_normed({**config, "resume": str(folder / name)}, seed=1)
+        average = engine.averaged_model(DECAY, every=3, buffers=True)
+        advance(engine, STEPS - UNTIL, first=UNTIL)
+        found[name] = saved(average, folder / f"{name}.pt")
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_buffers_in_layouts(tmp_path):
+    found, _ = run_ranks(buffers_in_layouts, 2, tmp_path)
+    for layout, average in found.items():
+        parts = 8  # of a rank, or a microbatch
+        del average["1.num_batches_tracked"]
+        expected = normed_by_hand(STEPS, 3, True, parts)
+        del expected["1.num_batches_tracked"]
+        if layout == "pipeline":  # whose microbatches follow each other
+            continue
+        torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-6, check_dtype=False, msg=layout)
+    for layout in found:  # loads what it has saved, as at its end
+        one = start_normed(seed=1)
+        average = one.averaged_model(DECAY, every=3, buffers=True)
+        one.load(tmp_path / layout)
+        kept = saved(average, tmp_path / "one.pt")
+        expected = normed_by_hand(UNTIL, 3, True, 8)["1.running_mean"]
+        assert layout == "pipeline" or torch.allclose(kept["1.running_mean"], expected, atol=1e-6)
+        assert not torch.equal(kept["1.running_mean"], full_weights(one)["1.running_mean"])
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
