@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +16,7 @@ import halfmesh
 from halfmesh.amp.recipe import Recipe
 from halfmesh.engine import inputs
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
-from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd
+from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_engine, make_loader, sgd, train
 
 NAIVE_BF16 = {"bf16": {"mode": "naive"}}
 
@@ -53,6 +54,43 @@ class Wrapper(optim.Optimizer):
 
     def step(self, closure=None):
         return self.inner.step(closure)
+
+
+class NeedsClosure(optim.SGD):
+    """As SAM."""
+
+    def step(self, closure=None):
+        assert closure is not None, "SAM needs one"
+        return super().step(closure)
+
+
+class DistMuon(optim.SGD):
+    """As nanochat's and modded-nanogpt's, and as those that sum small gradients."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                dist.reduce_scatter_tensor(param.grad[:1], param.grad, op=dist.ReduceOp.AVG)
+
+
+class DistAdamW(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.finish([dist.all_reduce(p.grad, async_op=True) for group in self.param_groups for p in group["params"]])
+
+    def finish(self, works):
+        for work in works:
+            work.wait()
+
+
+class Prodigy(optim.SGD):
+    """Sums a number over the ranks."""
+
+    def step(self, closure=None):
+        total = sum(float(p.grad.norm()) for group in self.param_groups for p in group["params"])
+        if dist.is_initialized():
+            dist.all_reduce(torch.tensor([total]))  # not dist.all_reduce(p.grad)
+        return super().step(closure)
 
 
 class Endless(DataLoader):
@@ -125,7 +163,10 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
             r"holds 9 parameters not of the model: param_groups\[0\]",
         ),
         ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__, .*or pass the inner one"),
-        ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .*SGD, Adam, AdamW"),
+        ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .*SGD, Adam, AdamW.*with LBFGS in a loop without"),
+        ({"optimizer": lambda p: NeedsClosure(p, lr=0.1)}, "NeedsClosure.step needs 'closure', to compute the loss"),
+        ({"optimizer": lambda p: DistMuon(p, lr=0.1)}, "DistMuon reduces gradients .* itself; halfmesh does"),
+        ({"optimizer": lambda p: DistAdamW(p, lr=0.1)}, "DistAdamW reduces gradients .*data='zero1' shards its state"),
         ({"loader": Endless(begins=True)}, "dataloader: Endless goes on with one iterator .*persistent_workers=True"),
         ({"eval_dataloader": Endless(begins=False)}, "eval_dataloader: Endless goes on with one iterator"),
         ({"criterion": "cross_entropy"}, "criterion: a callable .* is needed, but a str was given"),
@@ -278,3 +319,8 @@ def test_quantised_weights_are_refused_with_the_reason(config):
     optimizer = torch.optim.SGD(model[1].requires_grad_(True).parameters(), lr=0.1)
     with pytest.raises(InputError, match=r"0.weight are made of other tensors \(Int8Tensor: quantised weights\)"):
         halfmesh.initialize(model, optimizer, nn.MSELoss(), None, config, device="cpu")
+
+
+def test_an_optimizer_that_sums_numbers_over_the_ranks_is_taken():
+    engine = make_engine(optimizer=lambda params: Prodigy(params, lr=0.1))
+    assert train(engine, max_batches=1)[0] is not None

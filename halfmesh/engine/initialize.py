@@ -96,7 +96,8 @@ def initialize(
             rank's shard is materialised (as of a model built under `halfmesh.deferred_init`).
         optimizer: a torch optimizer over `model.parameters()`, a list of several, each over other parameters, or a
             callable that returns one of these, given the parameters.
-        criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
+        criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss. A method
+            `set_context(context)` of it is called once, with the mesh of ranks.
         dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
         config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function.
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
@@ -231,6 +232,10 @@ def _make_engine(
     ends.callback(checkpointer.close)
     ends.callback(accumulation.clear)
     criterion, preemption = Criterion(given.criterion), None
+    if hasattr(given.criterion, "set_context"):
+        if context.size > 1:
+            context.group("dp")  # now, by all ranks: under a pipeline the last stage alone calls the criterion
+        given.criterion.set_context(context)
     ends.push(lambda kind, error, _: hooks.close(error))
     if config.debug == "sync" and context.size > 1:
         from ..debug.sync_check import SyncCheck

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,11 @@ from .guards import same_trained
 
 if TYPE_CHECKING:
     from ..config import Config
+
+
+_REDUCES = re.compile(r"\breduce_scatter\w*\(|\b(?:all_)?reduce\w*\([^,()]*grad(?!\w*norm)")
+"""Calls by which an optimizer reduces gradients. (Sums of numbers and norms, and gathers of weights, may stay.)"""
+_NEEDS_CLOSURE = re.compile(r"\bassert closure\b|\bif (?:closure is None|not closure):\s*raise\b")
 
 
 def find_problems(
@@ -140,10 +147,18 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Re
             "state_dict() and a load_state_dict() of its state, as timm's Lookahead has; or pass the inner one"
         )
         return
-    if needed := [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
+    name, source = type(optimizer).__name__, _source(type(optimizer))
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needed or _NEEDS_CLOSURE.search(source):
         yield (
-            f"optimizer: {type(optimizer).__name__}.step needs {needed[0]!r}, to compute the loss several times in an "
-            "update; the engine steps once, after backward. Use one whose step needs no argument (SGD, Adam, AdamW)"
+            f"optimizer: {name}.step needs {needed[0] if needed else 'closure'!r}, to compute the loss several times "
+            "in an update; the engine steps once, after backward. Use one whose step needs no argument (SGD, Adam, "
+            f"AdamW), or train with {name} in a loop without an engine"
+        )
+    if _REDUCES.search(source) or type(optimizer).__module__.startswith("torch.distributed"):
+        yield (
+            f"optimizer: {name} reduces gradients or weights over ranks itself; halfmesh does. Pass the optimizer for "
+            "one process (Muon in place of DistMuon); parallel.data='zero1' shards its state over the ranks"
         )
     if is_stepped(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield (
@@ -158,6 +173,16 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Re
             f"optimizer: it holds {counted(len(foreign), 'parameter')} not of the model: {shorten(list(foreign))}; "
             "build it from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
         )
+
+
+def _source(kind: type) -> str:
+    """The code of an optimizer's class and of its bases that are not torch's, without comments; "" if unknown."""
+    own = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.optim", "builtins"))]
+    found = []
+    for base in own:
+        with suppress(OSError, TypeError):  # written in an interpreter, or in C
+            found.append(re.sub(r"#.*", "", inspect.getsource(base)))
+    return "\n".join(found)
 
 
 def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:

@@ -127,6 +127,17 @@ def test_a_weighted_criterion(run):
     assert weight == 4
 
 
+def test_a_criterion_that_communicates(run):
+    names = stand_ins() | {"criterion": run("loop.md", "centred.py")["Centred"](3)}
+    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+    engine = halfmesh.initialize(*given, {})
+    for x, y in engine.dataloader:
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        engine.zero_grad()
+    assert names["criterion"].center.abs().sum() > 0
+
+
 def step_the_scheduler_too(engine, x, y):
     for _ in range(2):
         engine.backward(engine.criterion(engine(x), y))
