@@ -128,7 +128,7 @@ def test_a_weighted_criterion(run):
 
 
 def test_a_criterion_that_communicates(run):
-    names = stand_ins() | {"criterion": run("loop.md", "centred.py")["Centred"](3)}
+    names = stand_ins() | {"criterion": run("loop.md", "centred.py")["Centred"](2)}
     given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
     engine = halfmesh.initialize(*given, {})
     for x, y in engine.dataloader:
