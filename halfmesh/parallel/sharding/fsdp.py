@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed import fsdp as fsdp2
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import InputError, shorten
@@ -162,13 +156,13 @@ class FSDP(DataStrategy):
         """Shard the parameters of each unit, in place, except those of units inside it and those in `replicated`.
         Returns FSDPModules (which, as torch annotates them, are no nn.Modules)."""
         inputs, data, wrapped = self.inputs, self.inputs.options, list[Any]()
-        policy = MixedPrecisionPolicy(
+        policy = fsdp2.MixedPrecisionPolicy(
             param_dtype=param_dtype,
             reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else inputs.reduce.dtype,
             cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts the model's inputs
         )
         on_cuda = inputs.context.device.type == "cuda"
-        offload = CPUOffloadPolicy(pin_memory=on_cuda) if data.cpu_offload else OffloadPolicy()
+        offload = fsdp2.CPUOffloadPolicy(pin_memory=on_cuda) if data.cpu_offload else fsdp2.OffloadPolicy()
         # None: of the root, which contains all others. Backward begins with it, so it stays gathered from forward on.
         reshards = None if data.reshard_after_forward is not False else False
         for module in units:
@@ -176,7 +170,7 @@ class FSDP(DataStrategy):
             inputs.make(module)  # materializes a deferred unit
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if module is inputs.model else policy
             taken = next((param for param in module.parameters() if param in self._dtypes), None)  # of no inner unit
-            unit = fully_shard(
+            unit = fsdp2.fully_shard(
                 module,
                 mesh=self._meshes[inputs.axes if taken is None else inputs.fewer_axes.get(taken, inputs.axes)],
                 reshard_after_forward=reshards if inputs.not_called is None else True,
@@ -256,7 +250,7 @@ class FSDP(DataStrategy):
         @wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             vars(model)[_METHOD] = inner
-            register_fsdp_forward_method(model, _METHOD)
+            fsdp2.register_fsdp_forward_method(model, _METHOD)
             try:
                 return vars(model).pop(_METHOD)(*args, **kwargs)
             finally:
@@ -285,8 +279,7 @@ class FSDP(DataStrategy):
         (A DTensor's values are not in it, so reading it does not show the assigned values either.)
         """
         pairs = zip(self.sharded, self._storages, strict=True)
-        lost = [shard.name for (shard, weight), held in pairs if weight.untyped_storage() is not held]
-        if lost:
+        if lost := [shard.name for (shard, weight), held in pairs if weight.untyped_storage() is not held]:
             raise InputError(
                 f"new memory was assigned to {shorten(lost)} (param.data = ..., or model.to(dtype)), but FSDP2 goes on "
                 "with the old; write in place under torch.no_grad(), as in param.copy_(...), or do it before initialize"
