@@ -22,17 +22,10 @@ from ..comm import SameCalls
 from ..models.peft import base_model
 from ..models.transformers import find_context_problem, whole_sequence_arguments, without_cache
 from .attention import attend
-from .loss import LOSS, TokensMode, is_made_otherwise, mark, mark_of, signature, trace
+from .loss import LOSS, TokensMode, is_made_otherwise, mark, mark_of, operations, trace, trace_losses
 from .sequences import Sequences
 from .trial import ModelTrial, Run, try_criterion
 
-_ADVICE = (
-    "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken from "
-    "the argument position_ids (or positions, or the one that parallel.context.positions names; pass it if they do not "
-    "count from 0): no convolution, mean or shift along the sequence, no arange(length). Each output has to be "
-    "[batch, sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets "
-    "of whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
-)
 _SHIFT = (
     "engine.criterion takes what engine(...) returned, all of this rank's tokens, and targets [batch, sequence, ...] "
     "of whole sequences; compute within the criterion what you need of them. Shift the targets of whole sequences, "
@@ -50,7 +43,10 @@ class ContextParallel(AppliedAxis):
     over the context ranks afterwards.
 
     Attributes:
+        attend: attention of this rank's tokens.
         mode: the scope of backward, which may compute activations again.
+        batch_group: the ranks that compute this batch together; others may be at another call.
+        non_split: the arguments that every rank gets whole.
         is_weighted: the criterion returns (sum, weight).
         trial_scope: the scope of a trial: nothing draws from the engine's random numbers, and products are not in
             float8. It gives a function that returns True if something did draw.
@@ -60,13 +56,14 @@ class ContextParallel(AppliedAxis):
 
     def __init__(self, inputs: AxisInputs) -> None:
         super().__init__(inputs.context, ContextParallelism.dim)
-        self._context, self._group = inputs.context, inputs.context.group(self.dim)
-        self._batch_group = self._context.group(*(axis for axis in self._context.sizes if axis != "dp"))
-        self._positions, self._non_split = inputs.plan
+        context = inputs.context
+        self.device, self._group = context.device, context.group(self.dim)
+        self.batch_group = context.group(*(axis for axis in context.sizes if axis != "dp"))
+        self._positions, self.non_split = inputs.plan
         self._names = parameter_names(inputs.model)
         self._calls = SameCalls(self._group, "context group")
-        self._attend = partial(attend, self._group)
-        self.mode = TokensMode(self._attend, self.average)
+        self.attend = partial(attend, self._group)
+        self.mode = TokensMode(self.attend, self.average)
         self.trial_scope: Callable[[], AbstractContextManager[Callable[[], bool]]]
         self._adds: dict[Any, list[bool]] = {}  # of each kind of call, for the losses in the outputs
         self._criteria: dict[tuple[str, ...], list[bool | None]] = {}  # by what it computes
@@ -103,34 +100,27 @@ class ContextParallel(AppliedAxis):
         sequences = self._sequences_of(given, must_be_even=trains)
         if sequences is None:
             return run(given), None  # each rank computes all tokens
-        own = self._cut(self._prepare(model, given, sequences), sequences)
+        own = self.own_part(model, given, sequences)
         kind: Any = (model.training, *sorted(name for name, value in given.items() if value is not None))
         if kind not in self._adds:
             self._adds[kind] = self._try_out(model, run, given, sequences)
         with self.mode:
             output = run(own)
-        losses = [tensor for tensor in tensors_of(output) if _is_number(tensor)]
-        if losses and trains and self._is_tried:
-            made = signature(losses, (tensor for tensor in tensors_of(output) if tensor.dim()))
+        tokens = [tensor for tensor in tensors_of(output) if tensor.dim()]
+        if (losses := _numbers_in(output)) and trains and self._is_tried:
+            made = operations(trace_losses(losses, tokens)[0])
             known = self._made.setdefault(kind, {made})
             is_new = losses[0].new_tensor(float(made not in known))
-            dist.all_reduce(is_new, dist.ReduceOp.MAX, self._batch_group)  # ranks may have met other experts
+            dist.all_reduce(is_new, dist.ReduceOp.MAX, self.batch_group)  # ranks may have met other experts
             if is_new.item():  # a term has set in
                 self._adds[kind] = self._try_out(model, run, given, sequences)
                 known.add(made)
         output = self._complete(output, self._adds[kind])
         if not trains:
-            return map_tensors(partial(self._join, sequences), output), None
-        for tensor in tensors_of(output):
-            if tensor.dim():
-                mark(tensor, sequences)
+            return map_tensors(sequences.join_if_own, output), None
+        for tensor in tokens:
+            mark(tensor, sequences)
         return output, sequences
-
-    def _join(self, sequences: Sequences, tensor: torch.Tensor) -> torch.Tensor:
-        """The tokens of all ranks, for what each of them computes of all: of its gradient each rank gets its tokens'
-        part, which is averaged over the ranks afterwards."""
-        whole = sequences.join_if_own(tensor)
-        return whole if whole is tensor else collectives.scale_gradient(whole, self.size)
 
     def _sequences_of(self, given: Mapping[str, Any], must_be_even: bool) -> Sequences | None:
         """The sequences of a call, by the first argument that is sharded; None if the ranks do not divide them.
@@ -138,7 +128,7 @@ class ContextParallel(AppliedAxis):
         Raises:
             InputError: they have to be sharded, and cannot be.
         """
-        split = {name: value for name, value in given.items() if name not in self._non_split}
+        split = {name: value for name, value in given.items() if name not in self.non_split}
         shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > 1), None)
         if shape is None:
             raise InputError("engine(...) was given no tensor [batch, sequence, ...], which parallel.context shards")
@@ -152,25 +142,20 @@ class ContextParallel(AppliedAxis):
             f"divide it; pad it to {-(-length // self.size) * self.size}, with targets that the loss ignores"
         )
 
-    def _prepare(self, model: nn.Module, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
+    def prepare(self, model: nn.Module, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
         """The arguments by name, with further ones that the model needs for a part of its tokens."""
         new = whole_sequence_arguments(model, dict(given))
         if self._positions is not None and new.get(self._positions) is None:
-            places = torch.arange(sequences.length, device=self._context.device)
-            new[self._positions] = places.expand(sequences.rows, -1)
+            new[self._positions] = torch.arange(sequences.length, device=self.device).expand(sequences.rows, -1)
         return new
 
-    def _cut(self, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
-        whole = self._non_split
-        return {n: v if n in whole else map_tensors(sequences.cut_if_whole, v) for n, v in given.items()}
+    def own_part(self, model: nn.Module, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
+        """The arguments by name, for this rank's tokens."""
+        new = self.prepare(model, given, sequences)
+        return {n: v if n in self.non_split else map_tensors(sequences.cut_if_whole, v) for n, v in new.items()}
 
     def _try_out(self, model: nn.Module, run: Run, given: Mapping[str, Any], sequences: Sequences) -> list[bool]:
-        if not self._is_tried:
-            return []
-        prepare = partial(self._prepare, model)
-        where = self._batch_group, self._context.device
-        trial = ModelTrial(model, run, prepare, self._cut, self.trial_scope, self._attend, self.average, *where)
-        return trial.compare(given, sequences, self._non_split, _ADVICE)
+        return ModelTrial(self, model, run).compare(given, sequences) if self._is_tried else []
 
     def _complete(self, tree: Any, adds: Iterable[bool | None], is_deferred: bool = False) -> Any:
         """`tree` with numbers of whole sequences, of those of this rank's tokens.
@@ -211,9 +196,8 @@ class ContextParallel(AppliedAxis):
             InputError: outputs or targets are not in the order of the tokens.
         """
         sequences, in_order = deferred, False
-        own = {id(t) for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
-        for tensor in (t for t in tensors_of((args, kwargs)) if id(t) in own):
-            nodes, ends = trace([tensor], mark_of)
+        for tensor in tensors_of((args, kwargs)):
+            nodes, ends = trace([tensor.grad_fn], mark_of)
             marks = [made for made in map(mark_of, ends) if made is not LOSS]
             if not marks:
                 continue
@@ -228,10 +212,10 @@ class ContextParallel(AppliedAxis):
             return function, args, kwargs  # in evaluation: all tokens
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in own:
+            if tensor.grad_fn is not None:
                 return tensor
             targets.append(tensor)
-            if tensor.dim() != 1 or len(tensor) != sequences.rows * sequences.length or sequences.own == 0:
+            if tensor.dim() != 1 or len(tensor) != sequences.rows * sequences.length:
                 return sequences.cut_if_whole(tensor)
             if not in_order:
                 raise InputError(f"parallel.context: {len(tensor)} targets without a dim of tokens. {_SHIFT}")
@@ -252,20 +236,16 @@ class ContextParallel(AppliedAxis):
                 return total, torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
             return value
 
-        def numbers(value: Any) -> list[torch.Tensor]:
-            return [tensor for tensor in tensors_of(value) if _is_number(tensor)]
-
         with self.mode:
             value = compute(*args, **kw)
-        outputs = tensors_of((args, kw))
-        made = signature(numbers(value), outputs)
+        numbers = _numbers_in(value)
+        nodes, ends = trace_losses(numbers, tensors_of((args, kw)))
+        made = operations(nodes)
         if made not in self._criteria and self._is_tried:
-            found = try_criterion(compute, (args, kw), own, numbers)
-            is_loss = (number.requires_grad or self.is_weighted for number in numbers(value))
-            nodes, ends = trace(numbers(value), {tensor.grad_fn for tensor in outputs}.__contains__, 256)
-            if any(adds is None and needed for adds, needed in zip(found, is_loss, strict=True)) or is_made_otherwise(
-                nodes, ends
-            ):
+            found = try_criterion(function, lambda *args, **kw: _numbers_in(compute(*args, **kw)), (args, kw), own)
+            pairs = zip(numbers, found, strict=True)
+            is_neither = any(adds is None and (number.requires_grad or self.is_weighted) for number, adds in pairs)
+            if is_neither or is_made_otherwise(nodes, ends):
                 raise InputError(
                     "with parallel.context the criterion has to be a mean over tokens, or a sum, which each rank "
                     "computes of its own; tried with a few tokens, it is neither. A mean over some of them only has to "
@@ -284,8 +264,8 @@ class ContextParallel(AppliedAxis):
         total = loss[0] if isinstance(loss, (tuple, list)) and loss else loss
         if not isinstance(total, torch.Tensor):
             return
-        nodes, ends = trace([total], mark_of)
-        made = tuple(node.name() for node in nodes)
+        nodes, ends = trace([total.grad_fn], mark_of)
+        made = operations(nodes)
         is_right = all(mark_of(end) is LOSS for end in ends)
         if is_right and made not in self._losses:
             self._losses.add(made)
@@ -303,6 +283,11 @@ class ContextParallel(AppliedAxis):
 
 def _is_number(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 and tensor.is_floating_point()
+
+
+def _numbers_in(tree: Any) -> list[torch.Tensor]:
+    """The losses in `tree`."""
+    return [tensor for tensor in tensors_of(tree) if _is_number(tensor)]
 
 
 _POSITIONS = ("position_ids", "positions")

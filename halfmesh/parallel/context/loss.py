@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,23 +51,14 @@ class TokensMode(TorchFunctionMode):
 
 
 def _mean_over_targets(
-    average: _Average,
-    loss: Callable[..., torch.Tensor],
-    input: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    reduction: str,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    **options: Any,
+    average: _Average, loss: Callable[..., torch.Tensor], input: torch.Tensor, target: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """`loss`, which is torch's cross_entropy or nll_loss. A mean is divided by the mean of the ranks' counts of
     targets: the mean over the ranks of these losses is the loss of whole sequences."""
-    if size_average is not None or reduce is not None:  # deprecated
-        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
-    if reduction != "mean" or target.is_floating_point():
-        return loss(input, target, reduction=reduction, **options)
-    losses = loss(input, target, reduction="none", **options)
+    is_old = options["size_average"] is not None or options["reduce"] is not None  # deprecated; no mean of its targets
+    if options["reduction"] != "mean" or is_old or target.is_floating_point():
+        return loss(input, target, **options)
+    losses = loss(input, target, **options | {"reduction": "none"})
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     counted, weight = target != options["ignore_index"], options["weight"]
     count = counted.sum(dtype=total.dtype) if weight is None else weight[target[counted]].sum(dtype=total.dtype)
@@ -95,18 +86,17 @@ def mark_of(node: Any) -> Any:
 
 
 def trace(
-    tensors: Iterable[torch.Tensor], is_end: Callable[[_Node], Any], most: int | None = None
+    start: Iterable[_Node | None], is_end: Callable[[_Node], Any], most: int | None = None
 ) -> tuple[list[_Node], list[_Node]]:
-    """The nodes of the graph from `tensors` to where it ends, breadth first, and the ends that were met.
+    """The nodes of the graph from `start` to where it ends, breadth first, and the ends that were met.
 
     Args:
         is_end: behind such a node nothing is looked at.
         most: nodes to look at.
     """
-    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    nodes, ends = dict[_Node, None](), dict[_Node, None]()
+    todo, nodes, ends = list(start), dict[_Node, None](), dict[_Node, None]()
     for node in todo:  # which grows
-        if node in nodes or node in ends:
+        if node is None or node in nodes or node in ends:
             continue
         if is_end(node):
             ends[node] = None
@@ -114,26 +104,23 @@ def trace(
         if len(nodes) == most:
             break
         nodes[node] = None
-        todo += [following for following, _ in node.next_functions if following is not None]
+        todo += [following for following, _ in node.next_functions]
     return list(nodes), list(ends)
 
 
-def signature(losses: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], most: int = 256) -> tuple[str, ...]:
-    """The operations by which `losses` were made from `outputs`: another one may be another function of them."""
+def trace_losses(losses: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[list[_Node], list[_Node]]:
+    """`trace` from `losses` to `outputs`."""
     ends = {tensor.grad_fn for tensor in outputs}
-    return tuple(node.name() for node in trace(losses, ends.__contains__, most)[0])
+    return trace((loss.grad_fn for loss in losses), ends.__contains__, most=256)
 
 
-def is_made_otherwise(nodes: Collection[_Node], ends: Iterable[_Node]) -> bool:
+def operations(nodes: Iterable[_Node]) -> tuple[str, ...]:
+    """By what a loss was made: by other operations it may be another function."""
+    return tuple(node.name() for node in nodes)
+
+
+def is_made_otherwise(nodes: Iterable[_Node], ends: Iterable[_Node]) -> bool:
     """Return True if some of `nodes` also belong to the graph behind `ends`: activations were used, not parameters."""
-    todo, seen = [following for end in ends for following, _ in end.next_functions], set[_Node | None]([None])
     made = {node for node in nodes if not hasattr(node, "variable")}
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node in made:
-            return True
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-    return False
+    behind = (following for end in ends for following, _ in end.next_functions)
+    return bool(trace(behind, made.__contains__)[1])

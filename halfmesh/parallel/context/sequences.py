@@ -41,6 +41,8 @@ class Sequences:
         return self.cut(tensor) if self.is_whole(tensor) else tensor
 
     def join_if_own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All tokens of a tensor that has this rank's; else `tensor`."""
-        is_own = tensor.dim() > 1 and tensor.shape[1] == self.own
-        return collectives.gather(tensor, 1, self.group) if is_own else tensor
+        """All tokens of a tensor that has this rank's; else `tensor`. What each rank computes of all gives each its
+        tokens' part of the gradient, which is averaged over the ranks afterwards."""
+        if tensor.dim() < 2 or tensor.shape[1] != self.own:
+            return tensor
+        return collectives.scale_gradient(collectives.gather(tensor, 1, self.group), self.group.size())

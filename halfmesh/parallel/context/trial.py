@@ -3,14 +3,15 @@ the criterion, on a few of this rank's outputs. Neither leaves a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from types import CellType, ModuleType
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -21,6 +22,9 @@ from ..modules import unchanged
 from ..trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from .loss import COUNTING, TokensMode
 from .sequences import Sequences
+
+if TYPE_CHECKING:
+    from .axis import ContextParallel
 
 TOKENS = 8
 """The number of tokens of each rank in a trial."""
@@ -34,45 +38,46 @@ _EXACT, _EXACT_HALF = 1e-5, 1e-3
 _ROUNDED_HALF = 0.01
 """Of one token, where kernels get other shapes."""
 
+_ADVICE = (
+    "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken from "
+    "the argument position_ids (or positions, or the one that parallel.context.positions names; pass it if they do not "
+    "count from 0): no convolution, mean or shift along the sequence, no arange(length). Each output has to be "
+    "[batch, sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets "
+    "of whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
+)
+
 Run = Callable[[Mapping[str, Any]], Any]
 
 
 class _TrialMode(TokensMode):
-    """Without dropout. It notes if something was computed in half precision, and the counts of targets."""
+    """Without dropout. It notes the counts of targets and the `ignore_index` in use, and if something was computed in
+    half precision."""
 
-    def __init__(self, attend: Callable[..., torch.Tensor], average: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(attend, self._noted(average))
+    def __init__(self, attend: Callable[..., torch.Tensor], average: Callable[[Any], Any]) -> None:
+        def attend_all(
+            fn: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0, *args: Any, **kw: Any
+        ) -> torch.Tensor:
+            return attend(fn, query, key, value, attn_mask, 0.0, *args, **kw)
+
+        def noted(count: torch.Tensor) -> float:
+            self.counts.append(float(average(count)))
+            return self.counts[-1]
+
+        super().__init__(attend_all, noted)
         self.counts: list[float] = []
+        self.ignored: int | None = None
         self.is_half = False
-
-    def _noted(self, average: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        def noted(count: torch.Tensor) -> torch.Tensor:
-            count = average(count)
-            self.counts.append(float(count))
-            return count
-
-        return noted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [value for value in args if isinstance(value, torch.Tensor) and not value.is_meta]
         self.is_half |= any(t.dtype in _HALF or torch.is_autocast_enabled(t.device.type) for t in tensors)
+        if func in COUNTING:
+            self.ignored = kwargs["ignore_index"]
         return args[0] if func in _DROPOUT else super().__torch_function__(func, types, args, kwargs)
 
 
-def _without_dropout(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def attention(
-        func: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kw: Any,
-    ) -> torch.Tensor:
-        return attend(func, query, key, value, attn_mask, 0.0, *args, **kw)
-
-    return attention
+def _attend_whole(func: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    return func(*args, **options)
 
 
 def _alone(func: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -121,113 +126,95 @@ def _forget_copies(model: nn.Module) -> None:
             reshard()
 
 
+@dataclass
 class ModelTrial:
     """Compares what the model makes of a few tokens of whole sequences, on one rank, and on the ranks of a group.
 
-    Args:
+    Attributes:
         run: calls the model with arguments by name.
-        prepare: adds the arguments that the model needs for its tokens.
-        cut: this rank's tokens of prepared arguments.
-        scope: within it nothing draws from the engine's random numbers; gives a function that tells if something did.
-        attend, average: attention and means of targets of this rank's tokens.
-        group: the ranks that compute this batch together. Others may be at another call.
+        drew: it has drawn random numbers.
+        evaluates: it runs in evaluation mode.
+        is_half: it has computed something in half precision.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        run: Run,
-        prepare: Callable[[dict[str, Any], Sequences], dict[str, Any]],
-        cut: Callable[[Mapping[str, Any], Sequences], dict[str, Any]],
-        scope: Callable[[], Any],
-        attend: Callable[..., torch.Tensor],
-        average: Callable[[torch.Tensor], torch.Tensor],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._model, self._run_model, self._prepare, self._cut, self._scope = model, run, prepare, cut, scope
-        self._attend, self._average, self._device = attend, average, device
-        self._gather = partial(gather_objects, group=group)
-        self._drew = self._is_half = False
-        self._evaluates = False
+    axis: ContextParallel
+    model: nn.Module
+    run: Run
+    drew: bool = False
+    evaluates: bool = False
+    is_half: bool = False
 
-    def compare(self, given: Mapping[str, Any], sequences: Sequences, masks: Sequence[str], advice: str) -> list[bool]:
+    def compare(self, given: Mapping[str, Any], sequences: Sequences) -> list[bool]:
         """For each loss in the outputs, True if the losses of the ranks' tokens add up to that of all.
 
         Raises:
             InputError: on all of these ranks: the model computes something else on the ranks than on one.
         """
-        size = sequences.group.size()
-        few = Sequences(sequences.group, sequences.rows, min(sequences.length, TOKENS * size))
-        short = {name: _shorten(name, value, sequences, few.length, name in masks) for name, value in given.items()}
-        with torch.no_grad(), _random_weights(self._model):
-            gaps = {"tokens are combined": self._find_mixing(short, few, masks)}
-            self._evaluates = any(self._gather(self._drew))
+        masks, gather = self.axis.non_split, partial(gather_objects, group=self.axis.batch_group)
+        few = Sequences(sequences.group, sequences.rows, min(sequences.length, TOKENS * self.axis.size))
+        short = {name: _shorten(value, sequences, few, name in masks) for name, value in given.items()}
+        odd = {name: _less_counted(value, given[name], few, name in masks) for name, value in short.items()}
+        with torch.no_grad(), _random_weights(self.model):
+            gaps = {"tokens are combined": self._find_mixing(short, few)}
+            self.evaluates = any(gather(self.drew))
             gaps["positions"] = self._find_other_positions(short, few)
-            limits = {"tokens are combined": (_EXACT, _EXACT_HALF), "positions": (TOLERANCE, _ROUNDED_HALF)}
-            gap, adds = self._find_other_outputs(short, few)
-            gaps["outputs"] = gap
-            padded = {name: _padded(value, few) if name in masks else value for name, value in short.items()}
-            if any(padded[name] is not short[name] for name in short):
-                gaps["with a padded token its outputs"] = self._find_other_outputs(padded, few)[0]
-            fewer = {n: v if n in masks else _less_counted(v, given[n], few) for n, v in short.items()}
-            if any(fewer[name] is not short[name] for name in short):
-                gaps["with targets that do not count its outputs"] = self._find_other_outputs(fewer, few)[0]
-        everyone = self._gather((gaps, self._is_half or rounds_products()))
-        rounds = any(theirs for _, theirs in everyone)
+            gaps["outputs"], adds = self._find_other_outputs(short, few)
+            if any(odd[name] is not short[name] for name in short):
+                gaps["with padding, or targets that do not count"], _ = self._find_other_outputs(odd, few)
+        limits = {"tokens are combined": (_EXACT, _EXACT_HALF), "positions": (TOLERANCE, _ROUNDED_HALF)}
+        everyone, rounds = zip(*gather((gaps, self.is_half or rounds_products())), strict=True)
         for what in gaps:
-            worst = max(theirs.get(what, 0.0) for theirs, _ in everyone)
-            if not worst <= limits.get(what, (TOLERANCE, HALF_TOLERANCE))[rounds]:
+            worst = max(theirs.get(what, 0.0) for theirs in everyone)
+            if not worst <= limits.get(what, (TOLERANCE, HALF_TOLERANCE))[any(rounds)]:
                 taken = [name for name, value in given.items() if any(map(sequences.is_whole, tensors_of(value)))]
                 raise InputError(
                     f"with parallel.context the model returns something else: its output for {few.length} tokens, "
-                    f"which was tried before any update, differs by {min(worst, 9.99):.2%} ({what}). {advice}. Taken "
+                    f"which was tried before any update, differs by {min(worst, 9.99):.2%} ({what}). {_ADVICE}. Taken "
                     f"for sequences were {shorten(taken)}: name others in parallel.context.non_split. Or train this "
                     "model without parallel.context"
                 )
         return adds
 
-    def _run(self, arguments: Mapping[str, Any], attend: Any, average: Any) -> tuple[Any, list[float]]:
+    def _run(
+        self, arguments: Mapping[str, Any], attend: Callable[..., torch.Tensor], average: Any = float
+    ) -> tuple[Any, list[float]]:
         """The outputs, and the mean counts of targets."""
-        mode = _TrialMode(_without_dropout(attend), average)
-        with no_side_effects(self._model.modules(), self._device) as effects, self._scope() as drew, mode:
-            if self._evaluates:
-                self._model.eval()
-            output = self._run_model(arguments)
-            self._drew |= effects.drew() or drew()
-        self._is_half |= mode.is_half
+        mode = _TrialMode(attend, average)
+        modules, scope = self.model.modules(), self.axis.trial_scope()
+        with no_side_effects(modules, self.axis.device) as effects, scope as drew, mode:
+            if self.evaluates:
+                self.model.eval()
+            output = self.run(arguments)
+            self.drew |= effects.drew() or drew()
+        self.is_half |= mode.is_half
         return output, mode.counts
 
-    def _find_mixing(self, short: Mapping[str, Any], few: Sequences, masks: Sequence[str]) -> float:
+    def _find_mixing(self, short: Mapping[str, Any], few: Sequences) -> float:
         """How much the outputs of half the tokens change with the tokens of the other half, other than by attention."""
-        given = self._prepare(dict(short), few)
-        half = few.length // 2
-        halves = slice(0, half), slice(half, few.length)
+        given, half = self.axis.prepare(self.model, short, few), few.length // 2
 
-        def other(name: str, value: Any, place: slice) -> Any:
-            def change(tensor: torch.Tensor) -> torch.Tensor:
-                if not few.is_whole(tensor) or name in masks or "position" in name:
+        def outputs(changed: slice | None = None) -> list[torch.Tensor]:
+            def other(tensor: torch.Tensor) -> torch.Tensor:
+                if not few.is_whole(tensor):
                     return tensor
                 new = tensor.clone()
-                new[:, place] = tensor.flip(0, 1)[:, place]
-                new[:, place.start] = tensor[:, place.start - 1]
+                new[:, changed] = tensor.flip(0, 1)[:, changed]
+                new[:, changed.start] = tensor[:, changed.start - 1]
                 return new
 
-            return map_tensors(change, value)
+            kept = {name for name in given if changed is None or name in self.axis.non_split or "position" in name}
+            output, _ = self._run({n: v if n in kept else map_tensors(other, v) for n, v in given.items()}, _alone)
+            return [tensor for tensor in tensors_of(output) if few.is_whole(tensor)]
 
-        outputs = [self._run(given, _alone, lambda count: count)[0]]
-        for place in halves:
-            changed = {name: other(name, value, place) for name, value in given.items()}
-            outputs.append(self._run(changed, _alone, lambda count: count)[0])
-        one, *others = ([t for t in tensors_of(output) if few.is_whole(t)] for output in outputs)
-        pairs = zip(others, reversed(halves), strict=True)
-        return max(find_gap([t[:, kept] for t in one], [t[:, kept] for t in changed]) for changed, kept in pairs)
+        first, last, expected = slice(0, half), slice(half, few.length), outputs()
+        pairs = (first, outputs(changed=last)), (last, outputs(changed=first))
+        return max(find_gap([t[:, kept] for t in expected], [t[:, kept] for t in found]) for kept, found in pairs)
 
     def _find_other_positions(self, short: Mapping[str, Any], few: Sequences) -> float:
         """How much most of this rank's tokens differ from the same of whole sequences, without attention: by less
         rounding than all outputs do. (Some may be sent to other experts.)"""
-        whole = self._run(short, _alone, lambda count: count)[0]
-        own = self._run(self._cut(self._prepare(dict(short), few), few), _alone, lambda count: count)[0]
+        whole, _ = self._run(short, _alone)
+        own, _ = self._run(self.axis.own_part(self.model, short, few), _alone)
         gaps = [0.0]
         for expected, found in zip(tensors_of(whole), tensors_of(own), strict=False):
             if few.is_whole(expected) and expected.is_floating_point() and few.cut(expected).shape == found.shape:
@@ -238,10 +225,9 @@ class ModelTrial:
 
     def _find_other_outputs(self, short: Mapping[str, Any], few: Sequences) -> tuple[float, list[bool]]:
         """How much the outputs of all ranks' tokens differ from those of whole sequences; see `compare`."""
-        size = few.group.size()
-        whole, counted = self._run(short, lambda func, *args, **kw: func(*args, **kw), lambda count: count)
-        own = self._cut(self._prepare(dict(short), few), few)
-        sharded, averaged = self._run(own, self._attend, self._average)
+        size = self.axis.size
+        whole, counted = self._run(short, _attend_whole)
+        sharded, averaged = self._run(self.axis.own_part(self.model, short, few), self.axis.attend, self.axis.average)
         if len(tensors_of(whole)) != len(tensors_of(sharded)):
             return float("inf"), []
         if list(map(round, counted)) != [round(size * count) for count in averaged]:
@@ -252,21 +238,21 @@ class ModelTrial:
             if expected.dim() or not expected.is_floating_point():
                 gaps.append(find_gap(expected, found))
                 continue
-            mean = self._average(found.double())
+            mean = self.axis.average(found.double())
             by_mean, by_sum = find_gap(expected, mean), find_gap(expected, size * mean)
             adds.append(by_sum < by_mean)
             gaps.append(min(by_mean, by_sum))
         return max(gaps), adds
 
 
-def _shorten(name: str, value: Any, sequences: Sequences, kept: int, is_mask: bool) -> Any:
+def _shorten(value: Any, sequences: Sequences, few: Sequences, is_mask: bool) -> Any:
     """The first tokens of tensors that have all: [batch, sequence, ...], or a mask [..., sequence]."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         dims = (tensor.dim() - 2, tensor.dim() - 1) if is_mask and tensor.dim() != 2 else (0, 1) if is_mask else (1,)
         for dim in dims:
             if tensor.dim() > dim >= 0 and tensor.shape[dim] == sequences.length:
-                tensor = tensor.narrow(dim, 0, kept)
+                tensor = tensor.narrow(dim, 0, few.length)
         if not is_mask and tensor.dim() > 1 and tensor.dtype == torch.int64 and bool((tensor < 0).any()):
             tensor = tensor.clamp_min(0)  # targets that do not count
         return tensor.contiguous()
@@ -274,62 +260,41 @@ def _shorten(name: str, value: Any, sequences: Sequences, kept: int, is_mask: bo
     return map_tensors(cut, value)
 
 
-def _padded(value: Any, few: Sequences) -> Any:
-    """A mask of tokens [batch, sequence] with the second one of the first sequence as the others are not."""
-    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.shape != (few.rows, few.length):
-        return value
-    new = value.clone()
-    new[0, 1] = new[0, 1] == 0  # not the first, without which the first row of a causal mask would be empty
-    return new
-
-
-def _less_counted(value: Any, given: Any, few: Sequences) -> Any:
-    """Targets, or a mask of 0 and 1, of which some of the first rank's do not count: a mean of means is another then.
+def _less_counted(value: Any, given: Any, few: Sequences, is_mask: bool) -> Any:
+    """A mask of tokens with the second one of the first sequence as the others are not; or targets, or a mask of 0 and
+    1, of which some of the first rank's do not count: a mean of means is another then.
 
     Args:
         given: all of `value`, in which all targets count.
     """
     if not isinstance(value, torch.Tensor) or value.shape != (few.rows, few.length):
         return value
-    least, most = map(float, given.double().aminmax())
-    if not (value.dtype == torch.int64 and least < 0) and (least, most) not in ((0.0, 1.0), (1.0, 1.0)):
-        return value
     new = value.clone()
+    if is_mask and not value.is_floating_point():
+        new[0, 1] = new[0, 1] == 0  # not the first, without which the first row of a causal mask would be empty
+        return new
+    least, most = map(float, given.double().aminmax())
+    has_ignored, is_binary = value.dtype == torch.int64 and least < 0, least in (0.0, 1.0) and most == 1.0
+    if is_mask or not (has_ignored or is_binary):
+        return value
     new[:, : few.own // 2] = min(least, 0.0)
     return new
 
 
 # -- the criterion -----------------------------------------------------------------------------------------------------
 
-
-class _HalvesMode(TokensMode):
-    """Counts the targets of all tokens, in place of those of all ranks. It notes the `ignore_index` in use."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda func, *args, **options: func(*args, **options), self._average)
-        self.counts: list[torch.Tensor] = []
-        self.rest: Iterator[torch.Tensor] | None = None
-        self.ignored: int | None = None
-
-    def _average(self, count: torch.Tensor) -> torch.Tensor:
-        if self.rest is not None:
-            return next(self.rest) / 2
-        self.counts.append(count)
-        return count
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in COUNTING:
-            self.ignored = kwargs["ignore_index"]
-        return super().__torch_function__(func, types, args, kwargs)
+_ROUNDED = 1e-5
+"""Of numbers of a few tokens, in fp32."""
 
 
 def try_criterion(
-    function: Callable[..., Any], arguments: Any, own: int, numbers: Callable[[Any], list[torch.Tensor]]
+    criterion: Any, numbers: Callable[..., list[torch.Tensor]], arguments: Any, own: int
 ) -> list[bool | None]:
     """For each of the `numbers` that the criterion returns: True if those of two halves of some tokens add up to that
     of all; False if it is their mean; None if neither.
 
     Args:
+        criterion: the user's, which is left as it is.
         arguments: positional and by name: this rank's outputs, and the targets of its tokens.
         own: this rank's tokens of each sequence.
     """
@@ -339,83 +304,62 @@ def try_criterion(
     rows = shape[0] if own in shape[1:] else shape[0] // own
     device = tensors[0].device
     all_places = torch.arange(max(2, min(own, TOKENS) // 2 * 2), device=device) % own
-    generator = torch.Generator(device)
     negative = any(t.dtype == torch.int64 and bool((t < 0).any()) for t in tensors)
+    holders = _holders(criterion)
+    modules = [each for each in holders if isinstance(each, nn.Module)]
 
-    def take(tensor: torch.Tensor, places: torch.Tensor, dtype: Any, ignored: int | None) -> torch.Tensor:
+    def take(tensor: torch.Tensor, places: torch.Tensor, ignored: int | None) -> torch.Tensor:
         """The tokens at these places. `ignored`: in place of some targets, and of none where it is None."""
         dim = next((dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == own), None)
         is_flat = dim is None and tensor.dim() > 0 and tensor.shape[0] == rows * own
         new = tensor.detach()
+        if new.is_floating_point():
+            new = new.to(torch.promote_types(new.dtype, torch.float32))
         if tensor.requires_grad and tensor.numel() > 1 and bool(new.min() == new.max()):  # hides what is made of it
-            new = new + 0.1 * torch.randn(new.shape, generator=generator.manual_seed(0), device=device).to(new.dtype)
+            new = new + 0.1 * torch.arange(new.numel(), device=device).sin().view_as(new)
         if is_flat:
             new, dim = new.unflatten(0, (rows, own)), 1
-        if dim is not None:
-            new = new.index_select(dim, places)
-        if new.is_floating_point() and dtype is not None:
-            new = new.to(dtype)
-        if new.dtype == torch.int64:
-            new = new.clamp_min(0)  # so that all targets count
+        if dim is None:
+            return new
+        new = new.index_select(dim, places)
+        is_target = new.dtype == torch.int64
         is_mask = not tensor.requires_grad and bool(((tensor == 0) | (tensor == 1)).all())  # of all tokens, not of few
-        new = torch.ones_like(new) if is_mask and dim is not None else new
-        if ignored is not None and dim is not None and (is_mask or (new.dtype == torch.int64 and (seen or negative))):
+        new = torch.ones_like(new) if is_mask else new.clamp_min(0) if is_target else new  # so that all targets count
+        if ignored is not None and (is_mask or (is_target and (whole.ignored is not None or negative))):
             some = (places < len(all_places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
             new = new.masked_fill(some, 0 if is_mask else ignored)
         return new.flatten(0, 1) if is_flat else new
 
-    mode, seen = _HalvesMode(), False
-
-    def run(dtype: Any, ignored: int | None) -> list[list[torch.Tensor]]:
-        made = []
+    def relations(ignored: int | None) -> list[bool | None]:
+        made, mode = [], whole
+        whole.counts.clear()
         for places in (all_places, *all_places.chunk(2)):
-            holders = list(_holders(function))
-            modules = [each for each in holders if isinstance(each, nn.Module)]
+            args, kwargs = map_tensors(partial(take, places=places, ignored=ignored), arguments)
             with no_side_effects(modules, device), unchanged(holders), torch.autocast(device.type, enabled=False), mode:
-                args, kwargs = map_tensors(partial(take, places=places, dtype=dtype, ignored=ignored), arguments)
-                made.append([number.double() for number in numbers(function(*args, **kwargs))])
-            mode.rest = iter(mode.counts)
-        return made
+                made.append([float(number) for number in numbers(*args, **kwargs)])
+            half = (count / 2 for count in whole.counts)
+            mode = _TrialMode(_attend_whole, lambda _, half=half: next(half))
+        return [_relation(*of_each) for of_each in zip(*made, strict=True)]
 
-    def compare(ignored: int | None) -> list[bool | None]:
-        nonlocal mode
-        for dtype, limit in ((torch.float64, 1e-6), (torch.float32, TOLERANCE), (None, HALF_TOLERANCE)):
-            mode = _HalvesMode()
-            try:
-                results = zip(*run(dtype, ignored), strict=True)
-            except (RuntimeError, TypeError, ValueError):  # weights or targets may be of another dtype
-                if dtype is None:
-                    raise
-                continue
-            return [_relation(float(whole), float(one), float(other), limit) for whole, one, other in results]
-        raise AssertionError
-
-    found = compare(None)
-    seen = mode.ignored is not None
-    less = compare(-100 if mode.ignored is None else mode.ignored)
+    whole = _TrialMode(_attend_whole, float)
+    found = relations(None)
+    less = relations(-100 if whole.ignored is None else whole.ignored)
     return [one if one == other else None for one, other in zip(found, less, strict=True)]
 
 
-def _relation(whole: float, one: float, other: float, limit: float) -> bool | None:
+def _relation(whole: float, one: float, other: float) -> bool | None:
     """True if the halves add up to the whole; False if it is their mean; None if neither."""
-    scale = limit * (abs(one) + abs(other)) + 1e-12
+    scale = _ROUNDED * (abs(one) + abs(other)) + 1e-12
     if not abs(one + other - 2 * whole) > scale:  # or all is nan
         return False
     return True if abs(one + other - whole) <= scale else None
 
 
-def _holders(function: Any) -> Iterator[Any]:
-    """The objects whose attributes `function` may change: itself, those in its closure, and their modules."""
-    todo, seen = [function], set[int]()
-    while todo:
-        each = todo.pop()
-        if id(each) in seen or isinstance(each, (type, ModuleType)) or not hasattr(each, "__dict__"):
-            continue
-        seen.add(id(each))
-        yield each
-        names = getattr(getattr(each, "__code__", None), "co_names", ())
-        known = getattr(each, "__globals__", {})
-        todo += [known[name] for name in names if name in known]
-        todo += [cell.cell_contents for cell in getattr(each, "__closure__", None) or () if cell != CellType()]
-        todo += [getattr(each, "__self__", None), getattr(each, "func", None)]
-        todo += each.children() if isinstance(each, nn.Module) else ()
+def _holders(criterion: Any) -> list[Any]:
+    """The objects whose attributes `criterion` may change: itself, those that it names, and their modules."""
+    near = [criterion, getattr(criterion, "__self__", None)]
+    if inspect.isfunction(criterion):
+        named = inspect.getclosurevars(criterion)
+        near += [*named.nonlocals.values(), *named.globals.values()]
+    near = [each for each in near if hasattr(each, "__dict__") and not isinstance(each, (type, ModuleType))]
+    return [part for each in near for part in (each.modules() if isinstance(each, nn.Module) else [each])]

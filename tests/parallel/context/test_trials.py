@@ -121,8 +121,8 @@ WRONG = {
     "late labels": (LateLabels, late_labels, {}, "Shift targets of whole sequences"),
     "positions": (SmallPositions, plain_step, {}, "positions"),
     "positions, bf16": (SmallPositions, plain_step, BF16, "positions"),
-    "positions of a mask": (CountsMasked, masked, {}, "with a padded token"),
-    "a mean of what counts": (MaskedMean, prompted, {}, "with targets that do not count"),
+    "positions of a mask": (CountsMasked, masked, {}, "with padding"),
+    "a mean of what counts": (MaskedMean, prompted, {}, "or targets that do not count"),
     "a router's loss": (Balanced, plain_step, {}, "output_router_logits"),
     "a cache": (lambda: make_llama(use_cache=True), cached, {}, "use_cache: with parallel.context"),
 }

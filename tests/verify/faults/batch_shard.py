@@ -84,14 +84,14 @@ def loss_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
 
 def positions_off_by_a_shard(patch: pytest.MonkeyPatch) -> None:
     """Each rank's tokens have the positions of the rank before it; that of the trial is right."""
-    inner = ContextParallel._prepare
+    inner = ContextParallel.prepare
 
     def prepare(self: ContextParallel, model: Any, given: Any, sequences: Sequences) -> Any:
         shift = sequences.own if trains() else 0
         places = (torch.arange(sequences.length) - shift).clamp_min(0).expand(sequences.rows, -1)
         return inner(self, model, {**given, self._positions: places}, sequences)
 
-    patch.setattr(ContextParallel, "_prepare", prepare)
+    patch.setattr(ContextParallel, "prepare", prepare)
 
 
 def tokens_not_summed(patch: pytest.MonkeyPatch) -> None:
