@@ -184,7 +184,7 @@ class ParallelModel:
         self.same_layers = any(kind.same_rng for kind in kinds)
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
-            inputs = AxisInputs(model, optimizer, plan, context, plans.partition is not None)
+            inputs = AxisInputs(model, optimizer, plan, context)
             self.axes[name] = AXES.get(name).apply(inputs)
         refuse_common_splits(self.axes)
         self._fewer_axes: dict[nn.Parameter, tuple[str, ...]] = {}

@@ -47,14 +47,12 @@ class AxisInputs:
         optimizer: over its parameters.
         plan: the result of `Axis.plan`.
         context: the mesh.
-        is_split: another axis removes modules from ranks.
     """
 
     model: nn.Module
     optimizer: optim.Optimizer
     plan: Any
     context: ParallelContext
-    is_split: bool
 
 
 class AppliedAxis:

@@ -45,28 +45,24 @@ def reduce_from_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 @torch.compiler.disable
 def split(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's shard of `x` along `dim`, whose size the number of ranks has to divide."""
-    dim %= x.dim()
     return connect(x, lambda x: _shard(x, dim, group), lambda grad: start_gather(grad, dim, group)())
 
 
 @torch.compiler.disable
 def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The ranks' `x` concatenated along `dim`, for computations that are the same on all ranks."""
-    dim %= x.dim()
     return connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: _shard(grad, dim, group))
 
 
 @torch.compiler.disable
 def all_gather_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The ranks' `x` concatenated along `dim`, for layers that each give a partial gradient."""
-    dim %= x.dim()
     return connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: start_sum_shard(grad, dim, group)())
 
 
 @torch.compiler.disable
 def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's shard along `dim` of the sum of `x` over the ranks."""
-    dim %= x.dim()
     return connect(x, lambda x: start_sum_shard(x, dim, group)(), lambda grad: start_gather(grad, dim, group)())
 
 
@@ -80,11 +76,6 @@ def average(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """`x`, whose gradient is multiplied by `factor`."""
     return connect(x, lambda x: x.view_as(x), lambda grad: grad * factor)
-
-
-def link(x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """`x`, which depends on `inputs` in the graph: backward runs through them, with gradients of zeros."""
-    return _Link.apply(x, *inputs)
 
 
 @torch.compiler.disable
@@ -131,18 +122,6 @@ class _Collective(Function):
 connect: Callable[..., torch.Tensor] = _Collective.apply
 
 
-class _Link(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.inputs = [(each.shape, each.dtype, each.device) for each in inputs]
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
-
-
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -177,19 +156,15 @@ def _shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
 
 def start_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Wait:
     """Start to concatenate the ranks' `x` along `dim`."""
-    size, sent = group.size(), x.contiguous()
-    # The collective concatenates along dim 0: [size, ...].
-    shards = x.new_empty((size * x.shape[0], *x.shape[1:])) if dim == 0 else x.new_empty((size, *x.shape))
-    work = all_gather(shards.view(size * x.shape[0], *x.shape[1:]), sent, group=group, async_op=True)
-    return lambda: _joined(_wait(work, shards, sent), dim)
-
-
-def _joined(shards: torch.Tensor, dim: int) -> torch.Tensor:
-    return shards if dim == 0 else shards.movedim(0, dim).flatten(dim, dim + 1)
+    dim %= x.dim()
+    shards, sent = x.new_empty((group.size(), *x.shape)), x.contiguous()
+    work = all_gather(shards.flatten(0, 1), sent, group=group, async_op=True)  # along dim 0
+    return lambda: _wait(work, shards, sent).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def start_sum_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Wait:
     """Start the sum of `x` over the ranks, of which this one gets its shard along `dim`."""
+    dim %= x.dim()
     shards = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(shards[0])
     return partial(_wait, reduce_scatter(mine, shards.flatten(0, 1), group=group, async_op=True), mine, shards)

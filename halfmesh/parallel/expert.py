@@ -56,7 +56,7 @@ def dispatch(
         done = torch.empty_like(own)
     if torch.is_grad_enabled() and not done.requires_grad:
         # Without tokens the graph may end here, and this rank has to send in backward like the others.
-        done = collectives.link(done, own, *(param for param in layer.parameters() if param.requires_grad))
+        done = done + sum(tensor[:0].sum() for tensor in (own, *layer.parameters()))
     done = collectives.scale_gradient(done, 1 / group.size())  # for the experts, as far as `own`
     back = collectives.send_rows(done, received, sent, group)
     weighted = back * top_k_weights.flatten()[order, None]
@@ -126,8 +126,9 @@ class ExpertParallelism(Axis):
             count: Any = model.get_submodule(name).num_experts
             if count % size:
                 fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-                message = f"{size} does not divide the {count} experts of {name}; use one of {fits}"
-                problems.append(f"parallel.expert: {message}")
+                problems.append(
+                    f"parallel.expert: {size} does not divide the {count} experts of {name}; use one of {fits}"
+                )
         return layers, problems
 
     @staticmethod

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ def is_within(name: str, top: str) -> bool:
 def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
     """A copy of `module`, one of `model`'s (or `model` itself), with parameters and buffers on the meta device.
 
-    Frozen parameters are not frozen in the copy. Functions on modules (`self.mlp = lambda x: drop(linear(x))`) call its
-    modules.
+    Frozen parameters are not frozen in the copy.
 
     Raises:
         Exception: any error of copy.deepcopy.
@@ -41,23 +39,7 @@ def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
         memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.is_floating_point())
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    new = copy.deepcopy(module, memo)
-    for each in new.modules():
-        own = vars(each)
-        own |= {name: _rebind(value, memo) for name, value in own.items() if isinstance(value, FunctionType)}
-    return new
-
-
-def _rebind(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
-    """`function` with `copies`, by id, of the objects in its closure."""
-    around = [cell.cell_contents for cell in function.__closure__ or ()]
-    if not any(id(value) in copies for value in (*around, *(function.__defaults__ or ()))):
-        return function
-    closure = tuple(CellType(copies.get(id(value), value)) for value in around)
-    defaults = tuple(copies.get(id(value), value) for value in function.__defaults__ or ())
-    new = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
-    new.__kwdefaults__ = function.__kwdefaults__
-    return new
+    return copy.deepcopy(module, memo)
 
 
 @contextmanager
@@ -88,11 +70,9 @@ def _find_containers(value: Any, found: dict[int, Any]) -> None:
         _find_containers(item, found)
 
 
-def _ids(container: Any) -> Any:
+def _ids(container: Any) -> list[int]:
     """What `container` holds, by ids."""
-    if isinstance(container, dict):
-        return {key: id(value) for key, value in container.items()}
-    return (list if isinstance(container, list) else set)(map(id, container))
+    return list(map(id, container.values() if isinstance(container, dict) else container))
 
 
 def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:

@@ -9,7 +9,8 @@ the number of ranks, each rank gathers all keys and values, and attends with its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from ...errors import InputError
 from ...utils.torch_private import has_no_memory, without_override
 from .. import collectives
 
+_Attention = Callable[..., torch.Tensor]
 _HEADS, _TOKENS = 1, 2  # of [batch, heads, sequence, features of a head]
 
 
 def attend(
     group: dist.ProcessGroup,
-    attention: Callable[..., torch.Tensor],
+    attention: _Attention,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -50,20 +52,20 @@ def attend(
         attn_mask = None  # transformers makes masks of placeholders, as if sequences were joined in one
     _refuse_other_shapes(size, (query, key, value), attn_mask)
     query, key, value = (_as_computed(x) for x in (query, key, value))
-    options |= {"dropout_p": dropout_p}
+    attention = partial(attention, dropout_p=dropout_p, **options)
     if query.shape[_HEADS] % size == 0:
         key, value = (_repeated(x, size) for x in (key, value))
         query, key, value = (collectives.exchange(x, _HEADS, _TOKENS, group) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:
             attn_mask = attn_mask.chunk(size, -3)[rank]
-        whole = attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
+        whole = attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
         return collectives.exchange(whole, _TOKENS, _HEADS, group)
     key, value = (collectives.all_gather_sequence(x, _TOKENS, group) for x in (key, value))
     if is_causal and attn_mask is None:
-        return _attend_head_tail(group, attention, query, key, value, options)
+        return _attend_head_tail(group, attention, query, key, value)
     if attn_mask is not None and attn_mask.shape[-2] > 1:
         attn_mask = attn_mask.narrow(-2, rank * own, own)
-    return attention(query, key, value, attn_mask=attn_mask, **options)
+    return attention(query, key, value, attn_mask=attn_mask)
 
 
 def _repeated(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -73,12 +75,7 @@ def _repeated(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _attend_head_tail(
-    group: dist.ProcessGroup,
-    attention: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: Mapping[str, Any],
+    group: dist.ProcessGroup, attention: _Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     """Causal attention of this rank's queries with the keys and values of whole sequences.
 
@@ -92,7 +89,7 @@ def _attend_head_tail(
     def attend_until(end: int, query: torch.Tensor) -> torch.Tensor:
         keys, values = (x.narrow(_TOKENS, 0, end) for x in (key, value))
         mask = _causal(query.shape[_TOKENS], end, query.device)
-        return attention(query, keys, values, attn_mask=mask, **options)
+        return attention(query, keys, values, attn_mask=mask)
 
     first = attend_until(rank * own + first.shape[_TOKENS], first)
     theirs = attend_until((mirror + 1) * own, collectives.send_rows(second, rows, rows, group))
@@ -115,10 +112,8 @@ def _causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
 def _refuse_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.Tensor | None) -> None:
     own = inputs[0].shape[-2]
     length = own * size
-    wrong = any(x.dim() != 4 or x.shape[_TOKENS] != own for x in inputs)
-    if mask is not None:
-        wrong |= mask.dim() < 2 or mask.shape[-1] != length or mask.shape[-2] not in (1, length)
-    if wrong:
+    is_right = all(x.dim() == 4 and x.shape[_TOKENS] == own for x in inputs)
+    if not is_right or (mask is not None and mask.shape[-2:] not in ((length, length), (1, length))):
         shapes = ", ".join(str(list(x.shape)) for x in inputs)
         masked = "" if mask is None else f" and a mask of shape {list(mask.shape)}"
         raise InputError(

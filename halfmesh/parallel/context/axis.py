@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import InputError, did_you_mean, shorten
+from ...errors import InputError
 from ...options import Names, Options, PositiveInt
 from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
-from ...utils.torch_private import RUNNING_STATISTICS
 from .. import collectives
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..comm import SameCalls
@@ -99,7 +98,7 @@ class ContextParallel(AppliedAxis):
         given = without_cache(model, given)
         sequences = self._sequences_of(given, must_be_even=trains)
         if sequences is None:
-            return run(given), None  # each rank computes all tokens
+            return run(given), None
         own = self.own_part(model, given, sequences)
         kind: Any = (model.training, *sorted(name for name, value in given.items() if value is not None))
         if kind not in self._adds:
@@ -123,7 +122,8 @@ class ContextParallel(AppliedAxis):
         return output, sequences
 
     def _sequences_of(self, given: Mapping[str, Any], must_be_even: bool) -> Sequences | None:
-        """The sequences of a call, by the first argument that is sharded; None if the ranks do not divide them.
+        """The sequences of a call, by the first argument that is sharded; None without one, or if the ranks do not
+        divide it: each rank computes all then.
 
         Raises:
             InputError: they have to be sharded, and cannot be.
@@ -131,7 +131,7 @@ class ContextParallel(AppliedAxis):
         split = {name: value for name, value in given.items() if name not in self.non_split}
         shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > 1), None)
         if shape is None:
-            raise InputError("engine(...) was given no tensor [batch, sequence, ...], which parallel.context shards")
+            return None
         rows, length = shape[:2]
         if length % self.size == 0:
             return Sequences(self._group, rows, length)
@@ -181,11 +181,7 @@ class ContextParallel(AppliedAxis):
     # -- the criterion ---------------------------------------------------------------------------------------------
 
     def criterion_call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        deferred: Sequences | None,
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], deferred: Sequences | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The criterion and its arguments, for this rank's tokens, if among them are outputs of these.
 
@@ -291,7 +287,6 @@ def _numbers_in(tree: Any) -> list[torch.Tensor]:
 
 
 _POSITIONS = ("position_ids", "positions")
-_MIXES_TOKENS = (*RUNNING_STATISTICS, nn.RNNBase)
 
 
 class ContextOptions(Options):
@@ -324,24 +319,11 @@ class ContextParallelism(Axis):
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
         """The name of the argument that takes positions, or None, and those that every rank gets unsharded."""
-        model, names = inputs.model, parameter_names(base_model(inputs.model))
-        problems = []
-        if mixing := [name for name, module in model.named_modules() if isinstance(module, _MIXES_TOKENS)]:
-            problems.append(
-                f"parallel.context: the tokens of a sequence are combined other than by attention in "
-                f"{shorten(mixing)} (BatchNorm, InstanceNorm, RNN), and a rank has some of them only; leave context out"
-            )
-        if problem := find_context_problem(model):
-            problems.append(f"parallel.context: {problem}")
-        positions = inputs.options.positions
+        problem, positions = find_context_problem(inputs.model), inputs.options.positions
         if positions is None:
+            names = parameter_names(base_model(inputs.model))
             positions = next((name for name in _POSITIONS if name in names), None)
-        elif positions not in names and "**kwargs" not in names:
-            problems.append(
-                f"parallel.context.positions: {type(model).__name__}.forward has no argument {positions!r}"
-                f"{did_you_mean(positions, names)}"
-            )
-        return (positions, inputs.options.non_split), problems
+        return (positions, inputs.options.non_split), [f"parallel.context: {problem}"] if problem else []
 
     @staticmethod
     def apply(inputs: AxisInputs) -> ContextParallel:

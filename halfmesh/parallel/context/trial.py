@@ -90,11 +90,10 @@ def _alone(func: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 @contextmanager
-def _random_weights(model: nn.Module) -> Iterator[None]:
-    """A scope in which parameters whose elements are all equal have random ones: a head, gate or projection that begins
+def _uneven_weights(model: nn.Module) -> Iterator[None]:
+    """A scope in which parameters whose elements are all equal have uneven ones: a head, gate or projection that begins
     at zero would hide what is behind it."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    generator = torch.Generator().manual_seed(0)
     try:
         _forget_copies(model)
         for param in model.parameters():
@@ -104,17 +103,19 @@ def _random_weights(model: nn.Module) -> Iterator[None]:
             least, most = local.aminmax()
             if bool(least == most):
                 kept.append((local, least.clone()))
-                new = torch.empty(local.shape, dtype=torch.float32)
-                if local.dim() > 1:
-                    new.normal_(0, local.shape[-1] ** -0.5, generator=generator)
-                else:
-                    new.uniform_(0.5, 1.5, generator=generator)
-                local.copy_(new)  # of `data`: it does not count as a write
+                uneven = _uneven(local)  # of `data`: it does not count as a write
+                local.copy_(uneven / local.shape[-1] ** 0.5 if local.dim() > 1 else 1 + uneven / 2)
         yield
     finally:
         for local, value in kept:
             local.fill_(value)
         _forget_copies(model)
+
+
+def _uneven(like: torch.Tensor) -> torch.Tensor:
+    """Numbers from -1 to 1 in no order, the same on all ranks."""
+    places = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
+    return places.square().sin().view(like.shape)
 
 
 def _forget_copies(model: nn.Module) -> None:
@@ -154,7 +155,7 @@ class ModelTrial:
         few = Sequences(sequences.group, sequences.rows, min(sequences.length, TOKENS * self.axis.size))
         short = {name: _shorten(value, sequences, few, name in masks) for name, value in given.items()}
         odd = {name: _less_counted(value, given[name], few, name in masks) for name, value in short.items()}
-        with torch.no_grad(), _random_weights(self.model):
+        with torch.no_grad(), _uneven_weights(self.model):
             gaps = {"tokens are combined": self._find_mixing(short, few)}
             self.evaluates = any(gather(self.drew))
             gaps["positions"] = self._find_other_positions(short, few)
@@ -249,9 +250,8 @@ def _shorten(value: Any, sequences: Sequences, few: Sequences, is_mask: bool) ->
     """The first tokens of tensors that have all: [batch, sequence, ...], or a mask [..., sequence]."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        dims = (tensor.dim() - 2, tensor.dim() - 1) if is_mask and tensor.dim() != 2 else (0, 1) if is_mask else (1,)
-        for dim in dims:
-            if tensor.dim() > dim >= 0 and tensor.shape[dim] == sequences.length:
+        for dim in range(tensor.dim())[slice(-2, None) if is_mask else slice(1, 2)]:
+            if tensor.shape[dim] == sequences.length:
                 tensor = tensor.narrow(dim, 0, few.length)
         if not is_mask and tensor.dim() > 1 and tensor.dtype == torch.int64 and bool((tensor < 0).any()):
             tensor = tensor.clamp_min(0)  # targets that do not count
@@ -316,7 +316,7 @@ def try_criterion(
         if new.is_floating_point():
             new = new.to(torch.promote_types(new.dtype, torch.float32))
         if tensor.requires_grad and tensor.numel() > 1 and bool(new.min() == new.max()):  # hides what is made of it
-            new = new + 0.1 * torch.arange(new.numel(), device=device).sin().view_as(new)
+            new = new + 0.1 * _uneven(new).to(new.dtype)
         if is_flat:
             new, dim = new.unflatten(0, (rows, own)), 1
         if dim is None:

@@ -35,6 +35,24 @@ class Hidden(Plain):
         return super().mix(x) + self.gate * x.mean(1, keepdim=True)
 
 
+class Normed(Plain):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def mix(self, x):
+        return super().mix(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Recurrent(Plain):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+
+    def mix(self, x):
+        return super().mix(x + self.rnn(x)[0])
+
+
 class Centres(Plain):
     """In training only."""
 
@@ -118,6 +136,8 @@ WRONG = {
     "diluted, bf16": (RunningMean, plain_step, BF16, "tokens are combined"),
     "hidden": (Hidden, plain_step, {}, "tokens are combined"),
     "training only": (Centres, plain_step, {}, "tokens are combined"),
+    "statistics of the batch": (Normed, plain_step, BF16, "tokens are combined"),
+    "recurrent": (Recurrent, plain_step, {}, "tokens are combined"),
     "late labels": (LateLabels, late_labels, {}, "Shift targets of whole sequences"),
     "positions": (SmallPositions, plain_step, {}, "positions"),
     "positions, bf16": (SmallPositions, plain_step, BF16, "positions"),
