@@ -215,7 +215,7 @@ class ParallelModel:
         context, late, plans = self._context, self.late, self.plans
         self._linear = recipe.linear
         if late is not None:
-            late.cuts = {p: cut for axis in self.axes.values() for p, cut in axis.cuts.items()}
+            late.cuts = {p: axis.cut(split) for axis in self.axes.values() for p, split in axis.splits.items()}
         inputs = StrategyInputs(
             model=model,
             optimizer=optimizer,

@@ -119,11 +119,6 @@ class AppliedAxis:
         view of the data ranks, all of which are counted already, 1 / size for shards."""
         return 1 if param in self.splits else self.size
 
-    @property
-    def cuts(self) -> Mapping[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
-        """A function from a full tensor to this rank's shard, for each sharded parameter."""
-        return {param: self.cut(split) for param, split in self.splits.items()}
-
     def cut(self, split: Split) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function from a full tensor to this rank's shard."""
         return partial(split.cut, rank=self.rank, size=self.size)
@@ -152,13 +147,11 @@ class AppliedAxis:
         return {}
 
 
+_Take = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+
+
 def shard_loaded_state(
-    takes: Mapping[str, Callable[[nn.Parameter, torch.Tensor], torch.Tensor]],
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    *_: Any,
+    takes: Mapping[str, _Take], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
 ) -> None:
     """A hook before a state dict is loaded into a module with sharded parameters: for each name in `takes`, a function
     of the parameter and the tensor in the state dict returns the tensor to load."""

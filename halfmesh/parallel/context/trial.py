@@ -33,10 +33,10 @@ _DROPOUT = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
     *(F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
 )
-_EXACT, _EXACT_HALF = 1e-5, 1e-3
-"""Where kernels get the same shapes, a token's result is the same to the bit, except in layers of experts."""
-_ROUNDED_HALF = 0.01
-"""Of one token, where kernels get other shapes."""
+_MIXING = "tokens are combined, or positions counted"
+_LIMITS = (TOLERANCE, HALF_TOLERANCE), (1e-5, 1e-3)
+"""Of differences, and of those by mixing, each in fp32 and in half precision: where kernels get the same shapes, a
+token's result is the same to the bit, except in layers of experts."""
 
 _ADVICE = (
     "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken from "
@@ -114,8 +114,7 @@ def _uneven_weights(model: nn.Module) -> Iterator[None]:
 
 def _uneven(like: torch.Tensor) -> torch.Tensor:
     """Numbers from -1 to 1 in no order, the same on all ranks."""
-    places = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
-    return places.square().sin().view(like.shape)
+    return torch.arange(like.numel(), dtype=torch.float32, device=like.device).square_().sin_().view(like.shape)
 
 
 def _forget_copies(model: nn.Module) -> None:
@@ -156,17 +155,17 @@ class ModelTrial:
         short = {name: _shorten(value, sequences, few, name in masks) for name, value in given.items()}
         odd = {name: _less_counted(value, given[name], few, name in masks) for name, value in short.items()}
         with torch.no_grad(), _uneven_weights(self.model):
-            gaps = {"tokens are combined": self._find_mixing(short, few)}
-            self.evaluates = any(gather(self.drew))
-            gaps["positions"] = self._find_other_positions(short, few)
+            whole, _ = self._run(short, _alone)
+            draws = any(gather(self.drew))
+            gaps = {_MIXING: self._find_mixing(whole, short, few, moves=not draws)}
+            self.evaluates = draws
             gaps["outputs"], adds = self._find_other_outputs(short, few)
             if any(odd[name] is not short[name] for name in short):
                 gaps["with padding, or targets that do not count"], _ = self._find_other_outputs(odd, few)
-        limits = {"tokens are combined": (_EXACT, _EXACT_HALF), "positions": (TOLERANCE, _ROUNDED_HALF)}
         everyone, rounds = zip(*gather((gaps, self.is_half or rounds_products())), strict=True)
         for what in gaps:
             worst = max(theirs.get(what, 0.0) for theirs in everyone)
-            if not worst <= limits.get(what, (TOLERANCE, HALF_TOLERANCE))[any(rounds)]:
+            if not worst <= _LIMITS[what == _MIXING][any(rounds)]:
                 taken = [name for name, value in given.items() if any(map(sequences.is_whole, tensors_of(value)))]
                 raise InputError(
                     f"with parallel.context the model returns something else: its output for {few.length} tokens, "
@@ -190,38 +189,31 @@ class ModelTrial:
         self.is_half |= mode.is_half
         return output, mode.counts
 
-    def _find_mixing(self, short: Mapping[str, Any], few: Sequences) -> float:
-        """How much the outputs of half the tokens change with the tokens of the other half, other than by attention."""
-        given, half = self.axis.prepare(self.model, short, few), few.length // 2
+    def _find_mixing(self, whole: Any, short: Mapping[str, Any], few: Sequences, moves: bool) -> float:
+        """How much the outputs of half the tokens change with the other half and, if a token's place may change, with
+        their place: other than by attention, and by positions that are arguments.
 
-        def outputs(changed: slice | None = None) -> list[torch.Tensor]:
-            def other(tensor: torch.Tensor) -> torch.Tensor:
+        Args:
+            whole: the outputs.
+        """
+        given, half = self.axis.prepare(self.model, short, few), few.length // 2
+        first, last = slice(half), slice(half, 2 * half)
+
+        def outputs(taken: slice, place: slice) -> list[torch.Tensor]:
+            def put(tensor: torch.Tensor) -> torch.Tensor:
                 if not few.is_whole(tensor):
                     return tensor
-                new = tensor.clone()
-                new[:, changed] = tensor.flip(0, 1)[:, changed]
-                new[:, changed.start] = tensor[:, changed.start - 1]
-                return new
+                part, other = tensor[:, taken], tensor[:, taken].flip(0, 1)
+                return torch.cat([*((part, other) if place == first else (other, part)), tensor[:, 2 * half :]], 1)
 
-            kept = {name for name in given if changed is None or name in self.axis.non_split or "position" in name}
-            output, _ = self._run({n: v if n in kept else map_tensors(other, v) for n, v in given.items()}, _alone)
-            return [tensor for tensor in tensors_of(output) if few.is_whole(tensor)]
+            changed = {n: v if n in self.axis.non_split else map_tensors(put, v) for n, v in given.items()}
+            output, _ = self._run(changed, _alone)
+            return [tensor[:, place] for tensor in tensors_of(output) if few.is_whole(tensor)]
 
-        first, last, expected = slice(0, half), slice(half, few.length), outputs()
-        pairs = (first, outputs(changed=last)), (last, outputs(changed=first))
-        return max(find_gap([t[:, kept] for t in expected], [t[:, kept] for t in found]) for kept, found in pairs)
-
-    def _find_other_positions(self, short: Mapping[str, Any], few: Sequences) -> float:
-        """How much most of this rank's tokens differ from the same of whole sequences, without attention: by less
-        rounding than all outputs do. (Some may be sent to other experts.)"""
-        whole, _ = self._run(short, _alone)
-        own, _ = self._run(self.axis.own_part(self.model, short, few), _alone)
         gaps = [0.0]
-        for expected, found in zip(tensors_of(whole), tensors_of(own), strict=False):
-            if few.is_whole(expected) and expected.is_floating_point() and few.cut(expected).shape == found.shape:
-                one, other = (x.double().reshape(few.rows, few.own, -1) for x in (few.cut(expected), found))
-                tokens = (one - other).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-30)
-                gaps.append(float(tokens.nan_to_num().median()))
+        for taken, place in ((last, first), (first, last)) if moves else ((first, first), (last, last)):
+            expected = [tensor[:, taken] for tensor in tensors_of(whole) if few.is_whole(tensor)]
+            gaps.append(find_gap(expected, outputs(taken, place)))
         return max(gaps)
 
     def _find_other_outputs(self, short: Mapping[str, Any], few: Sequences) -> tuple[float, list[bool]]:
@@ -303,38 +295,39 @@ def try_criterion(
     shape = next((t.shape for t in tensors if t.requires_grad and t.dim()), torch.Size([0, own]))
     rows = shape[0] if own in shape[1:] else shape[0] // own
     device = tensors[0].device
-    all_places = torch.arange(max(2, min(own, TOKENS) // 2 * 2), device=device) % own
+    places = torch.arange(max(2, min(own, TOKENS) // 2 * 2), device=device)
     negative = any(t.dtype == torch.int64 and bool((t < 0).any()) for t in tensors)
     holders = _holders(criterion)
     modules = [each for each in holders if isinstance(each, nn.Module)]
 
-    def take(tensor: torch.Tensor, places: torch.Tensor, ignored: int | None) -> torch.Tensor:
-        """The tokens at these places. `ignored`: in place of some targets, and of none where it is None."""
+    def take(tensor: torch.Tensor, some: torch.Tensor, ignored: int | None) -> torch.Tensor:
+        """The tokens at these places. `ignored`: in place of the first targets, and of none where it is None."""
         dim = next((dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == own), None)
         is_flat = dim is None and tensor.dim() > 0 and tensor.shape[0] == rows * own
         new = tensor.detach()
-        if new.is_floating_point():
-            new = new.to(torch.promote_types(new.dtype, torch.float32))
-        if tensor.requires_grad and tensor.numel() > 1 and bool(new.min() == new.max()):  # hides what is made of it
-            new = new + 0.1 * _uneven(new).to(new.dtype)
         if is_flat:
             new, dim = new.unflatten(0, (rows, own)), 1
         if dim is None:
             return new
-        new = new.index_select(dim, places)
+        new = new.index_select(dim, places % own)
         is_target = new.dtype == torch.int64
         is_mask = not tensor.requires_grad and bool(((tensor == 0) | (tensor == 1)).all())  # of all tokens, not of few
+        if new.is_floating_point():
+            new = new.to(torch.promote_types(new.dtype, torch.float32))
+        if tensor.requires_grad and new.numel() > 1 and bool(new.min() == new.max()):  # hides what is made of it
+            new = new + 0.1 * _uneven(new)
         new = torch.ones_like(new) if is_mask else new.clamp_min(0) if is_target else new  # so that all targets count
         if ignored is not None and (is_mask or (is_target and (whole.ignored is not None or negative))):
-            some = (places < len(all_places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
-            new = new.masked_fill(some, 0 if is_mask else ignored)
+            first = (places < len(places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
+            new = new.masked_fill(first, 0 if is_mask else ignored)
+        new = new.index_select(dim, some)
         return new.flatten(0, 1) if is_flat else new
 
     def relations(ignored: int | None) -> list[bool | None]:
         made, mode = [], whole
         whole.counts.clear()
-        for places in (all_places, *all_places.chunk(2)):
-            args, kwargs = map_tensors(partial(take, places=places, ignored=ignored), arguments)
+        for some in (places, *places.chunk(2)):
+            args, kwargs = map_tensors(partial(take, some=some, ignored=ignored), arguments)
             with no_side_effects(modules, device), unchanged(holders), torch.autocast(device.type, enabled=False), mode:
                 made.append([float(number) for number in numbers(*args, **kwargs)])
             half = (count / 2 for count in whole.counts)
