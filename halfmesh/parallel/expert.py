@@ -17,12 +17,10 @@ from . import collectives
 from .axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from .shard_spec import Split
 
-_Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 def dispatch(
     layer: Any,
-    experts: _Experts,
+    experts: Callable[..., torch.Tensor],
     axis: ExpertParallel,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -87,6 +85,42 @@ def _count_tokens(
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Return True if the parameters are stacked experts, and forward takes tokens and their experts."""
+    count, params = getattr(module, "num_experts", None), list(module.parameters())
+    return (
+        isinstance(count, int)
+        and bool(params)
+        and all(param.dim() > 1 and len(param) == count for param in params)
+        and parameter_names(module)[:3] == _ARGUMENTS
+    )
+
+
+class ExpertParallel(AppliedAxis):
+    """A model of which each data rank holds some of the experts. Each has rows of its own, and sends their tokens."""
+
+    def __init__(self, inputs: AxisInputs) -> None:
+        super().__init__(inputs.context, "ep")
+        self.group = inputs.context.group(self.dim)
+        self._layers: list[Any] = [inputs.model.get_submodule(name) for name in inputs.plan]
+        for layer in self._layers:
+            for param in layer.parameters():
+                self.split(inputs.optimizer, param, Split(dim=0))
+            for module in layer.modules():  # an adapter may hold the layer
+                if hasattr(module, "num_experts"):
+                    module.num_experts //= self.size
+            layer.forward = partial(dispatch, layer, layer.forward, self)
+            layer.is_divided_by_engine = True
+        self.take_whole_states(inputs.model, inputs.optimizer)
+
+    def replicas(self, param: nn.Parameter) -> float:
+        return 1 / self.size if param in self.splits else 1
+
+    def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
+        count = self._layers[0].num_experts
+        return {"layout": f"{count} experts in each of {len(self._layers)} layers; rows of each data rank's own"}
+
+
 class ExpertOptions(Options):
     """`parallel = dict(expert=2)`."""
 
@@ -131,42 +165,4 @@ class ExpertParallelism(Axis):
                 )
         return layers, problems
 
-    @staticmethod
-    def apply(inputs: AxisInputs) -> ExpertParallel:
-        return ExpertParallel(inputs)
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Return True if the parameters are stacked experts, and forward takes tokens and their experts."""
-    count, params = getattr(module, "num_experts", None), list(module.parameters())
-    return (
-        isinstance(count, int)
-        and bool(params)
-        and all(param.dim() > 1 and len(param) == count for param in params)
-        and parameter_names(module)[:3] == _ARGUMENTS
-    )
-
-
-class ExpertParallel(AppliedAxis):
-    """A model of which each data rank holds some of the experts. Each has rows of its own, and sends their tokens."""
-
-    def __init__(self, inputs: AxisInputs) -> None:
-        super().__init__(inputs.context, ExpertParallelism.dim)
-        self.group = inputs.context.group(self.dim)
-        self._layers: list[Any] = [inputs.model.get_submodule(name) for name in inputs.plan]
-        for layer in self._layers:
-            for param in layer.parameters():
-                self.split(inputs.optimizer, param, Split(dim=0))
-            for module in layer.modules():  # an adapter may hold the layer
-                if hasattr(module, "num_experts"):
-                    module.num_experts //= self.size
-            layer.forward = partial(dispatch, layer, layer.forward, self)
-            layer.is_divided_by_engine = True
-        self.take_whole_states(inputs.model, inputs.optimizer)
-
-    def replicas(self, param: nn.Parameter) -> float:
-        return 1 / self.size if param in self.splits else 1
-
-    def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
-        count = self._layers[0].num_experts
-        return {"layout": f"{count} experts in each of {len(self._layers)} layers; rows of each data rank's own"}
+    apply = ExpertParallel

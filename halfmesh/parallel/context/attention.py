@@ -51,10 +51,12 @@ def attend(
     if attn_mask is not None and has_no_memory(attn_mask) and attn_mask.shape[-2] == own:
         attn_mask = None  # transformers makes masks of placeholders, as if sequences were joined in one
     _refuse_other_shapes(size, (query, key, value), attn_mask)
-    query, key, value = (_as_computed(x) for x in (query, key, value))
+    if torch.is_autocast_enabled(kind := query.device.type):  # before they are sent: rotary embeddings return fp32
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     attention = partial(attention, dropout_p=dropout_p, **options)
     if query.shape[_HEADS] % size == 0:
-        key, value = (_repeated(x, size) for x in (key, value))
+        if (times := size // math.gcd(size, key.shape[_HEADS])) > 1:  # for the ranks whose queries attend to a head
+            key, value = (x.repeat_interleave(times, _HEADS) for x in (key, value))
         query, key, value = (collectives.exchange(x, _HEADS, _TOKENS, group) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:
             attn_mask = attn_mask.chunk(size, -3)[rank]
@@ -66,12 +68,6 @@ def attend(
     if attn_mask is not None and attn_mask.shape[-2] > 1:
         attn_mask = attn_mask.narrow(-2, rank * own, own)
     return attention(query, key, value, attn_mask=attn_mask)
-
-
-def _repeated(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x` with as many heads that `size` divides: each is repeated for the ranks whose queries attend to it."""
-    times = size // math.gcd(size, x.shape[_HEADS])
-    return x if times == 1 else x.repeat_interleave(times, _HEADS)
 
 
 def _attend_head_tail(
@@ -94,12 +90,6 @@ def _attend_head_tail(
     first = attend_until(rank * own + first.shape[_TOKENS], first)
     theirs = attend_until((mirror + 1) * own, collectives.send_rows(second, rows, rows, group))
     return torch.cat([first, collectives.send_rows(theirs, rows, rows, group)], _TOKENS)
-
-
-def _as_computed(x: torch.Tensor) -> torch.Tensor:
-    """`x` in autocast's dtype for attention, before it is sent: rotary embeddings return it in fp32."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:

@@ -197,8 +197,6 @@ class ContextParallel(AppliedAxis):
             marks = [made for made in map(mark_of, ends) if made is not LOSS]
             if not marks:
                 continue
-            if sequences is not None and any(made != sequences for made in marks):
-                raise InputError("parallel.context: the criterion got outputs of calls with other lengths; pad them")
             sequences, names = marks[0], {node.name() for node in nodes}
             is_flat = tensor.shape[0] == sequences.rows * sequences.own
             if not names <= _VIEWS or not (is_flat or sequences.own in tensor.shape[1:]):
@@ -325,6 +323,4 @@ class ContextParallelism(Axis):
             positions = next((name for name in _POSITIONS if name in names), None)
         return (positions, inputs.options.non_split), [f"parallel.context: {problem}"] if problem else []
 
-    @staticmethod
-    def apply(inputs: AxisInputs) -> ContextParallel:
-        return ContextParallel(inputs)
+    apply = ContextParallel

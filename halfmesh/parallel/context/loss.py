@@ -18,7 +18,7 @@ COUNTING = (F.cross_entropy, F.nll_loss)
 """torch's losses whose mean is over the targets that count."""
 
 _Attend = Callable[..., torch.Tensor]
-_Average = Callable[[torch.Tensor], torch.Tensor]
+_Average = Callable[[torch.Tensor], Any]
 
 
 class TokensMode(TorchFunctionMode):

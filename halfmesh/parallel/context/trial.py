@@ -121,9 +121,7 @@ def _forget_copies(model: nn.Module) -> None:
     """Free copies of weights: gathered by fsdp, or cast by autocast."""
     torch.clear_autocast_cache()
     for module in model.modules():
-        reshard: Any = getattr(module, "reshard", None)
-        if reshard is not None:
-            reshard()
+        getattr(module, "reshard", lambda: None)()
 
 
 @dataclass
@@ -153,7 +151,7 @@ class ModelTrial:
         masks, gather = self.axis.non_split, partial(gather_objects, group=self.axis.batch_group)
         few = Sequences(sequences.group, sequences.rows, min(sequences.length, TOKENS * self.axis.size))
         short = {name: _shorten(value, sequences, few, name in masks) for name, value in given.items()}
-        odd = {name: _less_counted(value, given[name], few, name in masks) for name, value in short.items()}
+        odd = {name: _less_counted(value, given[name], few) for name, value in short.items()}
         with torch.no_grad(), _uneven_weights(self.model):
             whole, _ = self._run(short, _alone)
             draws = any(gather(self.drew))
@@ -221,8 +219,6 @@ class ModelTrial:
         size = self.axis.size
         whole, counted = self._run(short, _attend_whole)
         sharded, averaged = self._run(self.axis.own_part(self.model, short, few), self.axis.attend, self.axis.average)
-        if len(tensors_of(whole)) != len(tensors_of(sharded)):
-            return float("inf"), []
         if list(map(round, counted)) != [round(size * count) for count in averaged]:
             return 1.0, []  # targets were lost, which a loss hardly shows
         gaps, adds = [0.0], list[bool]()
@@ -252,24 +248,21 @@ def _shorten(value: Any, sequences: Sequences, few: Sequences, is_mask: bool) ->
     return map_tensors(cut, value)
 
 
-def _less_counted(value: Any, given: Any, few: Sequences, is_mask: bool) -> Any:
-    """A mask of tokens with the second one of the first sequence as the others are not; or targets, or a mask of 0 and
-    1, of which some of the first rank's do not count: a mean of means is another then.
+def _less_counted(value: Any, given: Any, few: Sequences) -> Any:
+    """Targets, or a mask of 0 and 1, of which some of the first rank's do not count: a mean of means is another then,
+    and positions that depend on the mask are.
 
     Args:
         given: all of `value`, in which all targets count.
     """
     if not isinstance(value, torch.Tensor) or value.shape != (few.rows, few.length):
         return value
-    new = value.clone()
-    if is_mask and not value.is_floating_point():
-        new[0, 1] = new[0, 1] == 0  # not the first, without which the first row of a causal mask would be empty
-        return new
     least, most = map(float, given.double().aminmax())
     has_ignored, is_binary = value.dtype == torch.int64 and least < 0, least in (0.0, 1.0) and most == 1.0
-    if is_mask or not (has_ignored or is_binary):
+    if not (has_ignored or is_binary):
         return value
-    new[:, : few.own // 2] = min(least, 0.0)
+    new = value.clone()
+    new[:, 1 : 1 + few.own // 2] = min(least, 0.0)  # not the first: the first row of a causal mask would be empty
     return new
 
 
@@ -323,15 +316,18 @@ def try_criterion(
         new = new.index_select(dim, some)
         return new.flatten(0, 1) if is_flat else new
 
+    def halved() -> _TrialMode:
+        """A half counts half of all targets."""
+        counts = iter(whole.counts)
+        return _TrialMode(_attend_whole, lambda _: next(counts) / 2)
+
     def relations(ignored: int | None) -> list[bool | None]:
-        made, mode = [], whole
         whole.counts.clear()
-        for some in (places, *places.chunk(2)):
+        made = []
+        for mode, some in zip((whole, halved(), halved()), (places, *places.chunk(2)), strict=True):
             args, kwargs = map_tensors(partial(take, some=some, ignored=ignored), arguments)
             with no_side_effects(modules, device), unchanged(holders), torch.autocast(device.type, enabled=False), mode:
                 made.append([float(number) for number in numbers(*args, **kwargs)])
-            half = (count / 2 for count in whole.counts)
-            mode = _TrialMode(_attend_whole, lambda _, half=half: next(half))
         return [_relation(*of_each) for of_each in zip(*made, strict=True)]
 
     whole = _TrialMode(_attend_whole, float)
