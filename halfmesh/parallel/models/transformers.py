@@ -27,7 +27,7 @@ from .peft import base_model
 class HuggingFacePlan:
     """A Hugging Face model's own `tp_plan`, in halfmesh's styles."""
 
-    STYLES: Mapping[str, str | None] = {
+    STYLES: Mapping[str, str] = {
         "colwise": "colwise",
         "rowwise": "rowwise",
         "colwise_rep": "colwise_gather",
@@ -38,9 +38,9 @@ class HuggingFacePlan:
         "embedding_colwise": "embedding_gather",
         "replicated_with_grad_allreduce": "partial",
         "mla_kv_a_proj": "latent_keys({config.qk_rope_head_dim})",
-        "replicate": None,
-        "all_reduce": None,
-        "local_params": None,  # its parameters have entries in the plan themselves
+        "replicate": "",
+        "all_reduce": "",
+        "local_params": "",  # its parameters have entries in the plan themselves
     }
     SEQUENCE: Mapping[str, str] = {
         "layers.0": "sequence_begin",
@@ -72,7 +72,7 @@ class HuggingFacePlan:
                     f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
                     "the layers yourself (parallel.tensor.plan = {pattern: style})"
                 )
-            if (style := self.STYLES[theirs]) is not None:
+            if style := self.STYLES[theirs]:
                 style = style.format(config=config.get_text_config()) if "{" in style else style
                 yield from ((name, style) for name in names if fnmatchcase(name, pattern))
                 for name, param in model.named_parameters() if style == "colwise" else ():
