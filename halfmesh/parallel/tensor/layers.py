@@ -158,12 +158,10 @@ class VocabEmbedding(ShardedLayer, nn.Embedding):
     summed over the ranks."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        entries, padding = self.weight.shape[0], self.padding_idx
+        entries = self.weight.shape[0]
         local, elsewhere = local_ids(ids, entries, self.axis.group)
-        if padding is not None:
-            padding -= self.axis.rank * entries
-            padding = padding if 0 <= padding < entries else None
-        output = F.embedding(local, self.weight, padding)
+        padding = None if self.padding_idx is None else self.padding_idx - self.axis.rank * entries
+        output = F.embedding(local, self.weight, padding if padding in range(entries) else None)
         return collectives.reduce_from_tp(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis.group)
 
 

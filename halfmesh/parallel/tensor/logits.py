@@ -96,10 +96,9 @@ def local_ids(ids: torch.Tensor, entries: int, group: dist.ProcessGroup) -> tupl
 
 def _refusal(func: Any) -> InputError:
     return InputError(
-        f"{getattr(func, '__name__', func)}() was given logits of which each rank has a shard of the vocabulary (the "
-        "style 'vocab_parallel'), and reads all of them. Use F.cross_entropy or nn.CrossEntropyLoss, with logits of "
-        "shape [tokens, vocabulary]; gather them with logits.full_tensor(); or give the head the style "
-        "'colwise_gather'. (In evaluation they are gathered.)"
+        f"{getattr(func, '__name__', func)}() reads all logits, and each rank has a shard of the vocabulary (the style "
+        "'vocab_parallel'). Use F.cross_entropy or nn.CrossEntropyLoss, with logits [tokens, vocabulary]; gather them "
+        "with logits.full_tensor(); or give the head the style 'colwise_gather'. (In evaluation they are gathered.)"
     )
 
 

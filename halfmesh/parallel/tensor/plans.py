@@ -196,40 +196,31 @@ def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:
                 )
 
 
-def _owners(model: nn.Module) -> Collection[list[tuple[str, str]]]:
-    """For each parameter the modules (by name) that have it, and its name there."""
-    owners = defaultdict(list)
+def _uses(model: nn.Module, assignments: Sequence[Assignment]) -> Collection[dict[tuple[str, str], Split | None]]:
+    """For each parameter the names of the modules that have it, with its name there, and how it is split there."""
+    splits = {(a.name, own): split for a in assignments for own, split in a.splits().items()}
+    uses: defaultdict[nn.Parameter, dict[tuple[str, str], Split | None]] = defaultdict(dict)
     for name, module in model.named_modules():
         for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners[param].append((name, own))
-    return owners.values()
-
-
-def _find_splits(assignments: Sequence[Assignment]) -> dict[tuple[str, str], Split]:
-    """The split of each sharded parameter, by the names of its module and of the parameter."""
-    return {(a.name, own): split for a in assignments for own, split in a.splits().items()}
+            uses[param][name, own] = splits.get((name, own))
+    return uses.values()
 
 
 def _shard_tied_weights(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[Assignment]:
     """Under `plan="auto"`: an embedding and a head that share a weight are both sharded if one is."""
-    splits = _find_splits(assignments)
-    known = {(a.name, a.text) for a in assignments}
-    for owners in _owners(model):
-        if any(splits.get(owner) == Split(0) for owner in owners):
-            for name, own in owners:
-                module = model.get_submodule(name)
-                new = (name, own) not in splits and (name, "vocab") not in known
-                if new and isinstance(module, (nn.Embedding, nn.Linear)):
-                    yield Assignment(name, module, Vocab(), "vocab", "auto")
+    for uses in _uses(model, assignments):
+        for name, _ in (use for use, split in uses.items() if split is None and Split(0) in uses.values()):
+            module = model.get_submodule(name)
+            if isinstance(module, (nn.Embedding, nn.Linear)):
+                yield Assignment(name, module, Vocab(), "vocab", "auto")
 
 
 def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
-    splits = _find_splits(assignments)
-    for owners in _owners(model):
-        if len({splits.get(owner) for owner in owners}) > 1:
-            uses = [f"{name}.{own} ({splits.get((name, own)) or 'whole'})" for name, own in owners]
+    for uses in _uses(model, assignments):
+        if len(set(uses.values())) > 1:
+            shown = [f"{name}.{own} ({split or 'whole'})" for (name, own), split in uses.items()]
             yield (
-                f"one weight is shared by {' and '.join(uses)}, which would shard it differently; give these modules "
+                f"one weight is shared by {' and '.join(shown)}, which would shard it differently; give these modules "
                 "the same style ('vocab' for an embedding and its head), or leave all of them whole"
             )
 
