@@ -287,12 +287,13 @@ class Engine:
 
     @property
     def optimizer(self) -> optim.Optimizer:
-        """The user's optimizer. It steps through the engine only."""
+        """The user's optimizer; of several, one over all of their groups, with themselves as `parts`. It steps through
+        the engine only."""
         return self._update.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler given to initialize; it advances by `config.lr_interval`."""
+        """The scheduler given to initialize, or a list of several; it advances by `config.lr_interval`."""
         self._lr.settle()
         return self._lr.scheduler
 
