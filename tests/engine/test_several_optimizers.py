@@ -431,7 +431,10 @@ def test_a_stage_may_hold_no_parameter_of_one():
 
 
 def from_one(rank: int, world_size: int, layout: str, folder: str) -> Any:
-    engine = start(config={"parallel": LAYOUTS[layout][1]}, lr_scheduler=halving)
+    config = {"clip_grad_norm": 0.5, "parallel": LAYOUTS[layout][1]}
+    engine = halfmesh.initialize(  # model and list by functions
+        make_gpt, sgd_and_adamw, criterion, None, config, device=rank_device(), lr_scheduler=halving
+    )
     train(engine, range(7, 8))  # a state of its own, to be overwritten
     engine.load(folder)
     train(engine, range(UPDATES - 1, UPDATES))
