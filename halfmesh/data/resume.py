@@ -10,7 +10,8 @@ from typing import Any
 
 from ..parallel.mesh import ParallelContext
 from ..parallel.rng import CPU, IsolatedRNG, SharedRNG, derived_seed, random_state
-from .sharding import ShardedLoader, is_stateful
+from .given import is_stateful
+from .sharding import ShardedLoader
 
 _END = object()
 
