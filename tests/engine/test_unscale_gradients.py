@@ -228,6 +228,14 @@ def test_the_norm_is_of_what_step_uses():
     assert engine.step().grad_norm == 0
 
 
+def test_a_clip_before_it_holds():
+    engine = make_engine(FP16_NAIVE)
+    engine.backward(engine.criterion(engine(X), Y))
+    norm = engine.clip_grad_norm_(0.01)
+    engine.unscale_gradients()
+    assert engine.step().grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
 def test_the_next_update_is_scaled_again():
     engine = make_engine(FP16_NAIVE)
     train(engine, "cancel")
