@@ -3,7 +3,7 @@ batch, which one process trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import isclose, isfinite, isnan, nan
 from typing import Any
@@ -15,7 +15,7 @@ from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.schedules import Given
+from ..parallel.pipeline.schedules import SplitCall
 from ..parallel.trial import no_side_effects
 from ..utils.log import get_logger
 from ..utils.tensors import full_tensor, map_tensors, tensors_of
@@ -39,14 +39,13 @@ class CriterionCalls:
     """The criterion's call of each microbatch, with a handle instead of the output.
 
     Attributes:
-        given: the call that was split, and `versions` of its tensors, which may not change before backward.
+        given: the call that was split, whose tensors may not change before backward.
         full: the call for the full batch, if the losses of the microbatches are compared with it.
     """
 
     function: Callable[..., Any]
     calls: Sequence[Call]
-    given: Given
-    versions: Sequence[int]
+    given: SplitCall
     full: FullBatch | None
 
 
@@ -75,15 +74,15 @@ class LastStage:
         self._params = params
         self._losses: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
-        self._outputs: dict[int, Any] = {}
+        self._outputs: list[Any] = []
 
     def finish(self, output: Any, index: int) -> torch.Tensor:
         """The scaled loss of microbatch `index`, from which backward runs."""
         output = self._precision.cast_output(output)
         if self._keeps_outputs:
-            self._outputs[index] = map_tensors(lambda tensor: full_tensor(tensor).detach(), output)
+            self._outputs.append(map_tensors(lambda tensor: full_tensor(tensor).detach(), output))
         if self._criterion.full is not None:
-            self._criterion.full.keep(output, index)
+            self._criterion.full.keep(output)
         call = self._criterion.calls[index]
         args, kwargs = replace((call.args, dict(call.kwargs)), self._handle, output)
         value = self._precision.criterion(self._criterion.function, *args, **kwargs)
@@ -110,11 +109,7 @@ class LastStage:
 
     def output(self) -> Any:
         """The outputs of all microbatches, joined."""
-        return _joined(_in_order(self._outputs), lambda some: torch.cat([t if t.dim() else t[None] for t in some]))
-
-
-def _in_order(outputs: Mapping[int, Any]) -> list[Any]:
-    return [outputs[index] for index in range(len(outputs))]
+        return _joined(self._outputs, lambda some: torch.cat([t if t.dim() else t[None] for t in some]))
 
 
 def _joined(outputs: Sequence[Any], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
@@ -129,10 +124,8 @@ def find_batch_dims(parts: Sequence[Any], full: Any) -> list[int] | None:
     around = [repr(map_tensors(lambda _: None, tree)) for tree in (full, *parts)]
     if around != around[:1] * len(around):
         return None
-    try:
-        return [_batch_dim(some, all_.shape) for all_, *some in zip(*map(tensors_of, (full, *parts)), strict=True)]
-    except InputError:
-        return None
+    dims = [_batch_dim(some, all_.shape) for all_, *some in zip(*map(tensors_of, (full, *parts)), strict=True)]
+    return None if None in dims else dims  # type: ignore[return-value]
 
 
 def join_outputs(outputs: Sequence[Any], dims: Sequence[int] | None) -> Any:
@@ -177,22 +170,31 @@ class FullBatch:
         self._handle = handle
         # A criterion may write into its targets.
         self._args, self._kwargs = map_tensors(torch.clone, (call.args, dict(call.kwargs)))
-        self._shapes = tensors_of(output)
-        self._outputs: dict[int, Any] = {}
+        self._output = output
+        self._parts: list[Any] = []
 
-    def keep(self, output: Any, index: int) -> None:
-        """Keep the output of microbatch `index`, on the host: the device may have no room for all."""
-        self._outputs[index] = map_tensors(lambda tensor: full_tensor(tensor).detach().to("cpu", copy=True), output)
+    def keep(self, output: Any) -> None:
+        """Keep the output of the next microbatch, on the host: the device may have no room for all."""
+        self._parts.append(map_tensors(lambda tensor: full_tensor(tensor).detach().to("cpu", copy=True), output))
 
     def other_loss(self, losses: Sequence[float], divisor: float, precision: Precision) -> float:
         """The full batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
 
-        Also nan if the criterion draws random numbers, or fails on the joined outputs. Weighted: its sum / its weight.
+        Also nan if the outputs cannot be joined, or the criterion draws random numbers or fails on them. Weighted: its
+        sum / its weight.
         """
+        dims = find_batch_dims(self._parts, self._output)
+        if dims is None:
+            return nan
         modules = self._criterion.modules() if isinstance(self._criterion, nn.Module) else ()
+        joined = iter(tensors_of(join_outputs(self._parts, dims)))
+
+        def place(meta: torch.Tensor) -> torch.Tensor:  # by requires_grad a criterion may choose its inputs
+            return next(joined).to(precision.device).requires_grad_(meta.requires_grad)
+
         try:
             with no_side_effects(modules, precision.device) as effects:
-                output = self._joined(precision.device)
+                output = map_tensors(place, self._output)
                 args, kwargs = replace((self._args, self._kwargs), self._handle, output)
                 value = precision.criterion(self._criterion, *args, **kwargs)
                 if effects.drew():
@@ -206,17 +208,6 @@ class FullBatch:
         size = max(abs(full), sum(map(abs, losses)) / divisor)
         equal = abs(sum(losses) / divisor - full) <= rtol * size + _ATOL
         return nan if equal or not isfinite(full) else full
-
-    def _joined(self, device: torch.device) -> Any:
-        """The output of the full batch."""
-        shapes = iter(self._shapes)
-
-        def join(some: Sequence[torch.Tensor]) -> torch.Tensor:
-            full = next(shapes)
-            tensor = torch.cat(list(some), _batch_dim(some, full.shape)).to(device)
-            return tensor.requires_grad_(full.requires_grad)  # by which a criterion may choose its inputs
-
-        return _joined(_in_order(self._outputs), join)
 
 
 def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduction) -> None:
@@ -235,11 +226,11 @@ def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduc
     )
 
 
-def _batch_dim(outputs: Sequence[torch.Tensor], full: torch.Size) -> int:
-    """The dim in which a full batch's tensor is as large as those of the microbatches together."""
+def _batch_dim(outputs: Sequence[torch.Tensor], full: torch.Size) -> int | None:
+    """The dim in which a full batch's tensor is as large as those of the microbatches together, if there is one."""
     shapes = [list(output.shape) for output in outputs]
     for dim, size in enumerate(full):
         others = [[*shape[:dim], size, *shape[dim + 1 :]] for shape in shapes]
         if others == [list(full)] * len(others) and sum(shape[dim] for shape in shapes) == size:
             return dim
-    raise InputError(f"an output of shape {tuple(shapes[0])} has no batch dim")
+    return None

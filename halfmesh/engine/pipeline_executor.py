@@ -18,8 +18,8 @@ from ..parallel.comm import SameCalls, gather_objects, is_checked
 from ..parallel.mesh import ParallelContext
 from ..parallel.pipeline.axis import StageParameters
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.runner import CallMetadata, Pipeline, StageError, refuse_own_loss
-from ..parallel.pipeline.schedules import Given, Splitter, choose_count
+from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
+from ..parallel.pipeline.schedules import SplitCall, choose_count
 from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
@@ -31,7 +31,7 @@ from .executor import random_numbers
 from .last_stage import CriterionCalls, FullBatch, LastStage, find_batch_dims, join_outputs, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
-from .row_trial import NOT_BY_ROWS, needs_whole, refuse_mixed_rows
+from .row_trial import needs_whole, refuse_mixed_rows
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
@@ -44,18 +44,14 @@ class _Forward:
     """A batch that waits for its backward: the model's call of each microbatch.
 
     Attributes:
-        rows: samples of the batch.
-        given: the call that was split, and `versions` of its tensors, which may not change before backward; nor may
-            the model's modes.
+        given: the call that was split, whose tensors may not change before backward; nor may the model's modes.
         full: the model's output for the full batch, without memory, if the criterion is compared on it.
         trial: until the model was tried, the joint call of some microbatches, and their separate calls.
     """
 
     calls: Sequence[Call]
-    rows: int
     known: CallMetadata
-    given: Given
-    versions: Sequence[int]
+    given: SplitCall
     full: Any
     trial: tuple[Call, Sequence[Call]] | None
 
@@ -92,7 +88,6 @@ class PipelineExecutor:
         self._same = parallel_model.same
         self._sequences = parallel_model.sequences
         self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
-        self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._most_rows = 0  # of a microbatch so far
         self._split_batches = 0  # so far
         self._sent: list[dist.Work | None] = []
@@ -132,16 +127,16 @@ class PipelineExecutor:
         output = next((handle for handle in outputs if not handle.is_ready), None)
         if output is None:
             return self._precision.criterion(criterion, *args, **kwargs)
-        if output.was_used:
-            output.value()  # raises
-        forward: _Forward = output.batch
+        forward: _Forward | None = output.batch
+        if forward is None:
+            return output.value()  # raises
         self._compare_inputs("targets", args, kwargs)
-        splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
-        given = splitter.read(Call(args, kwargs))
-        calls = splitter.split(given, [forward.rows // len(forward.calls)] * len(forward.calls))
+        call, count = Call(args, kwargs), len(forward.calls)
+        given = SplitCall(criterion, call, self._options.non_split, "engine.criterion(...)")
+        calls = given.split([forward.given.rows // count] * count)
         compares = forward.full is not None and self._pipeline.has_last
-        full = FullBatch(criterion, given.call, output, forward.full) if compares else None
-        return PipelineLoss(output, CriterionCalls(criterion, calls, given, given.versions(), full))
+        full = FullBatch(criterion, call, output, forward.full) if compares else None
+        return PipelineLoss(output, CriterionCalls(criterion, calls, given, full))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse anything but an unused loss of this pipeline."""
@@ -151,7 +146,7 @@ class PipelineExecutor:
                 f"{type(loss).__name__} was given; compute the loss in the criterion, from the output of engine(...) "
                 "in training mode"
             )
-        if loss.is_ready or loss.output.was_used:
+        if loss.is_ready or loss.output.batch is None:
             raise InputError("engine.backward(loss) was called twice for one output; call engine(...) again before")
         return loss
 
@@ -209,14 +204,14 @@ class PipelineExecutor:
 
     def _split_evaluation(self, call: Call) -> Sequence[Call]:
         """The microbatches of a batch to evaluate, of which the last one may be smaller; or the batch itself."""
-        given = self._splitter.read(call)
-        rows = self._splitter.batch_size(given) or 1
+        given = self._given(call)
+        rows = given.rows or 1
         most = -(-rows // (self._options.microbatches or 1))
         sizes = [min(most, rows - begin) for begin in range(0, rows, most)]
         if self._needs_whole or len(sizes) == 1:
             return [call]
         try:
-            calls = self._splitter.split(given, sizes)
+            calls = given.split(sizes)
         except InputError:  # an argument has no batch dim
             return [call]
         if any(self._pipeline.on_any_rank(any(module.training for module in self._model.modules()))):
@@ -224,10 +219,9 @@ class PipelineExecutor:
         if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
             return [call]
         if self._needs_whole is None:
-            some = len(calls) if self._splitter.has_table(given, rows) else 2
-            joined = self._splitter.first(given, sum(sizes[:some]), rows)
+            joined = given.first(sum(sizes[:2]))
             with unobserved(), torch.compiler.set_stance("force_eager"):
-                self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:some], self._is_half)
+                self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:2], self._is_half)
             if self._needs_whole:
                 _log.info(
                     "evaluation runs each batch whole, not in microbatches: its rows are mixed, or forward draws "
@@ -251,7 +245,7 @@ class PipelineExecutor:
         changed = ""
         if forward.known.modes != self._pipeline.modes():
             changed = "the model was changed (engine.eval(), engine.train(), an attribute)"
-        elif any(batch.given.versions() != batch.versions for batch in (forward, criterion)):
+        elif forward.given.was_changed() or criterion.given.was_changed():
             changed = "an input or a target was changed in place"
         if changed:
             raise InputError(
@@ -265,33 +259,24 @@ class PipelineExecutor:
         Raises:
             InputError: it cannot be split, or the model returns a loss.
         """
-        given = self._splitter.read(call)
-        if any(tensor.requires_grad for _, tensor in given.tensors):
+        given = self._given(call)
+        if any(tensor.requires_grad for tensor in given.tensors):
             raise InputError(
                 "an input of engine(...) requires gradients, which only the first stage could give it under a "
                 "pipeline; detach it, or make what needs them a layer of the model"
             )
-        rows = self._splitter.batch_size(given)
-        if not rows:
+        if not given.rows:
             raise InputError("engine(...) was given no tensor with a batch dim, to split into microbatches")
-        count = self._count(rows)
-        calls = self._splitter.split(given, [rows // count] * count)
-        try:
-            known = self._pipeline.look_up(calls[0])
-        except InputError as error:
-            if isinstance(error, StageError) or count == 1 or not self._pipeline.can_run(call):
-                raise
-            raise InputError(
-                f"{error}. This microbatch has {rows // count} of {rows} samples; the whole batch can be computed. "
-                f"{NOT_BY_ROWS}"
-            ) from error
+        count = self._count(given.rows)
+        size = given.rows // count
+        calls = given.split([size] * count)
+        known = self._pipeline.look_up(calls[0])
         refuse_own_loss(known.stages[-1])
-        trial = None
-        if count > 1 and not self._has_tried:
-            # The first rows of a graph may happen not to be connected.
-            some = count if self._splitter.has_table(given, rows) else 2
-            trial = self._splitter.first(given, some * rows // count, rows), calls[:some]
-        return _Forward(calls, rows, known, given, given.versions(), self._full(call, count), trial)
+        trial = (given.first(2 * size), calls[:2]) if count > 1 and not self._has_tried else None
+        return _Forward(calls, known, given, self._full(call, count), trial)
+
+    def _given(self, call: Call) -> SplitCall:
+        return SplitCall(self._model, call, self._options.non_split, "engine(...)")
 
     def _full(self, call: Call, count: int) -> Any:
         """The model's output for the full batch, without memory; None if the criterion is not compared on it."""
@@ -383,7 +368,7 @@ class PipelineExecutor:
             _wait(works)
             return output
 
-        handle.batch, handle.was_used = None, True
+        handle.batch = None
         handle.resolve(value)
 
 

@@ -67,13 +67,13 @@ class PipelineOutput(Handle):
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
+        """What backward needs; None after it."""
         self.sequences: Any = None
         """The sequences of which this rank has some tokens, if it does not have all."""
-        self.was_used = False
 
     def drop(self) -> None:
         """Note that backward has run and did not keep the value."""
-        self.batch, self.was_used = None, True
+        self.batch = None
         self._help = (
             "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use "
             "it after engine.backward(loss)"

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..parallel.comm import gather_objects
 from ..parallel.modules import unchanged
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.runner import Pipeline, StageError
+from ..parallel.pipeline.runner import Pipeline
 from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from ..utils.tensors import map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS
@@ -51,7 +51,7 @@ def refuse_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
         with unchanged(model.modules()):
             for module in model.modules():
                 module.training = module.training and not isinstance(module, evaluated)
-            can_run = [_can_run(pipeline, call) for call in calls]  # each of them: ranks may ask each other
+            can_run = list(map(pipeline.can_run, calls))  # each of them: ranks may ask each other
             if not all(gather_objects(all(can_run))):
                 continue
             outputs, drew, _ = zip(*run(), strict=True)
@@ -86,13 +86,6 @@ def needs_whole(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequ
     is_empty = bool(floats) and not any(bool(tensor.nan_to_num(0.0, 0.0, 0.0).any()) for tensor in floats)
     differs, is_empty = pipeline.on_any_rank(differs, is_empty)
     return None if is_empty and not differs else differs
-
-
-def _can_run(pipeline: Pipeline, call: Call) -> bool:
-    try:
-        return pipeline.can_run(call)
-    except StageError:
-        return False
 
 
 def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterator[tuple[Any, bool, bool]]:

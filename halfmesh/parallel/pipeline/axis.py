@@ -159,13 +159,7 @@ class StageParameters(AppliedAxis):
         super().__init__(context, "pp")
         self.tries = True
         self.partition = partition
-        try:
-            self.meta_model = meta_copy(model, model)
-        except Exception as error:
-            raise InputError(
-                f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
-                "remove from the model what copy.deepcopy refuses"
-            ) from error
+        self.meta_model = meta_copy(model, model)
         self.first_names = first_names(model)
         self.context = context
         holders = partition.holders(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
@@ -18,7 +19,7 @@ from torch import fx, nn
 
 from ...errors import InputError, did_you_mean
 from ..modules import is_within
-from .fx_trace import UPDATES, is_models_own, line_of_error, plain_values, trace
+from .fx_trace import UPDATES, is_models_own, line_of, plain_values, trace
 from .pieces import Call, Piece, signature_of
 
 _KEY = "parallel.pipeline.partition"
@@ -115,7 +116,7 @@ class _SplitForward:
         except Exception as error:  # any error that the forward raises because values are not known
             if values is not None and is_models_own(error):
                 raise
-            what = f"{error}{line_of_error(error)}"
+            what = f"{error}{line_of(reversed(list(traceback.walk_tb(error.__traceback__))))}"
             raise InputError(
                 f"{self._class}.forward cannot be traced for split points: {what}. Move code that asks for values, "
                 f"keeps them, or uses no_grad or autocast into a module that is no split point, or {_REGISTER}"
@@ -177,19 +178,14 @@ def _follows_from_arguments(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> b
 def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
     """Raise InputError if `node` changes a value in place that other stages have a copy of."""
     changed = _changed_by(node)
-    if changed is None:
+    is_of_weights = changed is not None and changed.op == "get_attr"
+    if changed is None or (changed in piece_of and not (is_of_weights and piece_of[changed] != piece_of[node])):
         return
-    line = node.meta["line"]
-    if changed not in piece_of:
-        raise InputError(
-            f"{_KEY}: the forward changes {changed} in place{line}, but every stage that needs it computes it "
-            "from the arguments; use the form that returns a new tensor"
-        )
-    if changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
-        raise InputError(
-            f"{_KEY}: {changed.target} is changed in place{line} in another stage than it is first used in; change it "
-            "where it is used first, or in a separate module"
-        )
+    name = changed.target if is_of_weights else changed
+    raise InputError(
+        f"{_KEY}: the forward changes {name} in place{node.meta['line']}, but other stages have a copy of it; use the "
+        "form that returns a new tensor, or change a buffer in the stage that uses it first, or in a separate module"
+    )
 
 
 def _changed_by(node: fx.Node) -> fx.Node | None:

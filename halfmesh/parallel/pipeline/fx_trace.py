@@ -10,7 +10,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import NoneType
+from types import FrameType, NoneType
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ _ATTRIBUTES = ("shape", "ndim")
 _PLAIN = ("_operator", "builtins", "math")
 _NOT_ITS_OWN = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
 
-_MOST_TRIES = 256
 _MAKERS: set[Callable[..., Any]] = {
     *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
     *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
@@ -50,7 +49,7 @@ def trace(
         Exception: any error of the forward because values are not known.
     """
     answers: list[bool] = []
-    for _ in range(_MOST_TRIES):
+    while True:
         try:
             return _record(model, opened, fixed, answers)
         except _ShapeCondition as condition:
@@ -61,7 +60,6 @@ def trace(
             if values is not None or not is_models_own(error) or not answers:
                 raise
             answers[-1] = True
-    raise InputError(f"it asks for shapes more than {_MOST_TRIES} times")
 
 
 def _record(
@@ -78,10 +76,14 @@ def _record(
     return graph
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The numbers, flags and strings on a module, which a trace treats as constants."""
+    return {n: value for n, value in vars(module).items() if isinstance(value, (bool, int, float, str, NoneType))}
+
+
 def plain_values(modules: Iterable[nn.Module]) -> str:
-    """The numbers, flags and strings on modules, which a trace treats as constants."""
-    kinds = (bool, int, float, str, NoneType)
-    return repr([{n: value for n, value in vars(module).items() if isinstance(value, kinds)} for module in modules])
+    """A key of the plain attributes of modules."""
+    return repr(list(map(plain_attributes, modules)))
 
 
 class _Proxy(fx.Proxy):
@@ -148,7 +150,7 @@ class _Tracer(fx.Tracer):
             name = getattr(target, "__name__", target)
             raise InputError(f"{name} is called within no_grad, autocast or the like, which a trace does not keep")
         proxy = super().create_proxy(kind, target, *args, **kwargs)
-        proxy.node.meta["line"] = _line_of_call()
+        proxy.node.meta["line"] = line_of(traceback.walk_stack(None))
         return proxy
 
 
@@ -233,22 +235,13 @@ def _evaluate(condition: _ShapeCondition, model: nn.Module, values: Mapping[str,
 # -- lines of the code -------------------------------------------------------------------------------------------------
 
 
-def _line_of_call() -> str:
-    """The line of the model's code that runs now, as `line_of_error`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_ITS_OWN):
-        frame = frame.f_back
-    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
-
-
-def line_of_error(error: BaseException) -> str:
-    """The line of the model's code that `error` comes from: its statement, number and file in parentheses, or ""."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_ITS_OWN)]
-    return _line(frames[-1].filename, frames[-1].lineno or 0) if frames else ""
-
-
-def _line(file: str, number: int) -> str:
-    return f" (`{linecache.getline(file, number).strip()}`, line {number} of {file})"
+def line_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line of the model's code in `frames`, its statement, number and file in parentheses; "" without one."""
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_ITS_OWN):
+            return f" (`{linecache.getline(file, number).strip()}`, line {number} of {file})"
+    return ""
 
 
 def is_models_own(error: BaseException) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ...errors import HalfmeshError, InputError, counted, shorten
-from ...utils.tensors import parameter_names
 from ...utils.torch_private import call_hooks
 from ..modules import is_within
 from ..registries import PARTITIONERS, SCHEDULES
@@ -65,6 +64,10 @@ class Partition:
             if not any(_is_used(name, piece) for piece in self.pieces)
         ]
 
+    def traced(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Those of `not_called` whose forward may be traced, with their plain attributes as constants."""
+        return self.not_called(model) if any(piece.prepare is not None for piece in self.pieces) else []
+
 
 def _is_used(path: str, piece: Piece) -> bool:
     return any(is_within(path, use) for use in piece.uses)
@@ -114,8 +117,7 @@ def resolve(
             f"use at most {len(pieces)} stages, or a model with more blocks"
         ]
     params = list(model.named_parameters(remove_duplicate=False))
-    used = [{p for name, p in params if _is_used(name, piece)} for piece in pieces]
-    costs = [float(sum(p.numel() for p in some)) for some in used]
+    costs = [float(sum(p.numel() for p in {p for name, p in params if _is_used(name, each)})) for each in pieces]
     runs = list(pairwise(divide(costs, count)))
     stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
     ranks = tuple(SCHEDULES.get(schedule).rank_of(stage, size) for stage in range(count))
@@ -154,13 +156,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
-    ranks = partition.holders(model)
-    buffers = model.named_buffers(remove_duplicate=False)
-    if shared := [n for n, x in buffers if n.rpartition(".")[2].startswith("running_") and len(ranks[id(x)]) > 1]:
-        yield (
-            f"{shorten(shared)}: several stages would keep these running statistics, each of its own activations; use "
-            "a norm without statistics, or cut the model so that one stage has both uses"
-        )
     hooked = [name or "the model itself" for name, module in partition.not_called(model) if call_hooks(module)]
     if hooked:
         yield (
@@ -178,20 +173,11 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
 
 def _suggest(model: nn.Module, count: int) -> str:
     """Split points for `count` stages, from the longest list of modules."""
-    if any(name.startswith("*") for name in parameter_names(model)):
-        return (
-            "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
-            "(halfmesh.PARTITIONERS, see docs/pipeline.md), or use tensor parallelism or fsdp"
-        )
     rows = [
         (sum(p.numel() for p in row.parameters()), [f"{name}.{key}".lstrip(".") for key, _ in row.named_children()])
         for name, row in model.named_modules()
         if isinstance(row, (nn.ModuleList, nn.Sequential))
     ]
     _, names = max((row for row in rows if len(row[1]) >= count), default=(0, []))
-    if not names:
-        how = "parallel = dict(pipeline=dict(size=..., partition=(...)))"
-        children = ", ".join(name for name, _ in model.named_children())
-        return f"name the {counted(count - 1, 'module')} that begin a stage in {how}; it has {children or 'no modules'}"
-    points = tuple(names[len(names) * stage // count] for stage in range(1, count))
+    points = tuple(names[len(names) * stage // count] for stage in range(1, count)) if names else "(...)"
     return f"name the modules that begin a stage, for example partition={points}; or register a partitioner"

@@ -16,12 +16,13 @@ from torch import nn
 
 from ...errors import InputError
 from ..comm import broadcast_object, is_simulated
+from ..rank_checks import attempt
 from .axis import StageParameters
 from .fx_trace import plain_values
 from .pieces import Call, signature_of
 from .schedules import TorchSchedule, forward_order
 from .stage import Batch, ForwardContext, Stage, StageModule
-from .transport import infer_stages, is_data, on_wire, pack, restore
+from .transport import infer_stages, on_wire, pack, prepare, restore
 
 _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
@@ -44,10 +45,6 @@ class CallMetadata:
     modes: str
     stages: Sequence[Any]
     schedules: dict[int, Any] = field(default_factory=dict)
-
-
-class StageError(InputError):
-    """The stages of one rank cannot run a call, which the other ranks do not know."""
 
 
 class Pipeline:
@@ -87,8 +84,7 @@ class Pipeline:
         for index, module in self._modules.items():
             module.params = [p for name, p in named if index in partition.stages_of(name)]
         self._error = ""
-        traces = any(piece.prepare is not None for piece in partition.pieces)
-        self._traced = [module for _, module in partition.not_called(model)] if traces else []
+        self._traced = [module for _, module in partition.traced(model)]
         self._known: dict[str, CallMetadata] = {}
         self._on_last: OnLast = lambda params, rest: None
         self._left = 0
@@ -102,7 +98,6 @@ class Pipeline:
         """The metadata of calls like `call`, with the model in its present modes. All ranks of the pipeline together.
 
         Raises:
-            StageError: on this rank alone: its stages have other outputs than before for such a call.
             InputError: an error has left the pipeline in the middle of a batch.
             Exception: of a stage's forward, raised on all ranks.
         """
@@ -120,10 +115,7 @@ class Pipeline:
                 del self._known[next(iter(self._known))]
             known = self._known[key] = CallMetadata(modes, self._infer(call))
         elif known.modes != modes:
-            try:
-                self._refuse_other_outputs(call, known.stages)
-            except InputError as error:
-                raise StageError(str(error)) from error
+            prepare(self.params, self._model, call)
             known = self._known[key] = replace(known, modes=modes)
         return known
 
@@ -131,40 +123,25 @@ class Pipeline:
         """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
         ranks, trees = self._partition.ranks, list[Any]()
         infer = partial(infer_stages, self.params, self._model, call, self._forward_context.autocast)
-        for stage, rank in enumerate(ranks) if not is_simulated() else ():
-            given = trees[-1] if trees else None
-            told = _pickled(lambda: infer([stage], given)) if rank == self.context.pp_rank else b""  # noqa: B023
-            told = broadcast_object(told, rank, self.context.device, self.context.group("pp"))
-            if not told:
-                break
+        if is_simulated():  # there are no other ranks
+            return infer(range(len(ranks)), None)
+        for stage, rank in enumerate(ranks):
+            result, failure, error = b"", None, None
+            if rank == self.context.pp_rank:
+                given = trees[-1] if trees else None
+                result, failure, error = attempt(lambda: pickle.dumps(infer([stage], given)))  # noqa: B023
+            result, failure = broadcast_object((result, failure), rank, self.context.device, self.context.group("pp"))
+            if failure:
+                words, is_input = failure
+                raise error or (InputError if is_input else RuntimeError)(words)
             with torch.inference_mode(False):
-                found, error = pickle.loads(told)
-            if error is not None:
-                raise error
-            trees += found
-        # In a dry run there are no other ranks; and what cannot be sent each rank finds by itself.
-        return trees if len(trees) == len(ranks) else infer(range(len(ranks)), None)
-
-    def _refuse_other_outputs(self, call: Call, stages: Sequence[Any]) -> None:
-        """Raise InputError if this rank's stages have other outputs in the model's present modes, which others do not
-        expect."""
-        autocast = self._forward_context.autocast
-        for index in self._modules:
-            given = stages[index - 1] if index else None
-            found = infer_stages(self.params, self._model, call, autocast, [index], given)[0]
-            if signature_of(Call((found,))) != signature_of(Call((stages[index],))):
-                raise InputError(
-                    f"stage {index} of the pipeline returns other shapes, dtypes or values than before for the same "
-                    "inputs, because some of its modules were put into training or evaluation mode, or attributes "
-                    "were changed. Do that before the first batch, or close the engine, and initialize again"
-                )
+                trees += pickle.loads(result)
+        return trees
 
     def can_run(self, call: Call) -> bool:
         """Return True if the forward accepts `call`: it may be limited to one size of batches, or to training."""
         try:
             self.look_up(call)
-        except StageError:
-            raise
         except InputError:
             return False
         return True
@@ -282,23 +259,6 @@ class Pipeline:
 
     def _empty(self, tree: Any) -> list[torch.Tensor]:
         return [torch.empty(t.shape, dtype=t.dtype, device=self.context.device) for t in on_wire(tree)]
-
-
-def _pickled(infer: Callable[[], Any]) -> bytes:
-    """(value, error), pickled: what `infer` returns, or the error that it raises. b"" if it would become another."""
-    value, error = None, None
-    try:
-        value = infer()
-    except Exception as raised:
-        error = raised
-    if not is_data(value):  # such as an object that is compared by `is`
-        return b""
-    try:
-        told = pickle.dumps((value, error))
-        pickle.loads(told)
-    except Exception:  # a class within a function; an error whose class takes other arguments
-        return b""
-    return told
 
 
 def refuse_own_loss(output: Any) -> None:

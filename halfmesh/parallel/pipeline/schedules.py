@@ -19,64 +19,48 @@ _ITEMS = (int, float, str, list, tuple, dict, np.ndarray, type(None))
 """What may be the item of a row in a list, besides tensors that do not have all rows."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """A call to split.
-
-    Attributes:
-        values: its arguments, by their names.
-        tensors: their tensors, each with the name of its argument.
-    """
-
-    call: Call
-    values: Sequence[tuple[str, Any]]
-    tensors: Sequence[tuple[str, torch.Tensor]]
-
-    def versions(self) -> list[int]:
-        """Numbers that change when a tensor is written in place."""
-        return versions([tensor for _, tensor in self.tensors])
-
-
-class Splitter:
-    """Splits calls of one function along the batch, which is dim 0 of each tensor.
+class SplitCall:
+    """A call of a function that can be split along the batch, which is dim 0 of each tensor.
 
     Args:
         what: the function, whose signature names the positional arguments.
         non_split: names of arguments without a batch dim, which every microbatch gets unsplit.
         name: the function's name in messages.
+
+    Attributes:
+        tensors: those of the arguments.
+        rows: of the first tensor that is split; 0 if there is none.
     """
 
-    def __init__(self, what: Callable[..., Any], non_split: Collection[str], name: str) -> None:
-        self._names = parameter_names(what)
-        self.non_split = frozenset(non_split)
-        self.name = name
+    def __init__(self, what: Callable[..., Any], call: Call, non_split: Collection[str], name: str) -> None:
+        names = position_names(parameter_names(what), len(call.args))
+        self._call, self._non_split, self._name = call, non_split, name
+        self._values = [*zip(names, call.args, strict=True), *call.kwargs.items()]
+        self._named = [(name, tensor) for name, value in self._values for tensor in tensors_of(value)]
+        self.tensors = [tensor for _, tensor in self._named]
+        self.rows: int = next((t.shape[0] for name, t in self._named if name not in non_split and t.dim()), 0)
+        self._versions = versions(self.tensors)
 
-    def read(self, call: Call) -> Given:
-        """The call with its tensors, found once for all that is asked of them."""
-        names = position_names(self._names, len(call.args))
-        values = [*zip(names, call.args, strict=True), *call.kwargs.items()]
-        return Given(call, values, [(name, tensor) for name, value in values for tensor in tensors_of(value)])
+    def was_changed(self) -> bool:
+        """Return True if a tensor was written in place since."""
+        return versions(self.tensors) != self._versions
 
-    def batch_size(self, given: Given) -> int | None:
-        """Rows of the first tensor that is split; None if there is none."""
-        return next((t.shape[0] for name, t in given.tensors if name not in self.non_split and t.dim()), None)
-
-    def split(self, given: Given, sizes: Sequence[int]) -> list[Call]:
+    def split(self, sizes: Sequence[int]) -> list[Call]:
         """The call as several calls, with these numbers of its rows.
 
         Raises:
             InputError: a tensor has another number of rows, or something that is not a tensor has an item per row.
         """
         rows, count = sum(sizes), len(sizes)
-        for name, value in given.values if count > 1 else ():
-            if name not in self.non_split and _has_items_of_rows(value, rows):
+        for name, value in self._values if count > 1 else ():
+            if name not in self._non_split and _has_items_of_rows(value, rows):
                 raise InputError(
-                    f"{self.name}: {name} has {rows} items, as many as the batch has rows, but is not a tensor, and "
+                    f"{self._name}: {name} has {rows} items, as many as the batch has rows, but is not a tensor, and "
                     "only tensors are split into microbatches; pass a tensor, padded if samples differ in size. If it "
                     f"is the same for all samples, name it in parallel.pipeline.non_split=({name!r},)"
                 )
-        chunks = [self._chunks(name, tensor, sizes) for name, tensor in given.tensors]
-        tree = given.call.args, dict(given.call.kwargs)
+        chunks = [self._chunks(name, tensor, sizes) for name, tensor in self._named]
+        tree = self._call.args, dict(self._call.kwargs)
         each = zip(*chunks, strict=True) if chunks else [()] * count
 
         def with_tensors(tensors: Sequence[torch.Tensor]) -> Call:
@@ -85,20 +69,16 @@ class Splitter:
 
         return list(map(with_tensors, each))
 
-    def first(self, given: Given, count: int, rows: int) -> Call:
-        """The call with the first `count` of its `rows` rows."""
-        return self.split(given, [count, rows - count])[0] if count < rows else given.call
-
-    def has_table(self, given: Given, rows: int) -> bool:
-        """Return True if an argument that is not split has a dim of `rows`, such as the adjacency matrix of a graph."""
-        return any(name in self.non_split and rows in tensor.shape for name, tensor in given.tensors)
+    def first(self, count: int) -> Call:
+        """The call with the first `count` of its rows."""
+        return self.split([count, self.rows - count])[0] if count < self.rows else self._call
 
     def _chunks(self, name: str, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        if name in self.non_split or tensor.dim() == 0:
+        if name in self._non_split or tensor.dim() == 0:
             return [tensor] * len(sizes)
         if tensor.shape[0] != sum(sizes):
             raise InputError(
-                f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {sum(sizes)}; arguments are split "
+                f"{self._name}: {name} has {tensor.shape[0]} rows, and the batch has {sum(sizes)}; arguments are split "
                 f"along their first dim. Name those without a batch dim in parallel.pipeline.non_split=({name!r},). "
                 "(A graph cannot be split: train it with microbatches=1 and schedule='gpipe')"
             )

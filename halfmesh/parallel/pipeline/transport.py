@@ -9,8 +9,6 @@ rank knows a stage's output, as a tree of tensors on the meta device.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +24,12 @@ from ...utils.tensors import map_tensors, tensors_of
 from ...utils.torch_private import DATA_NEEDED
 from ..modules import meta_copy, run_without_data
 from ..rng import IsolatedRNG
+from .fx_trace import plain_attributes
 from .pieces import Call
 
 if TYPE_CHECKING:
     from .axis import StageParameters
 
-_PLAIN = (bool, int, float, str)
 _CACHED = type(functools.lru_cache(len))
 
 
@@ -74,11 +72,7 @@ def infer_stages(
     Raises:
         InputError: the forward needs values.
     """
-    meta_model, partition = meta_copy(params.meta_model, params.meta_model), params.partition
-    _update(meta_model, model)
-    for piece in partition.pieces:
-        if piece.prepare is not None:
-            piece.prepare(meta_model, call)
+    meta_model, partition = prepare(params, model, call), params.partition
 
     def run_stages(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Any) -> list[Any]:
         activations, trees = map_tensors(_receive, given), []
@@ -109,45 +103,28 @@ def infer_stages(
     return [map_tensors(_without_memory, tree) for tree in trees]
 
 
-def _update(meta_model: nn.Module, model: nn.Module) -> None:
-    """Copy the state that may have changed in the model.
+def prepare(params: StageParameters, model: nn.Module, call: Call) -> nn.Module:
+    """A copy of `params.meta_model` in the modes of this rank's `model`, after `prepare` of its pieces for `call`.
 
     Raises:
-        InputError: it has other modules than at initialize.
+        InputError: the model has other modules than at initialize, or cannot be traced for this call.
     """
+    meta_model = meta_copy(params.meta_model, params.meta_model)
     changed = sorted(dict(meta_model.named_modules()).keys() ^ dict(model.named_modules()).keys())
     if changed:
         raise InputError(
             f"{shorten(changed)}: modules that were added to the model after initialize, or removed; under a pipeline "
             "each rank holds its stages of the model as it was then. Close the engine, and initialize again"
         )
-    own = vars(nn.Module()).keys() - {"training"}
     for mine, theirs in zip(meta_model.modules(), model.modules(), strict=True):
-        tensors = [*mine.named_parameters(recurse=False), *mine.named_buffers(recurse=False)]
-        is_held = all(getattr(theirs, name, None) is not None for name, _ in tensors)
-        # All together: a table must fit the length that it was made for.
-        data = {
-            name: value
-            for name, value in vars(theirs).items()
-            if name not in own and (is_data(value) if is_held else isinstance(value, _PLAIN))
-        }
-        vars(mine).update(copy.deepcopy(data, {id(tensor): tensor for tensor in tensors_of(data)}))
-        for name, buffer in theirs.named_buffers(recurse=False):
-            if hasattr(mine, name):
-                setattr(mine, name, buffer)
-            else:
-                mine.register_buffer(name, buffer)
-
-
-def is_data(value: Any) -> bool:
-    """Return True if `value` consists of tensors, other than parameters, and plain values."""
-    if isinstance(value, Mapping):
-        return all(map(is_data, (*value.keys(), *value.values())))
-    if isinstance(value, (list, tuple, set)):
-        return all(map(is_data, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(is_data(getattr(value, field.name, None)) for field in dataclasses.fields(value))
-    return value is None or (isinstance(value, (torch.Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter))
+        mine.training = theirs.training
+    # Of other modules the rest follows from a call: a table must fit the length that it was made for.
+    for name, module in params.partition.traced(model):
+        vars(meta_model.get_submodule(name)).update(plain_attributes(module))
+    for piece in params.partition.pieces:
+        if piece.prepare is not None:
+            piece.prepare(meta_model, call)
+    return meta_model
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -88,7 +88,7 @@ def test_suggested_points_can_be_used(model, count):
 
 def test_no_row_to_suggest_points_from():
     _, _, [problem] = stages_of(Blocks(2), 4)
-    assert problem.endswith("partition=(...))); it has stem, body, head")
+    assert problem.endswith("for example partition=(...); or register a partitioner")
 
 
 # -- BlockPartition --------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,11 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.config.schema import ParallelConfig, PipelineConfig
 from halfmesh.errors import IncompatibleConfigError, InputError
-from halfmesh.parallel.mesh import ParallelContext
-from halfmesh.parallel.pipeline.axis import StageParameters
-from halfmesh.parallel.pipeline.partition import resolve
 from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule
 from halfmesh.parallel.pipeline.transport import caches_as_before
@@ -45,20 +40,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class AnyArguments(Blocks):
-    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        return super().forward(x)
-
-
-class NormTwice(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks[0](self.norm(self.stem(x)))))
 
 
 class Table(nn.Module):
@@ -118,7 +99,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "no partitioner knows Blocks; name the modules that begin a stage, for example "
         "partition=('blocks.1', 'blocks.3', 'blocks.4')",
     ),
-    "nor split points": (AnyArguments, pipe(), "split points cannot cut it either, because its forward takes *args"),
     "wrong partitioner": (Blocks, pipe(partition="sequential"), "the partitioner 'sequential' does not know Blocks"),
     "wrong point": (Blocks, pipe(partition=("block.3",)), "'block.3' is not a module of the model; did you mean"),
     "wrong number of points": (
@@ -127,11 +107,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "2 split points for 3 stages, but pipeline.size=2 needs 2; name the 1 module with",
     ),
     "non_split": (deep, pipe(non_split=("inputs",)), "has an argument 'inputs'; did you mean 'input'?"),
-    "statistics of two stages": (
-        NormTwice,
-        pipe(partition=("blocks.0",)),
-        "norm.running_mean, norm.running_var: several stages would keep these running statistics",
-    ),
     "sparse": (sparse, pipe(), "0: sparse=True and scale_grad_by_freq=True do not work under a pipeline"),
     "frequency": (ByFrequency, pipe(partition=("1",)), "0: sparse=True and scale_grad_by_freq=True do not work"),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
@@ -187,20 +162,6 @@ def test_a_tensor_without_data_that_is_kept_in_a_global_is_refused():
     with pytest.raises(InputError, match="keeps a tensor outside of the model"):
         stage.compute(Call((torch.ones(2, 1),), {}), None)
     assert stage.compute(Call((torch.ones(3, 1),), {}), None).sum() == 6
-
-
-class Locked(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.lock = threading.Lock()
-
-
-def test_a_model_that_cannot_be_copied_is_told():
-    model = nn.Sequential(Locked(), nn.Linear(4, 4))
-    partition, _ = resolve(model, 2, 1)
-    context = ParallelContext(ParallelConfig(pipeline=PipelineConfig(size=2)).dims(2), torch.device("cpu"))
-    with pytest.raises(InputError, match=r"the model cannot be copied \(cannot pickle '_thread.lock' object\)"):
-        StageParameters(model, sgd(model.parameters()), partition, context)
 
 
 def test_caches_that_a_forward_makes_hold_no_tensors_without_data():

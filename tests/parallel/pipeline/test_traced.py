@@ -318,12 +318,6 @@ def refuses_then_loops(self, x):
     return self.c(self.b(self.a(x))) + len(list(x))
 
 
-def never_ends(self, x):
-    while not x.shape[0] < 0:
-        x = x + 1
-    return self.c(self.b(self.a(x)))
-
-
 def never_accepts(self, x):
     if x.dim() == 2:
         raise ValueError("a matrix")
@@ -366,7 +360,7 @@ def changes_a_buffer_late(self, x):
     return self.c(x)
 
 
-EACH = "but every stage that needs it computes it"
+COPY = "but other stages have a copy of it"
 
 
 @pytest.mark.parametrize(
@@ -393,18 +387,17 @@ EACH = "but every stage that needs it computes it"
         ),
         (loops, ("b",), r"cannot be interpreted as an integer \(`for number in range\(x.shape\[1\]\):`, line"),
         (refuses_then_loops, ("b",), r"cannot be iterated.*\(`return self.c.* \+ len\(list\(x\)\)`, line"),
-        (never_ends, ("b",), "it asks for shapes more than 256 times"),
         (never_accepts, ("b",), r"a matrix \(`raise ValueError\(\"a matrix\"\)`, line"),
         (steps, ("b",), "it changes numbers or flags on the model"),
         (flips, ("b",), "draws random numbers of python or numpy"),
         (anything, ("b",), r"Net.forward takes \*args or \*\*kwargs, which cannot be traced .*PARTITIONERS"),
-        (changes_its_argument, ("b",), rf"changes x in place \(`x.mul_\(2\)`, line .*\), {EACH}"),
-        (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(`mask \+= 1`, line .*\), {EACH}"),
-        (updates_a_mask, ("b",), rf"changes gt in place \(`mask &= x < 2`, line .*\), {EACH}"),
+        (changes_its_argument, ("b",), rf"changes x in place \(`x.mul_\(2\)`, line .*\), {COPY}"),
+        (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(`mask \+= 1`, line .*\), {COPY}"),
+        (updates_a_mask, ("b",), rf"changes gt in place \(`mask &= x < 2`, line .*\), {COPY}"),
         (
             changes_a_buffer_late,
             ("b", "c"),
-            r"table is changed in place \(`self.table.add_\(1\)`, line .* in another stage than it is first used in",
+            rf"changes table in place \(`self.table.add_\(1\)`, line .*\), {COPY}",
         ),
     ],
 )
