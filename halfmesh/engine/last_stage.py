@@ -109,31 +109,26 @@ class LastStage:
 
     def output(self) -> Any:
         """The outputs of all microbatches, joined."""
-        return _joined(self._outputs, lambda some: torch.cat([t if t.dim() else t[None] for t in some]))
+        return join(self._outputs)
 
 
-def _joined(outputs: Sequence[Any], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
-    """The outputs of all microbatches as one, each tensor by `join`."""
-    joined = iter(list(map(join, zip(*map(tensors_of, outputs), strict=True))))
+def join(outputs: Sequence[Any]) -> Any:
+    """The outputs of microbatches as that of their batch, each tensor along dim 0; numbers as the items of one."""
+    tensors = zip(*map(tensors_of, outputs), strict=True)
+    joined = iter([torch.cat([tensor if tensor.dim() else tensor[None] for tensor in some]) for some in tensors])
     return map_tensors(lambda _: next(joined), outputs[0])
 
 
-def find_batch_dims(parts: Sequence[Any], full: Any) -> list[int] | None:
-    """The batch dim of each tensor of a full batch's output, of which `parts` are the outputs of microbatches, all
-    without memory. None if they cannot be joined to it: a tensor has no such dim, or something else differs."""
-    around = [repr(map_tensors(lambda _: None, tree)) for tree in (full, *parts)]
-    if around != around[:1] * len(around):
-        return None
-    dims = [_batch_dim(some, all_.shape) for all_, *some in zip(*map(tensors_of, (full, *parts)), strict=True)]
-    return None if None in dims else dims  # type: ignore[return-value]
-
-
-def join_outputs(outputs: Sequence[Any], dims: Sequence[int] | None) -> Any:
-    """The outputs of microbatches as that of their batch, each tensor along its dim of `dims`."""
-    if len(outputs) == 1:
-        return outputs[0]
-    following = iter(dims or ())
-    return _joined(outputs, lambda some: torch.cat(list(some), next(following)))
+def can_join(outputs: Sequence[Any], full: Any) -> bool:
+    """Return True if `outputs` of microbatches joined have the form of `full`, the output of their batch without
+    memory: rows in dim 0 of each tensor, and everything else equal."""
+    around = [repr(map_tensors(lambda _: None, tree)) for tree in (full, *outputs)]
+    return around == around[:1] * len(around) and all(
+        all_.dim() > 0
+        and {tensor.shape[1:] for tensor in some} == {all_.shape[1:]}
+        and sum(map(len, some)) == len(all_)
+        for all_, *some in zip(*map(tensors_of, (full, *outputs)), strict=True)
+    )
 
 
 def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
@@ -183,11 +178,10 @@ class FullBatch:
         Also nan if the outputs cannot be joined, or the criterion draws random numbers or fails on them. Weighted: its
         sum / its weight.
         """
-        dims = find_batch_dims(self._parts, self._output)
-        if dims is None:
+        if not can_join(self._parts, self._output):
             return nan
         modules = self._criterion.modules() if isinstance(self._criterion, nn.Module) else ()
-        joined = iter(tensors_of(join_outputs(self._parts, dims)))
+        joined = iter(tensors_of(join(self._parts)))
 
         def place(meta: torch.Tensor) -> torch.Tensor:  # by requires_grad a criterion may choose its inputs
             return next(joined).to(precision.device).requires_grad_(meta.requires_grad)
@@ -224,13 +218,3 @@ def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduc
         f"the criterion gives {full:.6g} for the whole batch, but its {count} microbatches make {made:.6g} "
         f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {way}"
     )
-
-
-def _batch_dim(outputs: Sequence[torch.Tensor], full: torch.Size) -> int | None:
-    """The dim in which a full batch's tensor is as large as those of the microbatches together, if there is one."""
-    shapes = [list(output.shape) for output in outputs]
-    for dim, size in enumerate(full):
-        others = [[*shape[:dim], size, *shape[dim + 1 :]] for shape in shapes]
-        if others == [list(full)] * len(others) and sum(shape[dim] for shape in shapes) == size:
-            return dim
-    return None

@@ -18,7 +18,7 @@ from ..parallel.comm import SameCalls, gather_objects, is_checked
 from ..parallel.mesh import ParallelContext
 from ..parallel.pipeline.axis import StageParameters
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.runner import CallMetadata, Pipeline, refuse_own_loss
+from ..parallel.pipeline.runner import CallMetadata, Pipeline
 from ..parallel.pipeline.schedules import SplitCall, choose_count
 from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.reducer import Reduction
@@ -28,7 +28,7 @@ from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .last_stage import CriterionCalls, FullBatch, LastStage, find_batch_dims, join_outputs, refuse_other_loss
+from .last_stage import CriterionCalls, FullBatch, LastStage, can_join, join, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 from .row_trial import needs_whole, refuse_mixed_rows
@@ -77,7 +77,8 @@ class PipelineExecutor:
         self._accumulation, self._precision, self._update = accumulation, accumulation.precision, accumulation.update
         cast_model(params.meta_model, self._update.recipe)
         forward = ForwardContext(self._precision.autocast, parallel_model.settle, parallel_model.saving(model))
-        self._pipeline = Pipeline(model, params, SCHEDULES.get(options.schedule), forward)
+        self._schedule = SCHEDULES.get(options.schedule)
+        self._pipeline = Pipeline(model, params, self._schedule, forward)
         self.stages = self._pipeline.stages
         self._model = model
         self._options = options
@@ -88,6 +89,7 @@ class PipelineExecutor:
         self._same = parallel_model.same
         self._sequences = parallel_model.sequences
         self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
+        self._given = partial(SplitCall, model, non_split=options.non_split, name="engine(...)")
         self._most_rows = 0  # of a microbatch so far
         self._split_batches = 0  # so far
         self._sent: list[dist.Work | None] = []
@@ -116,7 +118,8 @@ class PipelineExecutor:
         if self._pipeline.has_last:
             self._compare_output(output)
         if self._options.eval_outputs == "all":
-            output = self._pipeline.share(output, self._pipeline.look_up(call).stages[-1])
+            output, works = self._share(output, self._pipeline.look_up(call).stages[-1])
+            _wait(works)
         elif not self._pipeline.has_last:
             return LastStageOutput()
         return self._precision.cast_output(output)
@@ -198,13 +201,14 @@ class PipelineExecutor:
     def _evaluate(self, call: Call) -> Any:
         """The output of a batch, on the last stage: computed in microbatches, if that gives the same."""
         calls, whole = self._split_evaluation(call), self._pipeline.look_up(call).stages[-1]
-        dims = find_batch_dims([self._pipeline.look_up(each).stages[-1] for each in calls], whole)
-        outputs = self._pipeline.evaluate([call] if dims is None else calls)
-        return join_outputs(outputs, dims) if self._pipeline.has_last else None
+        if len(calls) > 1 and not can_join([self._pipeline.look_up(each).stages[-1] for each in calls], whole):
+            calls = [call]
+        outputs = self._pipeline.evaluate(calls)
+        return outputs[0] if len(outputs) == 1 else join(outputs) if outputs else None
 
     def _split_evaluation(self, call: Call) -> Sequence[Call]:
         """The microbatches of a batch to evaluate, of which the last one may be smaller; or the batch itself."""
-        given = self._given(call)
+        given = self._given(call=call)
         rows = given.rows or 1
         most = -(-rows // (self._options.microbatches or 1))
         sizes = [min(most, rows - begin) for begin in range(0, rows, most)]
@@ -259,7 +263,7 @@ class PipelineExecutor:
         Raises:
             InputError: it cannot be split, or the model returns a loss.
         """
-        given = self._given(call)
+        given = self._given(call=call)
         if any(tensor.requires_grad for tensor in given.tensors):
             raise InputError(
                 "an input of engine(...) requires gradients, which only the first stage could give it under a "
@@ -271,12 +275,15 @@ class PipelineExecutor:
         size = given.rows // count
         calls = given.split([size] * count)
         known = self._pipeline.look_up(calls[0])
-        refuse_own_loss(known.stages[-1])
+        output = known.stages[-1]
+        if isinstance(output, torch.Tensor) and output.dim() == 0:
+            raise InputError(
+                "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last "
+                "stage; let it return its outputs, give initialize a criterion, and write loss = engine.criterion("
+                "output, target)"
+            )
         trial = (given.first(2 * size), calls[:2]) if count > 1 and not self._has_tried else None
         return _Forward(calls, known, given, self._full(call, count), trial)
-
-    def _given(self, call: Call) -> SplitCall:
-        return SplitCall(self._model, call, self._options.non_split, "engine(...)")
 
     def _full(self, call: Call, count: int) -> Any:
         """The model's output for the full batch, without memory; None if the criterion is not compared on it."""
@@ -301,9 +308,7 @@ class PipelineExecutor:
             self._most_rows = max(self._most_rows, rows // wanted)
             return wanted
         least = 2 if self._model.training and self._has_batch_norm else 1
-        count = choose_count(
-            rows, max(self._most_rows, rows / wanted), lambda n: self._pipeline.takes(n) and rows // n >= least
-        )
+        count = choose_count(rows, max(self._most_rows, rows / wanted), lambda n: self._takes(n) and rows // n >= least)
         if count is None:
             of_two = " with 2 samples or more in each, which BatchNorm needs" if least == 2 else ""
             raise InputError(
@@ -312,11 +317,15 @@ class PipelineExecutor:
             )
         return count
 
+    def _takes(self, microbatches: int) -> bool:
+        size, chunks = self._context.pp_size, self._options.chunks
+        return not any(self._schedule.find_problems(size, chunks, microbatches))
+
     # -- after backward ----------------------------------------------------------------------------------------
 
     def _broadcast(self, *tensors: torch.Tensor) -> list[dist.Work | None]:
         """Send from the last stage to the others, without waiting."""
-        source = self._pipeline.last_rank
+        source = self._context.last_stage
         works = [dist.broadcast(tensor, group_src=source, group=self._group, async_op=True) for tensor in tensors]
         self._sent += works
         return works
@@ -351,18 +360,8 @@ class PipelineExecutor:
         loss.resolve(value)
 
     def _send_output(self, handle: PipelineOutput, last: LastStage, forward: _Forward) -> None:
-        if self._pipeline.has_last:
-            output = last.output()
-        else:
-            one = self._precision.cast_output(forward.known.stages[-1])
-            count, device = len(forward.calls), self._context.device
-
-            def joined(tensor: torch.Tensor) -> torch.Tensor:
-                rows, *rest = tensor.shape or (1,)
-                return torch.empty((count * rows, *rest), dtype=tensor.dtype, device=device)
-
-            output = map_tensors(joined, one)
-        works = self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))
+        tree = join([self._precision.cast_output(forward.known.stages[-1])] * len(forward.calls))
+        output, works = self._share(last.output() if self._pipeline.has_last else None, tree)
 
         def value() -> Any:
             _wait(works)
@@ -370,6 +369,13 @@ class PipelineExecutor:
 
         handle.batch = None
         handle.resolve(value)
+
+    def _share(self, output: Any, tree: Any) -> tuple[Any, list[dist.Work | None]]:
+        """The last stage's `output` on all ranks, which know its `tree` of tensors, once the works are done."""
+        if not self._pipeline.has_last:
+            device = self._context.device
+            output = map_tensors(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device), tree)
+        return output, self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:

@@ -36,9 +36,10 @@ def test_the_order_of_forwards_keeps_all_ranks_busy(ranks, count, ticks):
     assert len(order) == ticks, "each rank computes without a pause once it has begun, or nearly so"
     done = [0] * len(ranks)
     for tick in order:
-        assert len({ranks[stage] for stage in tick}) == len(tick), "a rank computes one at a time"
-        assert all(done[stage] < (done[stage - 1] if stage else count) for stage in tick), "it has its input"
-        for stage in tick:
+        assert len({ranks[stage] for stage, _ in tick}) == len(tick), "a rank computes one at a time"
+        assert all(done[stage] < (done[stage - 1] if stage else count) for stage, _ in tick), "it has its input"
+        for stage, number in tick:
+            assert number == done[stage]
             done[stage] += 1
     assert done == [count] * len(ranks)
 
@@ -128,6 +129,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "mixed rows": lambda: layers(Mixes()),
     "a mean": lambda: layers(end=Doubles(lambda x: x.mean())),
     "a table": lambda: layers(end=Doubles(lambda x: x.T @ x)),
+    "rows second": lambda: layers(end=Doubles(lambda x: x.T)),
     "the number of rows": lambda: layers(end=Doubles(len)),
     "BatchNorm in training mode": trained_norm,
     "a counter": lambda: layers(Counts(0)),
@@ -137,7 +139,6 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
 """Models whose microbatches do not give the output of a batch."""
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "plain": layers,
-    "rows second": lambda: layers(end=Doubles(lambda x: x.T)),
     "BatchNorm": trained_norm,
     "an attribute": lambda: layers(Counts(1, writes=False)),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import HalfmeshError, InputError, counted, shorten
+from ...utils.tensors import parameter_names
 from ...utils.torch_private import call_hooks
 from ..modules import is_within
 from ..registries import PARTITIONERS, SCHEDULES
@@ -64,9 +65,10 @@ class Partition:
             if not any(_is_used(name, piece) for piece in self.pieces)
         ]
 
-    def traced(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+    def traced(self, model: nn.Module) -> list[nn.Module]:
         """Those of `not_called` whose forward may be traced, with their plain attributes as constants."""
-        return self.not_called(model) if any(piece.prepare is not None for piece in self.pieces) else []
+        traces = any(piece.prepare is not None for piece in self.pieces)
+        return [module for _, module in self.not_called(model)] if traces else []
 
 
 def _is_used(path: str, piece: Piece) -> bool:
@@ -173,6 +175,11 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
 
 def _suggest(model: nn.Module, count: int) -> str:
     """Split points for `count` stages, from the longest list of modules."""
+    if any(name.startswith("*") for name in parameter_names(model)):
+        return (
+            "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
+            "(halfmesh.PARTITIONERS, see docs/pipeline.md), or use tensor parallelism or fsdp"
+        )
     rows = [
         (sum(p.numel() for p in row.parameters()), [f"{name}.{key}".lstrip(".") for key, _ in row.named_children()])
         for name, row in model.named_modules()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import InputError
+from ...errors import InputError, shorten
+from ...utils.tensors import map_tensors
+from ...utils.torch_private import DATA_NEEDED
 from ..comm import broadcast_object, is_simulated
+from ..modules import meta_copy, run_without_data
 from ..rank_checks import attempt
+from ..rng import IsolatedRNG
 from .axis import StageParameters
-from .fx_trace import plain_values
+from .fx_trace import plain_attributes, plain_values
 from .pieces import Call, signature_of
 from .schedules import TorchSchedule, forward_order
 from .stage import Batch, ForwardContext, Stage, StageModule
-from .transport import infer_stages, on_wire, pack, prepare, restore
+from .transport import on_wire, pack, restore
 
 _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
@@ -58,8 +62,7 @@ class Pipeline:
         params: those of this rank.
         context: the mesh.
         stages: those of this rank.
-        last_rank: the pipeline rank that has the last stage.
-        has_last: this rank has it.
+        has_last: this rank has the last one.
     """
 
     def __init__(
@@ -78,21 +81,13 @@ class Pipeline:
             if rank == context.pp_rank
         }
         self.stages: Collection[StageModule] = self._modules.values()
-        self.last_rank = partition.ranks[-1]
-        self.has_last = self.last_rank == context.pp_rank
+        self.has_last = partition.ranks[-1] == context.pp_rank
         named = list(model.named_parameters(remove_duplicate=False))
         for index, module in self._modules.items():
             module.params = [p for name, p in named if index in partition.stages_of(name)]
         self._error = ""
-        self._traced = [module for _, module in partition.traced(model)]
+        self._traced = partition.traced(model)
         self._known: dict[str, CallMetadata] = {}
-        self._on_last: OnLast = lambda params, rest: None
-        self._left = 0
-
-    def takes(self, microbatches: int) -> bool:
-        """Return True if the schedule can run this number of microbatches."""
-        size, stages = self.context.pp_size, len(self._partition.stages)
-        return not any(self._schedule.find_problems(size, stages // size, microbatches))
 
     def look_up(self, call: Call) -> CallMetadata:
         """The metadata of calls like `call`, with the model in its present modes. All ranks of the pipeline together.
@@ -115,28 +110,84 @@ class Pipeline:
                 del self._known[next(iter(self._known))]
             known = self._known[key] = CallMetadata(modes, self._infer(call))
         elif known.modes != modes:
-            prepare(self.params, self._model, call)
+            self._prepare(call)
             known = self._known[key] = replace(known, modes=modes)
         return known
 
     def _infer(self, call: Call) -> Sequence[Any]:
         """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
-        ranks, trees = self._partition.ranks, list[Any]()
-        infer = partial(infer_stages, self.params, self._model, call, self._forward_context.autocast)
-        if is_simulated():  # there are no other ranks
-            return infer(range(len(ranks)), None)
-        for stage, rank in enumerate(ranks):
-            result, failure, error = b"", None, None
-            if rank == self.context.pp_rank:
-                given = trees[-1] if trees else None
-                result, failure, error = attempt(lambda: pickle.dumps(infer([stage], given)))  # noqa: B023
-            result, failure = broadcast_object((result, failure), rank, self.context.device, self.context.group("pp"))
+        trees: list[Any] = []
+        for stage, rank in enumerate(self._partition.ranks):
+            told, failure, error = b"", None, None
+            if rank == self.context.pp_rank or is_simulated():
+                infer = partial(self._infer_stage, call, stage, trees[-1] if trees else None)
+                told, failure, error = attempt(infer)
+            told, failure = broadcast_object((told, failure), rank, self.context.device, self.context.group("pp"))
             if failure:
                 words, is_input = failure
                 raise error or (InputError if is_input else RuntimeError)(words)
             with torch.inference_mode(False):
-                trees += pickle.loads(result)
+                trees.append(pickle.loads(told))
         return trees
+
+    def _infer_stage(self, call: Call, stage: int, given: Any) -> bytes:
+        """The output of `stage` for `call`, pickled: a tree of tensors on the meta device. Nothing is computed.
+
+        Args:
+            given: the output of the stage before it; None for the first one.
+
+        Raises:
+            InputError: the forward needs values.
+        """
+        meta_model = self._prepare(call)
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Any) -> Any:
+            before = {name for name, _ in _plain_tensors(meta_model)}  # such as the weight that weight_norm computes
+            each, activations = Call(args, kwargs), map_tensors(_receive, given)
+            with self._forward_context.autocast():
+                for piece in self._partition.stages[stage]:
+                    activations = piece.run(meta_model, each, activations)
+            for name, value in _plain_tensors(meta_model):
+                if name not in before and value.requires_grad and not value.is_leaf:
+                    raise InputError(
+                        f"{name} is kept on the model with its graph, perhaps for a loss term, but the criterion runs "
+                        "on the last stage only, which cannot reach it; return it as a part of the output, or keep it "
+                        "detached"
+                    )
+            return activations
+
+        try:
+            with IsolatedRNG(0):  # what this rank's stages draw, others do not
+                tree = run_without_data(meta_model, run, self.context.device, call.args, dict(call.kwargs), given)
+        except (*DATA_NEEDED, RuntimeError) as error:
+            raise InputError(
+                "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
+                f"stages (.item(), if or boolean indexing of activations ask for values): {str(error).splitlines()[0]}"
+            ) from error
+        return pickle.dumps(map_tensors(_on_meta, tree))
+
+    def _prepare(self, call: Call) -> nn.Module:
+        """A copy without data of the full model, in the modes of this rank's, after `prepare` of its pieces for `call`.
+
+        Raises:
+            InputError: the model has other modules than at initialize, or cannot be traced for this call.
+        """
+        meta_model = meta_copy(self.params.meta_model, self.params.meta_model)
+        changed = sorted(dict(meta_model.named_modules()).keys() ^ dict(self._model.named_modules()).keys())
+        if changed:
+            raise InputError(
+                f"{shorten(changed)}: modules that were added to the model after initialize, or removed; under a "
+                "pipeline each rank holds its stages of the model as it was then. Close the engine, and initialize "
+                "again"
+            )
+        for mine, theirs in zip(meta_model.modules(), self._model.modules(), strict=True):
+            mine.training = theirs.training
+            if theirs in self._traced:  # what others keep follows from a call: a table fits the length it was made for
+                vars(mine).update(plain_attributes(theirs))
+        for piece in self._partition.pieces:
+            if piece.prepare is not None:
+                piece.prepare(meta_model, call)
+        return meta_model
 
     def can_run(self, call: Call) -> bool:
         """Return True if the forward accepts `call`: it may be limited to one size of batches, or to training."""
@@ -172,16 +223,17 @@ class Pipeline:
         """
         schedule = known.schedules.get(len(calls))
         if schedule is None:
-            stages = [
-                Stage(module, known.stages, self.context.device, self._group, partial(self._begin_last, index))
-                for index, module in self._modules.items()
-            ]
+            stages = [Stage(module, known.stages, self.context.device, self._group) for module in self.stages]
             schedule = known.schedules[len(calls)] = self._schedule.make(stages, len(calls))
-        self._on_last, self._left = on_last, len(self._modules)
-        numbers = torch.arange(len(calls))
+        numbers, left = torch.arange(len(calls)), set(self._modules)
+
+        def begin_last(module: StageModule) -> None:
+            left.remove(module.index)
+            on_last(module.params, not left)
+
         with self._one_batch():
             for module in self.stages:
-                module.batch = Batch(calls, finish, known.stages)
+                module.batch = Batch(calls, finish, begin_last, known.stages)
             try:
                 schedule.step(**{"index": numbers} | ({"target": numbers} if self.has_last else {}))
             except RuntimeError as error:
@@ -195,53 +247,42 @@ class Pipeline:
                     module.batch = None
 
     @torch.no_grad()
-    def evaluate(self, calls: Sequence[Call], metadata: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+    def evaluate(self, calls: Sequence[Call]) -> list[Any]:
         """The model's output for each of `calls`, without gradients; an empty list on ranks without the last stage.
 
         Stages compute different calls at once.
-
-        Args:
-            metadata: `look_up(call).stages` for each of them, if it is known.
         """
-        known = [self.look_up(call).stages for call in calls] if metadata is None else metadata
+        known = [self.look_up(call).stages for call in calls]
         ranks, me = self._partition.ranks, self.context.pp_rank
         last, outputs = len(ranks) - 1, []
-        done = [0] * len(ranks)
         inputs: dict[int, list[list[torch.Tensor]]] = defaultdict(list)  # of each stage, in order
         with self._one_batch():
             for tick in forward_order(ranks, len(calls)):
                 given: dict[int, list[torch.Tensor]] = {}
-                for stage in (stage for stage in tick if ranks[stage] == me):
-                    trees = known[done[stage]]
-                    activations = restore(inputs[stage].pop(0), trees[stage - 1]) if stage else None
-                    output = self._modules[stage].compute(calls[done[stage]], activations)
-                    if stage == last:
-                        outputs.append(output)
-                    else:
-                        given[stage] = pack(output, trees[stage])
+                for stage, number in tick:
+                    if ranks[stage] == me:
+                        trees = known[number]
+                        activations = restore(inputs[stage].pop(0), trees[stage - 1]) if stage else None
+                        output = self._modules[stage].compute(calls[number], activations)
+                        if stage == last:
+                            outputs.append(output)
+                        else:
+                            given[stage] = pack(output, trees[stage])
                 works: list[dist.Work | None] = []
                 # By the stage, on all ranks: messages that two ranks send to each other must not wait for each other.
-                for stage in (stage for stage in tick if stage != last):
+                for stage, number in (each for each in tick if each[0] != last):
                     source, target = ranks[stage], ranks[stage + 1]
                     if source != target and source == me:
                         works += [dist.isend(t, group=self._group, group_dst=target) for t in given[stage]]
                     elif source != target and target == me:
-                        given[stage] = self._empty(known[done[stage]][stage])
+                        wire, device = on_wire(known[number][stage]), self.context.device
+                        given[stage] = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in wire]
                         works += [dist.irecv(t, group=self._group, group_src=source) for t in given[stage]]
                     if target == me:
                         inputs[stage + 1].append(given[stage])
                 for work in filter(None, works):
                     work.wait()
-                for stage in tick:
-                    done[stage] += 1
         return outputs
-
-    def share(self, output: Any, tree: Any) -> Any:
-        """The last stage's `output`, a `tree` of tensors, on all ranks."""
-        tensors = pack(output, tree) if self.has_last else self._empty(tree)
-        for tensor in tensors:
-            self.context.broadcast(tensor, "pp", self.last_rank)
-        return output if self.has_last else restore(tensors, tree)
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:
@@ -252,19 +293,20 @@ class Pipeline:
             self._error = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise
 
-    def _begin_last(self, index: int) -> None:
-        """Called before the last backward of stage `index`."""
-        self._left -= 1
-        self._on_last(self._modules[index].params, self._left == 0)
 
-    def _empty(self, tree: Any) -> list[torch.Tensor]:
-        return [torch.empty(t.shape, dtype=t.dtype, device=self.context.device) for t in on_wire(tree)]
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors on modules that are neither parameters nor buffers."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield ".".join(filter(None, (path, name))), value
 
 
-def refuse_own_loss(output: Any) -> None:
-    """Raise InputError if the model returns a scalar, which is a loss."""
-    if isinstance(output, torch.Tensor) and output.dim() == 0:
-        raise InputError(
-            "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage; "
-            "let it return its outputs, give initialize a criterion, and write loss = engine.criterion(output, target)"
-        )
+def _receive(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a stage receives it: contiguous, and not a leaf, so that it may be changed in place."""
+    received = tensor.detach().contiguous()
+    return received.requires_grad_().clone() if tensor.requires_grad else received
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

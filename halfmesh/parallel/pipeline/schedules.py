@@ -107,10 +107,11 @@ def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | N
     return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
 
 
-def forward_order(ranks: Sequence[int], count: int) -> Iterator[list[int]]:
+def forward_order(ranks: Sequence[int], count: int) -> Iterator[list[tuple[int, int]]]:
     """The order of `count` forwards through all stages, without a backward, as ticks in which ranks compute at once.
 
-    A tick is the stages that compute their next microbatch in it: for each rank the last one that has an input.
+    A tick is the stages that compute in it, each with the number of its next microbatch: for each rank the last stage
+    that has an input.
 
     Args:
         ranks: the rank of each stage.
@@ -119,9 +120,9 @@ def forward_order(ranks: Sequence[int], count: int) -> Iterator[list[int]]:
     while done[-1] < count:
         ready = (stage for stage in range(len(ranks)) if done[stage] < (done[stage - 1] if stage else count))
         tick = sorted({ranks[stage]: stage for stage in ready}.values())
+        yield [(stage, done[stage]) for stage in tick]
         for stage in tick:
             done[stage] += 1
-        yield tick
 
 
 def _loss(output: Any, target: Any) -> Any:

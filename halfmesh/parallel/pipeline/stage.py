@@ -43,11 +43,13 @@ class Batch:
     Attributes:
         calls: one for each microbatch.
         finish: called as finish(output, index) on the last stage; returns the 0-dim loss for backward.
+        begin_last: called with the stage before its last backward, so that gradients can be reduced while that runs.
         metadata: each stage's output.
     """
 
     calls: Sequence[Call]
     finish: Callable[[Any, int], torch.Tensor]
+    begin_last: Callable[[StageModule], None]
     metadata: Sequence[Any] = field(repr=False)
 
 
@@ -82,8 +84,8 @@ class StageModule(nn.Module):
                 activations = piece.run(self._model[0], call, activations)
         if not in_shapes_only() and any(map(has_no_memory, tensors_of(activations))):
             raise InputError(
-                "the forward keeps a tensor outside of the model (in a global dict, say), made when a pipeline found "
-                "the shapes between its stages, without data; keep it on a module, or under functools.cache"
+                "the forward keeps a tensor outside of the model (in a global dict, or under functools.cache), made "
+                "when a pipeline found the shapes between its stages, without data; keep it on a module"
             )
         return activations
 
@@ -108,7 +110,6 @@ class Stage(PipelineStage):
 
     Args:
         metadata: each stage's output, which torch would otherwise send.
-        last: called before the last backward of a step, so that gradients can be reduced while it runs.
     """
 
     def __init__(
@@ -117,7 +118,6 @@ class Stage(PipelineStage):
         metadata: Sequence[Any],
         device: torch.device,
         group: dist.ProcessGroup | None,
-        last: Callable[[], None],
     ) -> None:
         index, count = module.index, len(metadata)
         received = on_wire(metadata[index - 1]) if index else ()
@@ -125,7 +125,6 @@ class Stage(PipelineStage):
         if module.is_last:
             sent = (torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True),)
         super().__init__(module, index, count, device, input_args=received, output_args=sent, group=group)
-        self._last = last
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
@@ -173,7 +172,7 @@ class Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if last_backward:
-            self._last()
+            self.submod.batch.begin_last(self.submod)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 
 

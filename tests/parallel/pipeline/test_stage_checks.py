@@ -42,6 +42,11 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class AnyArguments(Blocks):
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return super().forward(x)
+
+
 class Table(nn.Module):
     """An embedding that is none of torch's."""
 
@@ -99,6 +104,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "no partitioner knows Blocks; name the modules that begin a stage, for example "
         "partition=('blocks.1', 'blocks.3', 'blocks.4')",
     ),
+    "nor split points": (AnyArguments, pipe(), "split points cannot cut it either, because its forward takes *args"),
     "wrong partitioner": (Blocks, pipe(partition="sequential"), "the partitioner 'sequential' does not know Blocks"),
     "wrong point": (Blocks, pipe(partition=("block.3",)), "'block.3' is not a module of the model; did you mean"),
     "wrong number of points": (
