@@ -19,7 +19,7 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.pipeline.axis import StageParameters
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import CallMetadata, Pipeline
-from ..parallel.pipeline.schedules import SplitCall, choose_count
+from ..parallel.pipeline.schedules import SplitCall
 from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
@@ -118,8 +118,8 @@ class PipelineExecutor:
         if self._pipeline.has_last:
             self._compare_output(output)
         if self._options.eval_outputs == "all":
-            output, works = self._share(output, self._pipeline.look_up(call).stages[-1])
-            _wait(works)
+            output, _ = self._share(output, self._pipeline.look_up(call).stages[-1])
+            self.close()
         elif not self._pipeline.has_last:
             return LastStageOutput()
         return self._precision.cast_output(output)
@@ -308,7 +308,10 @@ class PipelineExecutor:
             self._most_rows = max(self._most_rows, rows // wanted)
             return wanted
         least = 2 if self._model.training and self._has_batch_norm else 1
-        count = choose_count(rows, max(self._most_rows, rows / wanted), lambda n: self._takes(n) and rows // n >= least)
+        counts = [n for n in range(1, rows // least + 1) if rows % n == 0 and self._takes(n)]
+        most = max(self._most_rows, rows / wanted)
+        # The fewest of those with no more rows than before, else the smallest ones.
+        count = min((n for n in counts if rows / n <= most), default=max(counts, default=None))
         if count is None:
             of_two = " with 2 samples or more in each, which BatchNorm needs" if least == 2 else ""
             raise InputError(

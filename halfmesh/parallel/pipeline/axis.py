@@ -13,7 +13,7 @@ from ...errors import InputError, did_you_mean, shorten
 from ...utils.optimizer_state import kinds_of
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import parameter_names, replace_data
-from ...utils.torch_private import assigns, is_compiled
+from ...utils.torch_private import is_compiled
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..mesh import ParallelContext
 from ..modules import meta_copy
@@ -218,16 +218,10 @@ class StageParameters(AppliedAxis):
 
     # -- hooks on the model ------------------------------------------------------------------------------------
 
-    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Keep only this rank's entries of a state dict of the full model."""
-        foreign = {prefix + name for name in self._foreign} & state.keys()
-        if assigns(metadata) and foreign:
-            raise InputError(
-                f"load_state_dict(..., assign=True) would put {shorten(sorted(foreign))} into this rank's model, which "
-                "does not hold it; load without assign, or load before initialize"
-            )
-        for name in foreign:
-            del state[name]
+        for name in self._foreign:
+            state.pop(prefix + name, None)
 
     def _expect_own(self, module: nn.Module, keys: Any) -> None:
         """Ignore the counter that BatchNorm adds to state dicts without versions, if this rank does not hold it."""

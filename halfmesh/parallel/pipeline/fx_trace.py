@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import InputError
-from ...utils.tensors import tensors_of
+from ...utils.tensors import leaves_of, tensors_of
 from ..modules import run_without_data, unchanged
 
 UPDATES = tuple(getattr(operator, name) for name in fx.graph.inplace_methods if name != "setitem")
@@ -182,8 +182,7 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
     """Raise InputError for values that the forward has put on modules, or into their buffers, lists and dicts."""
     for module in modules:
         for name, value in (module._buffers | vars(module)).items():
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else [value]
-            for proxy in (item for item in inner if isinstance(item, fx.Proxy)):
+            for proxy in leaves_of(value, fx.Proxy):
                 raise InputError(
                     f"it keeps a value on the model ({name}){proxy.node.meta['line']}; only buffers can keep "
                     "values, if they are changed in place: self.table.add_(...) or .copy_(...)"
@@ -194,11 +193,7 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
 
 
 class _ShapeCondition(BaseException):
-    """Raised at a condition on shapes in a forward. (Not an Exception, which the forward may catch.)"""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__(node)
-        self.node = node
+    """Raised at a condition on shapes, a node, in a forward. (Not an Exception, which the forward may catch.)"""
 
 
 def _is_of_shapes(node: fx.Node) -> bool:
@@ -225,7 +220,7 @@ def _evaluate(condition: _ShapeCondition, model: nn.Module, values: Mapping[str,
 
     device = next((tensor.device for tensor in tensors_of(dict(values))), torch.device("cpu"))
     try:
-        found: bool = run_without_data(model, compute, device, condition.node, dict(values))
+        found: bool = run_without_data(model, compute, device, condition.args[0], dict(values))
     except Exception as error:
         message = f"it asks for a shape that depends on data: {error}"
         raise InputError(message).with_traceback(condition.__traceback__) from error

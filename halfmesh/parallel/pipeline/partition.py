@@ -65,11 +65,6 @@ class Partition:
             if not any(_is_used(name, piece) for piece in self.pieces)
         ]
 
-    def traced(self, model: nn.Module) -> list[nn.Module]:
-        """Those of `not_called` whose forward may be traced, with their plain attributes as constants."""
-        traces = any(piece.prepare is not None for piece in self.pieces)
-        return [module for _, module in self.not_called(model)] if traces else []
-
 
 def _is_used(path: str, piece: Piece) -> bool:
     return any(is_within(path, use) for use in piece.uses)
@@ -164,12 +159,8 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
             f"{shorten(hooked)}: hooks are registered on it, but under a pipeline it is not called as a whole; "
             "register them on the modules below it"
         )
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    if found := [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, tables) and module.sparse) or getattr(module, "scale_grad_by_freq", False)
-    ]:
+    tables = [(n, module) for n, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    if found := [name for name, table in tables if table.sparse or table.scale_grad_by_freq]:
         yield f"{shorten(found)}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
 
 

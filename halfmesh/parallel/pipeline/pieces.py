@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -120,10 +121,8 @@ class BlockPartition:
 
     def _block_piece(self, name: str) -> Piece:
         def run(model: nn.Module, call: Call, activations: Any) -> Any:
-            shared = None
-            if self.share is not None:
-                share = self.share
-                shared = call.once("shared", lambda: share(model, *call.args, **call.kwargs))
+            share = self.share and partial(self.share, model, *call.args, **call.kwargs)
+            shared = call.once("shared", share) if share else None
             return self.block(model.get_submodule(name), activations, shared)
 
         return Piece(name, (name, *self.shared_uses), run)

@@ -86,7 +86,8 @@ class Pipeline:
         for index, module in self._modules.items():
             module.params = [p for name, p in named if index in partition.stages_of(name)]
         self._error = ""
-        self._traced = partition.traced(model)
+        traces = any(piece.prepare is not None for piece in partition.pieces)
+        self._traced = [module for _, module in partition.not_called(model) if traces]
         self._known: dict[str, CallMetadata] = {}
 
     def look_up(self, call: Call) -> CallMetadata:

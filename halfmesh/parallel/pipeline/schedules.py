@@ -15,9 +15,6 @@ from ...utils.tensors import map_tensors, parameter_names, position_names, tenso
 from ...utils.torch_private import versions
 from .pieces import Call
 
-_ITEMS = (int, float, str, list, tuple, dict, np.ndarray, type(None))
-"""What may be the item of a row in a list, besides tensors that do not have all rows."""
-
 
 class SplitCall:
     """A call of a function that can be split along the batch, which is dim 0 of each tensor.
@@ -89,22 +86,12 @@ def _has_items_of_rows(tree: Any, rows: int) -> bool:
     """Return True if `tree` holds a list or array with an item for each row: names of samples, boxes of each image."""
     if isinstance(tree, np.ndarray):
         return tree.ndim > 0 and len(tree) == rows
-    if isinstance(tree, dict):
-        return any(_has_items_of_rows(item, rows) for item in tree.values())
-    if not isinstance(tree, (list, tuple)):
+    if not isinstance(tree, (list, tuple, dict)):
         return False
-    is_list_of_rows = len(tree) == rows and not hasattr(tree, "_fields")
-    is_list_of_rows &= all(
-        rows not in item.shape[:1] if isinstance(item, torch.Tensor) else isinstance(item, _ITEMS) for item in tree
-    )
-    return is_list_of_rows or any(_has_items_of_rows(item, rows) for item in tree)
-
-
-def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | None:
-    """The number of equal microbatches of `rows` rows: the lowest that `fits` accepts with at most `most` rows each,
-    else the highest that it accepts, else None."""
-    counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
-    return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
+    items = list(tree.values()) if isinstance(tree, dict) else tree
+    is_list = not isinstance(tree, dict) and not hasattr(tree, "_fields") and len(items) == rows
+    has_rows = any(isinstance(item, torch.Tensor) and rows in item.shape[:1] for item in items)  # which are split
+    return (is_list and not has_rows) or any(_has_items_of_rows(item, rows) for item in items)
 
 
 def forward_order(ranks: Sequence[int], count: int) -> Iterator[list[tuple[int, int]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,21 +126,12 @@ class Stage(PipelineStage):
             sent = (torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True),)
         super().__init__(module, index, count, device, input_args=received, output_args=sent, group=group)
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_memory():
-            return super()._prepare_forward_infra(*args, **kwargs)
-
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_memory():
-            return super()._prepare_backward_infra(*args, **kwargs)
-
-    @contextmanager
-    def _without_memory(self) -> Iterator[None]:
-        device, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
+        """Before the first step torch prepares the forward, then the backward, and allocates all buffers."""
+        found = super()._prepare_backward_infra(*args, **kwargs)
+        for chunk in self.args_recv_info:
+            self._free(chunk)
+        return found
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leave out sends from a rank to itself, which torch 2.11 makes for stages of one rank, and gloo refuses."""

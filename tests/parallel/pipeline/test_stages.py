@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -167,7 +167,6 @@ class Keeps(Layer):
             "nested": lambda: self.kept["list"][-1],
             "object": lambda: self.kept.table,
             "buffer": lambda: self.table,
-            "function": lambda: cached_table(rows),
         }
         return self.layer(x) + found[self.how]()
 
@@ -175,9 +174,6 @@ class Keeps(Layer):
 @dataclass
 class Box:
     table: Any = None
-
-
-cached_table = cache(table)
 
 
 def sequential(*modules: nn.Module) -> nn.Sequential:
@@ -239,7 +235,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "shared_layer": shared_layer,
     "scales": scales,
     "caches": lambda: sequential(linear(), Caches(), linear(), Caches(), linear()),
-    "kept_tables": lambda: sequential(*map(Keeps, ("number", "dict", "nested", "object", "buffer", "function"))),
+    "kept_tables": lambda: sequential(*map(Keeps, ("number", "dict", "nested", "object", "buffer"))),
     "functions": lambda: sequential(Inline(), Inline(), linear(), Inline()),
     "encoder": encoder,
     "gru": gru,
