@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..parallel.pipeline.pieces import Call
@@ -20,7 +19,7 @@ from ..parallel.trial import no_side_effects
 from ..utils.log import get_logger
 from ..utils.tensors import full_tensor, map_tensors, tensors_of
 from .accumulation import Accumulation, LossReduction
-from .pipeline_handles import Handle, PipelineLoss, replace
+from .pipeline_handles import Handle, PipelineLoss
 
 _log = get_logger(__name__)
 
@@ -40,13 +39,14 @@ class CriterionCalls:
 
     Attributes:
         given: the call that was split, whose tensors may not change before backward.
-        full: the call for the full batch, if the losses of the microbatches are compared with it.
+        whole: on the last stage, a copy of the call for the full batch, if the losses of the microbatches are compared
+            with its loss.
     """
 
     function: Callable[..., Any]
     calls: Sequence[Call]
     given: SplitCall
-    full: FullBatch | None
+    whole: Call | None
 
 
 class LastStage:
@@ -55,6 +55,9 @@ class LastStage:
     Args:
         params: this rank's; the first loss is refused if it depends on them other than through the output.
             None: not checked.
+
+    Attributes:
+        outputs: those of the microbatches, if they are kept.
     """
 
     def __init__(
@@ -68,25 +71,25 @@ class LastStage:
         self._accumulation = accumulation
         self._handle: Handle = loss.output
         self._criterion: CriterionCalls = loss.call
+        self._full_output = loss.output.batch.full
         count = len(self._criterion.calls)
         self._divisor = accumulation.seed_divisor * (count if accumulation.reduction == "mean" else 1)
         self._keeps_outputs = keeps_outputs
         self._params = params
         self._losses: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
-        self._outputs: list[Any] = []
+        self._compared: list[Any] = []
+        self.outputs: list[Any] = []
 
     def finish(self, output: Any, index: int) -> torch.Tensor:
         """The scaled loss of microbatch `index`, from which backward runs."""
         output = self._precision.cast_output(output)
         if self._keeps_outputs:
-            self._outputs.append(map_tensors(lambda tensor: full_tensor(tensor).detach(), output))
-        if self._criterion.full is not None:
-            self._criterion.full.keep(output)
-        call = self._criterion.calls[index]
-        args, kwargs = replace((call.args, dict(call.kwargs)), self._handle, output)
-        value = self._precision.criterion(self._criterion.function, *args, **kwargs)
-        total, weight = self._accumulation.check_loss(value)
+            self.outputs.append(map_tensors(lambda tensor: full_tensor(tensor).detach(), output))
+        if self._criterion.whole is not None:  # on the host: the device may have no room for all
+            copied = map_tensors(lambda tensor: full_tensor(tensor).detach().to("cpu", copy=True), output)
+            self._compared.append(copied)
+        total, weight = self._accumulation.check_loss(self._value(self._criterion.calls[index], output))
         if self._params is not None and index == 0:
             _refuse_other_ways(total, output, {id(param) for param in self._params})
         self._losses[index] = total.detach()
@@ -97,19 +100,50 @@ class LastStage:
     def figures(self, device: torch.device) -> torch.Tensor:
         """The batch's loss, its weight if weighted, and if compared the loss computed on the full batch, nan if equal:
         float64 [2] or [3]."""
-        reduction, full = self._accumulation.reduction, self._criterion.full
+        reduction = self._accumulation.reduction
         losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
         weights = [weight.to(device) for weight in self._weights.values()]
         weight = torch.stack(weights).sum() if weights else torch.zeros_like(losses[0])
         figures = torch.stack([losses.mean() if reduction == "mean" else losses.sum(), weight])
-        if full is None:
+        if self._criterion.whole is None:
             return figures
         divisor = {"mean": float(len(losses)), "sum": 1.0, "weighted": float(weight) or 1.0}[reduction]
-        return torch.cat([figures, figures.new_tensor([full.other_loss(losses.tolist(), divisor, self._precision)])])
+        return torch.cat([figures, figures.new_tensor([self.other_loss(losses.tolist(), divisor)])])
 
-    def output(self) -> Any:
-        """The outputs of all microbatches, joined."""
-        return join(self._outputs)
+    def other_loss(self, losses: Sequence[float], divisor: float) -> float:
+        """The full batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
+
+        Also nan if the outputs cannot be joined, or the criterion draws random numbers or fails on them. Weighted: its
+        sum / its weight.
+        """
+        function, device, full_output = self._criterion.function, self._precision.device, self._full_output
+        if not can_join(self._compared, full_output):
+            return nan
+        joined = iter(tensors_of(join(self._compared)))
+
+        def place(meta: torch.Tensor) -> torch.Tensor:  # by requires_grad a criterion may choose its inputs
+            return next(joined).to(device).requires_grad_(meta.requires_grad)
+
+        try:
+            with no_side_effects(function.modules() if isinstance(function, nn.Module) else (), device) as effects:
+                value = self._value(self._criterion.whole, map_tensors(place, full_output))
+                if effects.drew():
+                    return nan
+            total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
+            full = float(total) / float(weight)
+        except Exception as error:  # the criterion may accept microbatches of this size only
+            _log.info("the criterion could not be compared on the whole batch (%s)", error)
+            return nan
+        rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
+        size = max(abs(full), sum(map(abs, losses)) / divisor)
+        equal = abs(sum(losses) / divisor - full) <= rtol * size + _ATOL
+        return nan if equal or not isfinite(full) else full
+
+    def _value(self, call: Any, output: Any) -> Any:
+        """The criterion's value of `output`, which stands for the handle in `call`."""
+        arguments = call.args, dict(call.kwargs)
+        args, kwargs = map_tensors(lambda each: output if each is self._handle else each, arguments, Handle)
+        return self._precision.criterion(self._criterion.function, *args, **kwargs)
 
 
 def join(outputs: Sequence[Any]) -> Any:
@@ -148,60 +182,6 @@ def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
                 "with its output; for a penalty on weights use the optimizer's weight_decay"
             )
         todo += [following for following, _ in node.next_functions]
-
-
-# -- the full batch -----------------------------------------------------------------------------------------------
-
-
-class FullBatch:
-    """On the last stage: the criterion's call for a full batch, with `handle` instead of the output.
-
-    Args:
-        output: the model's output for the batch, without memory.
-    """
-
-    def __init__(self, criterion: Callable[..., Any], call: Call, handle: Handle, output: Any) -> None:
-        self._criterion = criterion
-        self._handle = handle
-        # A criterion may write into its targets.
-        self._args, self._kwargs = map_tensors(torch.clone, (call.args, dict(call.kwargs)))
-        self._output = output
-        self._parts: list[Any] = []
-
-    def keep(self, output: Any) -> None:
-        """Keep the output of the next microbatch, on the host: the device may have no room for all."""
-        self._parts.append(map_tensors(lambda tensor: full_tensor(tensor).detach().to("cpu", copy=True), output))
-
-    def other_loss(self, losses: Sequence[float], divisor: float, precision: Precision) -> float:
-        """The full batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
-
-        Also nan if the outputs cannot be joined, or the criterion draws random numbers or fails on them. Weighted: its
-        sum / its weight.
-        """
-        if not can_join(self._parts, self._output):
-            return nan
-        modules = self._criterion.modules() if isinstance(self._criterion, nn.Module) else ()
-        joined = iter(tensors_of(join(self._parts)))
-
-        def place(meta: torch.Tensor) -> torch.Tensor:  # by requires_grad a criterion may choose its inputs
-            return next(joined).to(precision.device).requires_grad_(meta.requires_grad)
-
-        try:
-            with no_side_effects(modules, precision.device) as effects:
-                output = map_tensors(place, self._output)
-                args, kwargs = replace((self._args, self._kwargs), self._handle, output)
-                value = precision.criterion(self._criterion, *args, **kwargs)
-                if effects.drew():
-                    return nan
-            total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
-            full = float(total) / float(weight)
-        except Exception as error:  # the criterion may accept microbatches of this size only
-            _log.info("the criterion could not be compared on the whole batch (%s)", error)
-            return nan
-        rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
-        size = max(abs(full), sum(map(abs, losses)) / divisor)
-        equal = abs(sum(losses) / divisor - full) <= rtol * size + _ATOL
-        return nan if equal or not isfinite(full) else full
 
 
 def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduction) -> None:

@@ -28,7 +28,7 @@ from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .last_stage import CriterionCalls, FullBatch, LastStage, can_join, join, refuse_other_loss
+from .last_stage import CriterionCalls, LastStage, can_join, join, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 from .row_trial import needs_whole, refuse_mixed_rows
@@ -94,7 +94,9 @@ class PipelineExecutor:
         self._split_batches = 0  # so far
         self._sent: list[dist.Work | None] = []
         self._has_run = False
-        self._has_tried = options.microbatches in (None, 1)  # True: no trial of mixed rows is needed any more
+        self._has_tried = (
+            options.microbatches in (None, 1) or not params.tries
+        )  # True: no trial of mixed rows is needed any more
         # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
         self._needs_whole = meets_in_forward or (None if params.tries else False)
         self._is_half = self._update.recipe.compute_dtype in HALF
@@ -134,12 +136,12 @@ class PipelineExecutor:
         if forward is None:
             return output.value()  # raises
         self._compare_inputs("targets", args, kwargs)
-        call, count = Call(args, kwargs), len(forward.calls)
-        given = SplitCall(criterion, call, self._options.non_split, "engine.criterion(...)")
+        given = SplitCall(criterion, Call(args, kwargs), self._options.non_split, "engine.criterion(...)")
+        count = len(forward.calls)
         calls = given.split([forward.given.rows // count] * count)
         compares = forward.full is not None and self._pipeline.has_last
-        full = FullBatch(criterion, call, output, forward.full) if compares else None
-        return PipelineLoss(output, CriterionCalls(criterion, calls, given, full))
+        whole = Call(*map_tensors(torch.clone, (args, kwargs))) if compares else None  # it may write into its targets
+        return PipelineLoss(output, CriterionCalls(criterion, calls, given, whole))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse anything but an unused loss of this pipeline."""
@@ -293,7 +295,7 @@ class PipelineExecutor:
 
     def _try_rows(self, forward: _Forward) -> None:
         """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
-        if self._has_tried or not self._pipeline.params.tries:
+        if self._has_tried:
             return
         if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
             self._has_tried = True
@@ -308,7 +310,8 @@ class PipelineExecutor:
             self._most_rows = max(self._most_rows, rows // wanted)
             return wanted
         least = 2 if self._model.training and self._has_batch_norm else 1
-        counts = [n for n in range(1, rows // least + 1) if rows % n == 0 and self._takes(n)]
+        find_problems = partial(self._schedule.find_problems, self._context.pp_size, self._options.chunks)
+        counts = [n for n in range(1, rows // least + 1) if rows % n == 0 and not any(find_problems(n))]
         most = max(self._most_rows, rows / wanted)
         # The fewest of those with no more rows than before, else the smallest ones.
         count = min((n for n in counts if rows / n <= most), default=max(counts, default=None))
@@ -319,10 +322,6 @@ class PipelineExecutor:
                 f"parallel.pipeline.schedule takes{of_two}; give the loader drop_last=True"
             )
         return count
-
-    def _takes(self, microbatches: int) -> bool:
-        size, chunks = self._context.pp_size, self._options.chunks
-        return not any(self._schedule.find_problems(size, chunks, microbatches))
 
     # -- after backward ----------------------------------------------------------------------------------------
 
@@ -364,7 +363,7 @@ class PipelineExecutor:
 
     def _send_output(self, handle: PipelineOutput, last: LastStage, forward: _Forward) -> None:
         tree = join([self._precision.cast_output(forward.known.stages[-1])] * len(forward.calls))
-        output, works = self._share(last.output() if self._pipeline.has_last else None, tree)
+        output, works = self._share(join(last.outputs) if self._pipeline.has_last else None, tree)
 
         def value() -> Any:
             _wait(works)

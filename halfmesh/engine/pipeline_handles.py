@@ -112,11 +112,6 @@ class LastStageOutput(Handle):
     )
 
 
-def replace(tree: Any, old: Handle, new: Any) -> Any:
-    """`tree` with `new` instead of `old`."""
-    return map_tensors(lambda handle: new if handle is old else handle, tree, Handle)
-
-
 def _values(tree: Any) -> Any:
     return map_tensors(Handle.value, tree, Handle)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import halfmesh
-from halfmesh import Call, Piece
+from halfmesh import Call, InputError, Piece
 from halfmesh.parallel.pipeline.partition import find_pieces, resolve
 from halfmesh.utils.tensors import tensors_of
 from tests.support.whole import close_whole
@@ -31,8 +31,11 @@ def stages_of(
     model: nn.Module, size: int, chunks: int = 1, partition: Any = "auto"
 ) -> tuple[list[str], tuple[float, ...], list[str]]:
     """Names of the stages and what each costs, and the reasons why there are none."""
-    found, problems = resolve(model, size, chunks, partition)
-    return (found.names, found.costs, problems) if found else ([], (), problems)
+    try:
+        found = resolve(model, size, chunks, partition)
+    except InputError as error:
+        return [], (), [str(error)]
+    return found.names, found.costs, []
 
 
 def compose(model: nn.Module, pieces: Sequence[Piece], *args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn, optim
 
-from ...errors import InputError, did_you_mean, shorten
+from ...errors import HalfmeshError, InputError, did_you_mean, shorten
 from ...utils.optimizer_state import kinds_of
 from ...utils.param_shard import ParamShard
 from ...utils.tensors import parameter_names, replace_data
-from ...utils.torch_private import is_compiled
+from ...utils.torch_private import call_hooks, is_compiled
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..mesh import ParallelContext
 from ..modules import meta_copy
@@ -56,16 +56,14 @@ class PipelineParallelism(Axis):
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Partition | None, list[str]]:
-        model, options = inputs.model, inputs.options
-        partition, problems = resolve(model, options.size, options.chunks, options.partition, options.schedule)
-        return partition, [
-            *_find_optimizer_problem(inputs.optimizer),
-            *_find_module_problems(model),
-            *_find_criterion_problem(model, inputs.criterion),
-            *(p if p.startswith("parallel.pipeline") else f"parallel.pipeline: {p}" for p in problems),
-            *_find_unknown_arguments(model, inputs.criterion, options.non_split),
-            *find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1),
-        ]
+        options, partition, problems = inputs.options, None, list[str]()
+        try:
+            partition = resolve(inputs.model, options.size, options.chunks, options.partition, options.schedule)
+        except HalfmeshError as error:
+            problems.append(f"parallel.pipeline: {error}")
+        problems += _find_problems(inputs, partition)
+        problems += find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1)
+        return partition, problems
 
     @staticmethod
     def apply(inputs: AxisInputs) -> StageParameters:
@@ -90,44 +88,41 @@ def _find_split_problems(config: Any) -> Iterator[str]:
         yield f"adds weights' gradients up in the dtype of the weights; leave gradient_dtype out, {instead}"
 
 
-def _find_optimizer_problem(optimizer: optim.Optimizer) -> Iterator[str]:
-    """The reason why `optimizer` cannot step the parameters of one stage separately."""
-    for group in optimizer.param_groups:
-        for key in filter(group.get, _OF_ALL_PARAMETERS):
-            yield (
-                f"optimizer: {kinds_of(optimizer)} has {key}={group[key]!r}, which it applies to all parameters "
-                "together, but a rank of a pipeline holds only some; set it to None (see clip_grad_norm in the config)"
-            )
-            return
-
-
-def _find_module_problems(model: nn.Module) -> Iterator[str]:
-    if any(is_compiled(module) for module in model.modules()):
-        yield "a compiled model cannot be cut into stages; pass it uncompiled"
-    synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if synced:
+def _find_problems(inputs: PlanInputs, partition: Partition | None) -> Iterator[str]:
+    """Reasons why model, optimizer and criterion cannot train where a rank holds some modules only."""
+    model, criterion = inputs.model, inputs.criterion
+    joint = {key: group[key] for group in inputs.optimizer.param_groups for key in _OF_ALL_PARAMETERS if group.get(key)}
+    for key, value in joint.items():
         yield (
-            f"{shorten(synced)}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm, "
-            "whose running statistics are averaged over the data ranks"
+            f"optimizer: {kinds_of(inputs.optimizer)} has {key}={value!r}, which it applies to all parameters "
+            "together, but a rank of a pipeline holds only some; set it to None (see clip_grad_norm in the config)"
         )
-
-
-def _find_criterion_problem(model: nn.Module, criterion: Any) -> Iterator[str]:
     own = set(criterion.parameters()) if isinstance(criterion, nn.Module) else ()
     if names := [name for name, param in model.named_parameters() if param in own]:
         yield (
             f"criterion: it uses weights of the model ({shorten(names)}), which belong to no stage; let the last "
             "module of the forward use them (logits of ArcFace), or train without parallel.pipeline"
         )
-
-
-def _find_unknown_arguments(model: nn.Module, criterion: Any, names: Sequence[str]) -> Iterator[str]:
-    """Names in `non_split` that neither the model nor the criterion takes."""
     known = [name for called in (model, criterion) if called is not None for name in parameter_names(called)]
-    if not any(name.startswith("*") for name in known):
-        for name in (name for name in names if name not in known):
-            near = did_you_mean(name, known)
-            yield f"parallel.pipeline.non_split: neither the model nor the criterion has an argument {name!r}{near}"
+    for name in (n for n in inputs.options.non_split if n not in known and not any(k.startswith("*") for k in known)):
+        near = did_you_mean(name, known)
+        yield f"parallel.pipeline.non_split: neither the model nor the criterion has an argument {name!r}{near}"
+    if any(is_compiled(module) for module in model.modules()):
+        yield "a compiled model cannot be cut into stages; pass it uncompiled"
+    if names := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
+        yield (
+            f"{shorten(names)}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm, "
+            "whose running statistics are averaged over the data ranks"
+        )
+    tables = [(n, module) for n, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    if names := [name for name, table in tables if table.sparse or table.scale_grad_by_freq]:
+        yield f"{shorten(names)}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
+    passed = partition.not_called(model) if partition is not None else []
+    if names := [name or "the model itself" for name, module in passed if call_hooks(module)]:
+        yield (
+            f"{shorten(names)}: hooks are registered on it, but under a pipeline it is not called as a whole; "
+            "register them on the modules below it"
+        )
 
 
 def find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ..modules import is_within
 from .fx_trace import UPDATES, is_models_own, line_of, plain_values, trace
 from .pieces import Call, Piece, signature_of
 
-_KEY = "parallel.pipeline.partition"
+_KEY = "partition"
 _REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "cauchy", "geometric")
 

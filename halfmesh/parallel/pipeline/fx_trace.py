@@ -134,15 +134,10 @@ class _Tracer(fx.Tracer):
         return partial(root_fn, self.root, *bound.args, **bound.kwargs), []
 
     def create_arg(self, value: Any) -> Any:
-        """Tensors from outside the model become constants of the graph. (fx would add them to the model.)"""
+        """Tensors that are on no module fx would add to the model."""
         arg: Any = super().create_arg(value)
         if isinstance(value, torch.Tensor) and str(arg.target).startswith("_tensor_constant"):
-
-            def constant() -> torch.Tensor:
-                return value
-
-            self.graph.erase_node(arg)
-            return self.graph.call_function(constant)
+            raise InputError("it uses a tensor that is not on the model; make it a buffer")
         return arg
 
     def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:

@@ -9,9 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ...errors import HalfmeshError, InputError, counted, shorten
+from ...errors import InputError, counted
 from ...utils.tensors import parameter_names
-from ...utils.torch_private import call_hooks
 from ..modules import is_within
 from ..registries import PARTITIONERS, SCHEDULES
 from .pieces import Piece
@@ -94,32 +93,32 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 
 
 def resolve(
     model: nn.Module, size: int, chunks: int, partition: str | Sequence[str] = "auto", schedule: str = "1f1b"
-) -> tuple[Partition | None, list[str]]:
-    """The partition of `model` into `size` x `chunks` stages for a schedule, and all problems."""
+) -> Partition:
+    """The partition of `model` into `size` x `chunks` stages for a schedule.
+
+    Raises:
+        HalfmeshError: there is none.
+    """
     count = size * chunks
     stages_text = f"pipeline.size={size}" + (f" x chunks={chunks}" if chunks > 1 else "")
     if not isinstance(partition, str) and len(partition) != count - 1:
-        return None, [
+        raise InputError(
             f"partition: {counted(len(partition), 'split point')} for {len(partition) + 1} stages, but {stages_text} "
             f"needs {count}; name the {counted(count - 1, 'module')} with which stages 1 to {count - 1} begin"
-        ]
-    try:
-        pieces = find_pieces(model, partition, count)
-    except HalfmeshError as error:
-        return None, [str(error)]
+        )
+    pieces = find_pieces(model, partition, count)
     if len(pieces) < count:
         names = ", ".join(piece.name for piece in pieces)
-        return None, [
+        raise InputError(
             f"{stages_text} needs {count} stages, but {type(model).__name__} has only {len(pieces)} pieces ({names}); "
             f"use at most {len(pieces)} stages, or a model with more blocks"
-        ]
+        )
     params = list(model.named_parameters(remove_duplicate=False))
     costs = [float(sum(p.numel() for p in {p for name, p in params if _is_used(name, each)})) for each in pieces]
     runs = list(pairwise(divide(costs, count)))
     stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
     ranks = tuple(SCHEDULES.get(schedule).rank_of(stage, size) for stage in range(count))
-    found = Partition(stages, ranks, tuple(sum(costs[begin:end]) for begin, end in runs))
-    return found, list(_find_problems(model, found))
+    return Partition(stages, ranks, tuple(sum(costs[begin:end]) for begin, end in runs))
 
 
 def divide(costs: Sequence[float], count: int) -> list[int]:
@@ -150,18 +149,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter or buffer the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in all_tensors(model)}
-
-
-def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
-    hooked = [name or "the model itself" for name, module in partition.not_called(model) if call_hooks(module)]
-    if hooked:
-        yield (
-            f"{shorten(hooked)}: hooks are registered on it, but under a pipeline it is not called as a whole; "
-            "register them on the modules below it"
-        )
-    tables = [(n, module) for n, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    if found := [name for name, table in tables if table.sparse or table.scale_grad_by_freq]:
-        yield f"{shorten(found)}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
 
 
 def _suggest(model: nn.Module, count: int) -> str:

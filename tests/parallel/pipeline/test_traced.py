@@ -77,7 +77,7 @@ def masks(self, x):
     mask = torch.ones((x.shape[0], x.shape[0]), device=x.device).tril()
     position = torch.arange(x.size(1)) * torch.tensor(2.0)
     x = mask @ self.c(mask @ self.b(self.a(x + position) * self.weight)) + position + self.table[0]
-    return x * self.plain * SCALE
+    return x * self.plain
 
 
 def operators(self, x):
@@ -337,6 +337,10 @@ def anything(self, x, **kwargs):
     return self.c(self.b(self.a(x)))
 
 
+def has_a_constant(self, x):
+    return self.c(self.b(self.a(x * SCALE)))
+
+
 def changes_its_argument(self, x):
     x.mul_(2)
     return self.c(self.b(self.a(x)))
@@ -391,6 +395,11 @@ COPY = "but other stages have a copy of it"
         (steps, ("b",), "it changes numbers or flags on the model"),
         (flips, ("b",), "draws random numbers of python or numpy"),
         (anything, ("b",), r"Net.forward takes \*args or \*\*kwargs, which cannot be traced .*PARTITIONERS"),
+        (
+            has_a_constant,
+            ("b",),
+            r"a tensor that is not on the model; make it a buffer \(`return .* SCALE\)\)\)`, line",
+        ),
         (changes_its_argument, ("b",), rf"changes x in place \(`x.mul_\(2\)`, line .*\), {COPY}"),
         (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(`mask \+= 1`, line .*\), {COPY}"),
         (updates_a_mask, ("b",), rf"changes gt in place \(`mask &= x < 2`, line .*\), {COPY}"),

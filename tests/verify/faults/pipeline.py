@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
-from halfmesh.engine.last_stage import FullBatch, LastStage
+from halfmesh.engine.last_stage import LastStage
 from halfmesh.parallel.pipeline.axis import StageParameters
 from halfmesh.parallel.pipeline.runner import Pipeline
 from halfmesh.parallel.pipeline.stage import StageModule
@@ -75,7 +75,7 @@ def targets_of_another_microbatch(patch: pytest.MonkeyPatch) -> None:
         self._criterion.calls = [*self._criterion.calls[1:], self._criterion.calls[0]]
 
     patch.setattr(LastStage, "__init__", init)
-    patch.setattr(FullBatch, "other_loss", lambda *args: math.nan)  # else the engine itself sees it
+    patch.setattr(LastStage, "other_loss", lambda *args: math.nan)  # else the engine itself sees it
 
 
 def microbatch_weights_lost(patch: pytest.MonkeyPatch) -> None:
