@@ -53,19 +53,14 @@ class LastStage:
     """Computes the loss of each microbatch, and keeps the values to send to the other stages.
 
     Args:
-        params: this rank's; the first loss is refused if it depends on them other than through the output.
-            None: not checked.
+        params: the first loss is refused if it depends on these other than through the output.
 
     Attributes:
         outputs: those of the microbatches, if they are kept.
     """
 
     def __init__(
-        self,
-        accumulation: Accumulation,
-        loss: PipelineLoss,
-        keeps_outputs: bool,
-        params: Collection[nn.Parameter] | None,
+        self, accumulation: Accumulation, loss: PipelineLoss, keeps_outputs: bool, params: Collection[nn.Parameter]
     ) -> None:
         self._precision = accumulation.precision
         self._accumulation = accumulation
@@ -90,7 +85,7 @@ class LastStage:
             copied = map_tensors(lambda tensor: full_tensor(tensor).detach().to("cpu", copy=True), output)
             self._compared.append(copied)
         total, weight = self._accumulation.check_loss(self._value(self._criterion.calls[index], output))
-        if self._params is not None and index == 0:
+        if self._params and index == 0:
             _refuse_other_ways(total, output, {id(param) for param in self._params})
         self._losses[index] = total.detach()
         if weight is not None:

@@ -23,7 +23,6 @@ from ..parallel.pipeline.schedules import SplitCall
 from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
-from ..utils.log import get_logger
 from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
@@ -35,8 +34,6 @@ from .row_trial import needs_whole, refuse_mixed_rows
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
-
-_log = get_logger(__name__)
 
 
 @dataclass
@@ -128,8 +125,7 @@ class PipelineExecutor:
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A handle of the loss where an output is a handle, else the criterion's value."""
-        outputs = leaves_of((args, kwargs), PipelineOutput)
-        output = next((handle for handle in outputs if not handle.is_ready), None)
+        output = next((handle for handle in leaves_of((args, kwargs), PipelineOutput) if not handle.is_ready), None)
         if output is None:
             return self._precision.criterion(criterion, *args, **kwargs)
         forward: _Forward | None = output.batch
@@ -165,7 +161,7 @@ class PipelineExecutor:
         self._refuse_changes(forward, loss.call)
         self._split_batches += len(forward.calls) > 1
         self._try_rows(forward)
-        params = None if self._has_run else list(self._model.parameters())
+        params = () if self._has_run else tuple(self._model.parameters())
         self._has_run = True
         keeps_outputs = self._options.keep_outputs
         last = LastStage(self._accumulation, loss, keeps_outputs, params)
@@ -202,11 +198,8 @@ class PipelineExecutor:
 
     def _evaluate(self, call: Call) -> Any:
         """The output of a batch, on the last stage: computed in microbatches, if that gives the same."""
-        calls, whole = self._split_evaluation(call), self._pipeline.look_up(call).stages[-1]
-        if len(calls) > 1 and not can_join([self._pipeline.look_up(each).stages[-1] for each in calls], whole):
-            calls = [call]
-        outputs = self._pipeline.evaluate(calls)
-        return outputs[0] if len(outputs) == 1 else join(outputs) if outputs else None
+        outputs = self._pipeline.evaluate(self._split_evaluation(call))
+        return join(outputs) if len(outputs) > 1 else next(iter(outputs), None)
 
     def _split_evaluation(self, call: Call) -> Sequence[Call]:
         """The microbatches of a batch to evaluate, of which the last one may be smaller; or the batch itself."""
@@ -224,15 +217,13 @@ class PipelineExecutor:
             return [call]
         if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
             return [call]
+        whole, *parts = (self._pipeline.look_up(each).stages[-1] for each in (call, *calls))
+        if not can_join(parts, whole):
+            return [call]
         if self._needs_whole is None:
             joined = given.first(sum(sizes[:2]))
             with unobserved(), torch.compiler.set_stance("force_eager"):
                 self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:2], self._is_half)
-            if self._needs_whole:
-                _log.info(
-                    "evaluation runs each batch whole, not in microbatches: its rows are mixed, or forward draws "
-                    "random numbers or writes attributes or buffers"
-                )
         return calls if self._needs_whole is False else [call]
 
     # -- before backward ---------------------------------------------------------------------------------------
@@ -248,14 +239,11 @@ class PipelineExecutor:
             ranks.compare_inputs(self._model.training, args, kwargs, of)
 
     def _refuse_changes(self, forward: _Forward, criterion: CriterionCalls) -> None:
-        changed = ""
-        if forward.known.modes != self._pipeline.modes():
-            changed = "the model was changed (engine.eval(), engine.train(), an attribute)"
-        elif forward.given.was_changed() or criterion.given.was_changed():
-            changed = "an input or a target was changed in place"
-        if changed:
+        is_same = forward.known.modes == self._pipeline.modes()
+        if not is_same or forward.given.was_changed() or criterion.given.was_changed():
+            what = "an input or a target was changed in place" if is_same else "the model's mode or attributes changed"
             raise InputError(
-                f"{changed} between engine(...) and engine.backward(loss), which computes the forward, too, under a "
+                f"{what} between engine(...) and engine.backward(loss), which computes the forward, too, under a "
                 "pipeline; call backward first (or change a copy)"
             )
 
@@ -327,8 +315,8 @@ class PipelineExecutor:
 
     def _broadcast(self, *tensors: torch.Tensor) -> list[dist.Work | None]:
         """Send from the last stage to the others, without waiting."""
-        source = self._context.last_stage
-        works = [dist.broadcast(tensor, group_src=source, group=self._group, async_op=True) for tensor in tensors]
+        last = self._context.last_stage
+        works = [dist.broadcast(tensor, group_src=last, group=self._group, async_op=True) for tensor in tensors]
         self._sent += works
         return works
 

@@ -120,7 +120,6 @@ def _operator(name: str) -> Callable[..., Any]:
     def call(self: Handle, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.value(), name)(*_values(args), **kwargs)
 
-    call.__name__ = name
     return call
 
 

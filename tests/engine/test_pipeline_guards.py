@@ -178,7 +178,7 @@ MESSAGES = {
     "nothing": "engine(...) was given no tensor with a batch dim",
     "model": "the model itself was called, but this rank holds only stage",
     "batch norm": "nothing",
-    "mode": "the model was changed (engine.eval(), engine.train(), an attribute) between engine(...) and",
+    "mode": "the model's mode or attributes changed between engine(...) and",
     "input changed": CHANGED,
     "target changed": CHANGED,
     "twice": "engine.backward(loss) was called twice for one output; call engine(...) again before",

@@ -22,7 +22,6 @@ from ..modules import is_within
 from .fx_trace import UPDATES, is_models_own, line_of, plain_values, trace
 from .pieces import Call, Piece, signature_of
 
-_KEY = "partition"
 _REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "cauchy", "geometric")
 
@@ -37,14 +36,14 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
     known = dict(model.named_modules())
     for point in points:
         if point not in known:
-            raise InputError(f"{_KEY}: {point!r} is not a module of the model{did_you_mean(point, known)}")
+            raise InputError(f"partition: {point!r} is not a module of the model{did_you_mean(point, known)}")
     forward = _SplitForward(model, points)
     pieces = [
         Piece(name, uses, partial(forward.run, index), forward.prepare)
         for index, (name, uses) in enumerate(zip(("the beginning", *points), forward.uses, strict=True))
     ]
     if empty := [piece.name for piece in pieces if not piece.uses]:
-        raise InputError(f"{_KEY}: no module is left for the stage of {empty[0]}; name other split points")
+        raise InputError(f"partition: no module is left for the stage of {empty[0]}; name other split points")
     return pieces
 
 
@@ -152,11 +151,13 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
                 begins.setdefault(point, position)
     missing = [point for point in points if point not in begins]
     if missing:
-        raise InputError(f"{_KEY}: {', '.join(missing)} is never called by the model's forward; name modules that are")
+        raise InputError(
+            f"partition: {', '.join(missing)} is never called by the model's forward; name modules that are"
+        )
     starts = [begins[point] for point in points]
     if starts != sorted(starts):
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
-        raise InputError(f"{_KEY}: the forward calls these modules in the order {order}; name them in that order")
+        raise InputError(f"partition: the forward calls these modules in the order {order}; name them in that order")
     piece_of: dict[fx.Node, int] = {}  # every stage computes nodes that are not in it
     for position, node in enumerate(nodes):
         if not _follows_from_arguments(node, piece_of):
@@ -183,8 +184,8 @@ def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
         return
     name = changed.target if is_of_weights else changed
     raise InputError(
-        f"{_KEY}: the forward changes {name} in place{node.meta['line']}, but other stages have a copy of it; use the "
-        "form that returns a new tensor, or change a buffer in the stage that uses it first, or in a separate module"
+        f"partition: the forward changes {name} in place{node.meta['line']}, but other stages have a copy of it; use "
+        "the form that returns a new tensor, or change a buffer where it is used first, or in a separate module"
     )
 
 

@@ -42,8 +42,7 @@ class Partition:
 
     def stages_of(self, name: str) -> list[int]:
         """The stages that use the module, parameter or buffer of that name; the first, if no piece uses it."""
-        found = [i for i, stage in enumerate(self.stages) if any(_is_used(name, piece) for piece in stage)]
-        return found or [0]
+        return [i for i, stage in enumerate(self.stages) if any(_is_used(name, piece) for piece in stage)] or [0]
 
     def ranks_of(self, name: str) -> set[int]:
         """The pipeline ranks whose stages use the module, parameter or buffer of that name."""
@@ -84,8 +83,7 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 
 
         return split_at(model, partition)
     for _, partitioner in PARTITIONERS.each() if partition == "auto" else [(partition, PARTITIONERS.get(partition))]:
-        pieces = partitioner.pieces_of(model)
-        if pieces is not None:
+        if (pieces := partitioner.pieces_of(model)) is not None:
             return list(pieces)
     which = "no partitioner knows" if partition == "auto" else f"the partitioner {partition!r} does not know"
     raise InputError(f"{which} {type(model).__name__}; {_suggest(model, stages)}")

@@ -119,10 +119,9 @@ class Pipeline:
         """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
         trees: list[Any] = []
         for stage, rank in enumerate(self._partition.ranks):
-            told, failure, error = b"", None, None
-            if rank == self.context.pp_rank or is_simulated():
-                infer = partial(self._infer_stage, call, stage, trees[-1] if trees else None)
-                told, failure, error = attempt(infer)
+            infer = partial(self._infer_stage, call, stage, trees[-1] if trees else None)
+            is_mine = rank == self.context.pp_rank or is_simulated()
+            told, failure, error = attempt(infer) if is_mine else (b"", None, None)
             told, failure = broadcast_object((told, failure), rank, self.context.device, self.context.group("pp"))
             if failure:
                 words, is_input = failure
