@@ -69,7 +69,7 @@ class StageModule(nn.Module):
         self.is_last = index == count - 1
         self.params: Sequence[nn.Parameter] = ()
         self._context = context
-        self.batch: Batch | None = None
+        self.batch: Any = None  # a Batch, while a schedule runs
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The stage's parameters: torch needs them to split backward into inputs' and weights' gradients."""
@@ -91,7 +91,6 @@ class StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, number = self.batch, int(index)  # on the CPU: no device is waited for
-        assert batch is not None
         activations, link = unpack(received, batch.metadata[self.index - 1]) if received else (None, None)
         activations = self.compute(batch.calls[number], activations)
         if self.is_last:
@@ -111,6 +110,8 @@ class Stage(PipelineStage):
     Args:
         metadata: each stage's output, which torch would otherwise send.
     """
+
+    submod: StageModule
 
     def __init__(
         self,
