@@ -3,6 +3,6 @@
 axis                       the config keys, checks of the model, and the parameters of this rank's stages
 pieces, partition          the pieces of a model, and their partition into stages
 fx_split, fx_trace         the pieces of a model that no partitioner knows: traces its forward, and splits it at modules
-transport, stage           shapes and messages between stages, and a stage as torch's schedules call it
-schedules, runner          microbatches and their order, and the passes of batches through the stages
+transport, stage           messages between stages, and a stage as torch's schedules call it
+schedules, runner          microbatches and their order, the shapes of what stages return, and the passes of batches
 """
