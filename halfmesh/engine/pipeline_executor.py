@@ -23,7 +23,7 @@ from ..parallel.pipeline.schedules import SplitCall
 from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
-from ..utils.tensors import leaves_of, map_tensors, tensors_of
+from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
 from .executor import random_numbers
@@ -86,14 +86,13 @@ class PipelineExecutor:
         self._same = parallel_model.same
         self._sequences = parallel_model.sequences
         self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
-        self._given = partial(SplitCall, model, non_split=options.non_split, name="engine(...)")
+        self._given = partial(SplitCall, parameter_names(model), non_split=options.non_split, name="engine(...)")
         self._most_rows = 0  # of a microbatch so far
         self._split_batches = 0  # so far
         self._sent: list[dist.Work | None] = []
         self._has_run = False
-        self._has_tried = (
-            options.microbatches in (None, 1) or not params.tries
-        )  # True: no trial of mixed rows is needed any more
+        # True: no trial of mixed rows is needed any more.
+        self._has_tried = options.microbatches in (None, 1) or not params.tries
         # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
         self._needs_whole = meets_in_forward or (None if params.tries else False)
         self._is_half = self._update.recipe.compute_dtype in HALF
@@ -118,7 +117,7 @@ class PipelineExecutor:
             self._compare_output(output)
         if self._options.eval_outputs == "all":
             output, _ = self._share(output, self._pipeline.look_up(call).stages[-1])
-            self.close()
+            self.close()  # waits for it
         elif not self._pipeline.has_last:
             return LastStageOutput()
         return self._precision.cast_output(output)
@@ -132,7 +131,8 @@ class PipelineExecutor:
         if forward is None:
             return output.value()  # raises
         self._compare_inputs("targets", args, kwargs)
-        given = SplitCall(criterion, Call(args, kwargs), self._options.non_split, "engine.criterion(...)")
+        names, call = parameter_names(criterion), Call(args, kwargs)
+        given = SplitCall(names, call, self._options.non_split, "engine.criterion(...)")
         count = len(forward.calls)
         calls = given.split([forward.given.rows // count] * count)
         compares = forward.full is not None and self._pipeline.has_last

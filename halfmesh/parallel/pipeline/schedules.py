@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.distributed import pipelining
 
 from ...errors import InputError
-from ...utils.tensors import map_tensors, parameter_names, position_names, tensors_of
+from ...utils.tensors import map_tensors, position_names, tensors_of
 from ...utils.torch_private import versions
 from .pieces import Call
 
@@ -20,7 +20,7 @@ class SplitCall:
     """A call of a function that can be split along the batch, which is dim 0 of each tensor.
 
     Args:
-        what: the function, whose signature names the positional arguments.
+        names: the `parameter_names` of the function.
         non_split: names of arguments without a batch dim, which every microbatch gets unsplit.
         name: the function's name in messages.
 
@@ -29,10 +29,9 @@ class SplitCall:
         rows: of the first tensor that is split; 0 if there is none.
     """
 
-    def __init__(self, what: Callable[..., Any], call: Call, non_split: Collection[str], name: str) -> None:
-        names = position_names(parameter_names(what), len(call.args))
+    def __init__(self, names: Sequence[str], call: Call, non_split: Collection[str], name: str) -> None:
         self._call, self._non_split, self._name = call, non_split, name
-        self._values = [*zip(names, call.args, strict=True), *call.kwargs.items()]
+        self._values = [*zip(position_names(names, len(call.args)), call.args, strict=True), *call.kwargs.items()]
         self._named = [(name, tensor) for name, value in self._values for tensor in tensors_of(value)]
         self.tensors = [tensor for _, tensor in self._named]
         self.rows: int = next((t.shape[0] for name, t in self._named if name not in non_split and t.dim()), 0)
