@@ -114,11 +114,7 @@ class Stage(PipelineStage):
     submod: StageModule
 
     def __init__(
-        self,
-        module: StageModule,
-        metadata: Sequence[Any],
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        self, module: StageModule, metadata: Sequence[Any], device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         index, count = module.index, len(metadata)
         received = on_wire(metadata[index - 1]) if index else ()
