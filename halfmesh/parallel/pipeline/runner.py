@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ...utils.tensors import map_tensors
 from ...utils.torch_private import DATA_NEEDED
 from ..comm import broadcast_object, is_simulated
 from ..modules import meta_copy, run_without_data
-from ..rank_checks import attempt
 from ..rng import IsolatedRNG
 from .axis import StageParameters
 from .fx_trace import plain_attributes, plain_values
@@ -119,9 +117,13 @@ class Pipeline:
         """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
         trees: list[Any] = []
         for stage, rank in enumerate(self._partition.ranks):
-            infer = partial(self._infer_stage, call, stage, trees[-1] if trees else None)
-            is_mine = rank == self.context.pp_rank or is_simulated()
-            told, failure, error = attempt(infer) if is_mine else (b"", None, None)
+            told, error = b"", None
+            if rank == self.context.pp_rank or is_simulated():
+                try:
+                    told = self._infer_stage(call, stage, trees[-1] if trees else None)
+                except Exception as raised:
+                    error = raised
+            failure = (str(error), isinstance(error, InputError)) if error else None
             told, failure = broadcast_object((told, failure), rank, self.context.device, self.context.group("pp"))
             if failure:
                 words, is_input = failure
