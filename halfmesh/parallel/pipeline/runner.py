@@ -117,10 +117,13 @@ class Pipeline:
         """Each stage's output for `call`: each rank finds those of its stages, and tells them the others."""
         trees: list[Any] = []
         for stage, rank in enumerate(self._partition.ranks):
-            told, error = b"", None
-            if rank == self.context.pp_rank or is_simulated():
+            given, told, error = trees[-1] if trees else None, b"", None
+            if is_simulated():  # there are no other ranks
+                trees.append(self._infer_stage(call, stage, given))
+                continue
+            if rank == self.context.pp_rank:
                 try:
-                    told = self._infer_stage(call, stage, trees[-1] if trees else None)
+                    told = pickle.dumps(self._infer_stage(call, stage, given))
                 except Exception as raised:
                     error = raised
             failure = (str(error), isinstance(error, InputError)) if error else None
@@ -132,8 +135,8 @@ class Pipeline:
                 trees.append(pickle.loads(told))
         return trees
 
-    def _infer_stage(self, call: Call, stage: int, given: Any) -> bytes:
-        """The output of `stage` for `call`, pickled: a tree of tensors on the meta device. Nothing is computed.
+    def _infer_stage(self, call: Call, stage: int, given: Any) -> Any:
+        """The output of `stage` for `call`: a tree of tensors on the meta device. Nothing is computed.
 
         Args:
             given: the output of the stage before it; None for the first one.
@@ -166,7 +169,7 @@ class Pipeline:
                 "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
                 f"stages (.item(), if or boolean indexing of activations ask for values): {str(error).splitlines()[0]}"
             ) from error
-        return pickle.dumps(map_tensors(_on_meta, tree))
+        return map_tensors(_on_meta, tree)
 
     def _prepare(self, call: Call) -> nn.Module:
         """A copy without data of the full model, in the modes of this rank's, after `prepare` of its pieces for `call`.
