@@ -92,7 +92,7 @@ class PipelineExecutor:
         self._sent: list[dist.Work | None] = []
         self._has_run = False
         # True: no trial of mixed rows is needed any more.
-        self._has_tried = options.microbatches in (None, 1) or not params.tries
+        self._has_tried = options.microbatches in (None, 1)
         # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
         self._needs_whole = meets_in_forward or (None if params.tries else False)
         self._is_half = self._update.recipe.compute_dtype in HALF
@@ -283,7 +283,7 @@ class PipelineExecutor:
 
     def _try_rows(self, forward: _Forward) -> None:
         """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
-        if self._has_tried:
+        if self._has_tried or not self._pipeline.params.tries:
             return
         if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
             self._has_tried = True

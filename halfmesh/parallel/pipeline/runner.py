@@ -129,8 +129,7 @@ class Pipeline:
             failure = (str(error), isinstance(error, InputError)) if error else None
             told, failure = broadcast_object((told, failure), rank, self.context.device, self.context.group("pp"))
             if failure:
-                words, is_input = failure
-                raise error or (InputError if is_input else RuntimeError)(words)
+                raise error or (InputError if failure[1] else RuntimeError)(failure[0])
             with torch.inference_mode(False):
                 trees.append(pickle.loads(told))
         return trees
