@@ -12,6 +12,8 @@ adapter that was written gives.
 import argparse
 import os
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -31,7 +33,7 @@ args = parser.parse_args()
 args.batch = 8 if args.layout == "tensor" else max(8 // RANKS, 1)  # 8 sentences per update in all
 
 
-def make_model(folder):
+def make_model(folder: str) -> None:
     """Write a Llama with random weights, and a tokenizer for which each byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *alphabet])}  # 258: 2 ranks divide them
@@ -39,8 +41,10 @@ def make_model(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes, use_cache=False)).save_pretrained(folder)
+    sizes = LlamaConfig(
+        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(sizes).save_pretrained(folder)
 
 
 made = tempfile.TemporaryDirectory()  # each rank makes its own, which is the same
@@ -55,14 +59,14 @@ lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CA
 model = get_peft_model(base, lora)  # only the adapters are trained
 
 
-def collate(questions):
+def collate(questions: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
     """A batch, padded to one length; labels of -100 are not learnt."""
     batch = tokenizer([f"{n} times {m} is {n * m}." for n, m in questions], return_tensors="pt", padding="max_length",
                       max_length=24, truncation=True, return_token_type_ids=False)  # fmt: skip
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-questions = [(n, m) for n in range(8) for m in range(8)]
+questions: Any = [(n, m) for n in range(8) for m in range(8)]  # a Dataset to torch: it has a length and items
 engine = halfmesh.initialize(
     model,
     torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=4e-3),

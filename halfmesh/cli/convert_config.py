@@ -106,8 +106,9 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
     try:
         found = read_raw(path)[0]
         whole = found.get("CONFIG")  # Colossal-AI's launch takes this dict, too
-        is_whole = origin == "colossal" and isinstance(whole, Mapping)
-        return {**{key: value for key, value in found.items() if key != "CONFIG"}, **whole} if is_whole else found
+        if origin == "colossal" and isinstance(whole, Mapping):
+            return {**{key: value for key, value in found.items() if key != "CONFIG"}, **whole}
+        return found
     except ConfigError as error:
         if "'colossalai" not in str(error):
             raise

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..pipeline.pieces import BlockPartition
-from ..tensor.plans import LayerPlan
+from ..tensor.plans import LayerPlan, elementwise
 
 # -- layers over tensor ranks ----------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ def _find_norm(layer: Any) -> str | None:
 def _find_mlp_problem(mlp: Any) -> str | None:
     if isinstance(getattr(mlp, "fc1", None), nn.Conv2d):
         return "its layers are Conv2d, and only Linear ones can be sharded; build the model with those (conv_mlp=False)"
-    return _find_norm(mlp)
+    return _find_norm(mlp) or elementwise("act")(mlp)
 
 
 def _mlp(name: str, **styles: str) -> LayerPlan:

@@ -10,7 +10,7 @@ from torch import nn
 from ...utils.torch_private import call_hooks
 from ..modules import comes_from
 from ..pipeline.pieces import Call, Piece, children_of
-from ..tensor.plans import LayerPlan
+from ..tensor.plans import LayerPlan, elementwise
 
 TORCH_ATTENTION = LayerPlan(
     layers=("torch.nn.modules.activation.MultiheadAttention",),
@@ -23,6 +23,7 @@ TORCH_ENCODER = LayerPlan(
 TORCH_LAYER = LayerPlan(
     layers=tuple(f"torch.nn.modules.transformer.Transformer{kind}Layer" for kind in ("Encoder", "Decoder")),
     styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
+    find_problem=elementwise("activation"),
 )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from ...errors import InputError
 from ...utils.param_shard import compute_dtype
 from ..pipeline.pieces import BlockPartition
-from ..tensor.plans import LayerPlan
+from ..tensor.plans import LayerPlan, elementwise
 from .peft import base_model
 
 # -- a model's own tensor plan ---------------------------------------------------------------------------------------
@@ -108,6 +108,7 @@ GPT2_ATTENTION = LayerPlan(
 GPT2_MLP = LayerPlan(
     layers=("transformers.models.gpt2.modeling_gpt2.GPT2MLP",),
     styles={"c_fc": "colwise", "c_proj": "rowwise"},
+    find_problem=elementwise("act"),
 )
 
 
@@ -129,6 +130,7 @@ BERT_ATTENTION = LayerPlan(
 BERT_LAYER = LayerPlan(
     layers=_bert_kinds("Layer"),
     styles={"intermediate.dense": "colwise", "output.dense": "rowwise"},
+    find_problem=elementwise("intermediate.intermediate_act_fn"),
 )
 
 T5_ATTENTION = LayerPlan(
@@ -143,6 +145,7 @@ T5_ATTENTION = LayerPlan(
 T5_MLP = LayerPlan(
     layers=tuple(f"transformers.models.t5.modeling_t5.T5Dense{kind}Dense" for kind in ("Act", "GatedAct")),
     styles={"wi*": "colwise", "wo": "rowwise"},
+    find_problem=elementwise("act"),
 )
 
 # -- sharded sequences -------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +19,19 @@ from ..modules import comes_from, is_within
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
 from .layers import ShardedLayer, TensorAxis
-from .styles import Attention, Colwise, Heads, Rowwise, SequenceBegin, SequenceEnd, Style, Vocab, parse_style
+from .styles import (
+    Attention,
+    Colwise,
+    ColwiseGather,
+    Heads,
+    Rowwise,
+    RowwiseSplit,
+    SequenceBegin,
+    SequenceEnd,
+    Style,
+    Vocab,
+    parse_style,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,13 @@ class Assignment:
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.text}, from plan {self.plan!r})"
+
+
+def elementwise(name: str) -> Callable[[Any], str | None]:
+    """A `find_problem`: the layer's activation, under this name, has to work on each feature separately."""
+    softmaxes = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
+    message = "its activation is a softmax over features, which are sharded; use another one"
+    return lambda layer: message if isinstance(attrgetter(name)(layer), softmaxes) else None
 
 
 @dataclass(frozen=True)
@@ -266,11 +287,23 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
                 "style to the module around it. (torch.nn.MultiheadAttention takes keys and values separately, and "
                 "cannot be in one: set sequence_parallel=False)"
             )
+        elif isinstance(a.style, RowwiseSplit) and a.in_region and not _gathers_before(a, assignments):
+            yield (
+                f"{a}: its input is that of its 'region', whose gradients are summed over the ranks, and each would "
+                "give the whole gradient; use 'rowwise' after a 'colwise' layer, or leave it whole"
+            )
         elif a.style.is_region and a.name not in between:
             yield (
                 f"{a}: it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its "
                 "modules, so its sequence is whole already; set sequence_parallel=False, or write a plan without this"
             )
+
+
+def _gathers_before(split: Assignment, assignments: Sequence[Assignment]) -> bool:
+    """Return True if a layer of the same region gathers features, as the input of `split`."""
+    regions = [a.name for a in assignments if a.style.is_region and is_within(split.name, a.name)]
+    gathers = [a.name for a in assignments if isinstance(a.style, ColwiseGather)]
+    return any(is_within(name, region) for name in gathers for region in regions)
 
 
 def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:

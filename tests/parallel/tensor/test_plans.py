@@ -306,6 +306,7 @@ WHOLE = "it is not between 'sequence_begin' and 'sequence_end', in the order in 
             {**SEQUENCE, "layers.*.other": "attention", "layers.*.other.out_proj": "rowwise"},
             "layers.0.other (attention, from plan 'layers.*.other'): " + OUTSIDE,
         ),
+        ({**SEQUENCE, "layers.*.mlp.2": "rowwise_split"}, "mlp.2'): its input is that of its 'region'"),
     ],
 )
 def test_sequence_parallelism_needs_to_know_all_that_lies_between(plan, words):
@@ -316,6 +317,11 @@ def test_patterns_that_shard_the_sequence_are_checked_without_the_key_too():
     assert f"layers.0.mlp.0 (colwise, from plan 'layers.*.mlp.0'): {OUTSIDE}" in refused(
         Decoder(), without("layers.*.mlp")
     )
+
+
+def test_features_that_were_gathered_in_a_region_may_be_split_there():
+    plan = {**SEQUENCE, "layers.*.mlp.0": "colwise_gather", "layers.*.mlp.2": "rowwise_split"}
+    assert resolve(Decoder(), 2, plan, sequence_parallel=True)[1] == []
 
 
 def test_models_that_bring_a_plan_with_heads_that_do_not_fit():

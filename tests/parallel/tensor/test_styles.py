@@ -64,3 +64,9 @@ def test_layers_that_cannot_be_divided(style, make, size, words):
     assert f"layer ({style}, from plan 'layer'): {words}" in refused(
         model, {"layer": style, "other": "rowwise"}, size=size
     )
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_a_softmax_over_features_is_no_activation_of_a_sharded_layer(kind):
+    model = nn.Sequential(kind(4, 2, 8, activation=nn.Softmax(-1)))
+    assert f"0 ({kind.__name__}): its activation is a softmax over features, which are sharded" in refused(model)
