@@ -30,6 +30,9 @@ class Split:
         """The shape of the full tensor, from that of one of `size` shards."""
         return torch.Size(n * size if dim == self.dim else n for dim, n in enumerate(part))
 
+    def __str__(self) -> str:
+        return f"dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
+
 
 @dataclass(frozen=True)
 class Box:
