@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import re
@@ -267,25 +268,32 @@ def save_pretrained(
 ) -> None:
     """`Engine.save_pretrained`. All ranks together."""
     model: Any = state.model
-    if not hasattr(model, "save_pretrained"):
+    names = _names_of_adapter(model, options.get("selected_adapters"))
+    # Others would write what this rank holds: diffusers' and the hub's mixin look at the model's own state dict.
+    if names is None and "state_dict" not in inspect.signature(getattr(model, "save_pretrained", len)).parameters:
         raise InputError(
-            f"a {type(model).__name__} has no save_pretrained, as models of Hugging Face have; write the weights to a "
-            "file by engine.save_weights(path)"
+            f"a {type(model).__name__} has no save_pretrained(folder, state_dict=...), as models of transformers and "
+            "PEFT have; write the weights to a file by engine.save_weights(path)"
         )
-    weights = full_state_dict(state, context, only=_names_of_adapter(model))
+    weights = full_state_dict(state, context, only=names)
     if dtype is not None:
-        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        cast = {id(value): value.to(dtype) for value in weights.values() if value.is_floating_point()}  # ties stay
+        weights = {name: cast.get(id(value), value) for name, value in weights.items()}
     run_on_rank_zero(
         context, f"saving to {folder} failed", lambda: model.save_pretrained(folder, state_dict=weights, **options)
     )
 
 
-def _names_of_adapter(model: Any) -> set[str] | None:
-    """The names in the state dict of what PEFT writes of a model with adapters; None for other models."""
+def _names_of_adapter(model: Any, selected: Sequence[str] | None) -> set[str] | None:
+    """The names in the state dict of what PEFT writes of a model with adapters, or of those that are `selected`; None
+    for other models."""
     if base_model(model) is model:
         return None
     from peft import get_peft_model_state_dict
 
     stand_ins = {name: torch.empty(0) for name in model.state_dict()}
-    written = {id(value) for value in get_peft_model_state_dict(model, state_dict=dict(stand_ins)).values()}
+    written: set[int] = set()
+    for adapter in selected or model.peft_config:
+        found = get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
+        written.update(map(id, found.values()))
     return {name for name, value in stand_ins.items() if id(value) in written}

@@ -548,7 +548,7 @@ class Engine:
             options: of the model's `save_pretrained`, such as `max_shard_size` and `push_to_hub`.
 
         Raises:
-            InputError: the model has no `save_pretrained`.
+            InputError: the model has no `save_pretrained` that takes a state dict.
             CheckpointError: it failed.
         """
         self._refuse_if_closed()

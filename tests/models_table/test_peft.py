@@ -107,15 +107,68 @@ def test_only_the_adapter_is_gathered_and_written(parallel, tmp_path):
     torch.testing.assert_close({name: loaded[name] for name in trained}, {name: weights[name] for name in trained})
 
 
-def refuse(rank: int, world_size: int) -> str:
-    model = torch.nn.Linear(2, 2)
-    engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config={}, device="cpu")
-    with pytest.raises(halfmesh.InputError) as error:
-        engine.save_pretrained("anywhere")
+def build_two_adapters() -> Any:
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]), adapter_name="task")
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    return model
+
+
+def save_two(rank: int, world_size: int, folder: str) -> Any:
+    model = build_two_adapters()
+    config = {"parallel": {"tensor": world_size}}
+    engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config=config, device="cpu")
+    engine.save_pretrained(folder)
     engine.close()
-    return str(error.value)
+
+
+def test_each_of_several_adapters_has_its_folder(tmp_path):
+    run_ranks(save_two, 2, str(tmp_path))
+    weights = build_two_adapters().state_dict()
+    for adapter in ("task", "second"):
+        loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path / adapter), adapter_name=adapter).state_dict()
+        mine = {name: value for name, value in weights.items() if f".{adapter}." in name}
+        torch.testing.assert_close({name: loaded[name] for name in mine}, mine)
+
+
+def save_tied(rank: int, world_size: int, folder: str) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, **sizes, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config)
+    config = {"parallel": {"tensor": world_size}}
+    engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config=config, device="cpu")
+    engine.save_pretrained(folder, dtype=torch.bfloat16)
+    engine.close()
+
+
+def test_weights_that_are_tied_stay_so(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    run_ranks(save_tied, 2, str(tmp_path))
+    written = safetensors.load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+    assert [name for name in written if "embed" in name or "lm_head" in name] == ["model.embed_tokens.weight"]
+
+
+class OwnFolder(torch.nn.Linear):
+    """Writes its own state dict, which is a shard's, as the hub's mixin does."""
+
+    def save_pretrained(self, folder: str, **options: Any) -> None:
+        raise AssertionError("called")
+
+
+def refuse(rank: int, world_size: int) -> list[str]:
+    said = []
+    for model in (torch.nn.Linear(2, 2), OwnFolder(2, 2)):
+        engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config={}, device="cpu")
+        with pytest.raises(halfmesh.InputError) as error:
+            engine.save_pretrained("anywhere")
+        engine.close()
+        said.append(str(error.value))
+    return said
 
 
 def test_another_model_has_no_folder():
-    said = "a Linear has no save_pretrained, as models of Hugging Face have; write the weights to a file by engine.sav"
-    assert all(each.startswith(said) for each in run_ranks(refuse, 2))
+    for said in run_ranks(refuse, 2):
+        for kind, each in zip(("Linear", "OwnFolder"), said, strict=True):
+            assert each.startswith(
+                f"a {kind} has no save_pretrained(folder, state_dict=...), as models of transformers"
+            )
