@@ -31,7 +31,7 @@ def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: 
         count_updates: gives the updates of an epoch, for callables that ask for `updates_per_epoch`.
 
     Raises:
-        InputError: a list of another length that has callables; one scheduler over one of several optimizers.
+        InputError: a list of another length that has callables.
     """
 
     def call(make: Any, optimizer: Any) -> Any:
@@ -48,12 +48,6 @@ def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: 
         made = [call(make, optimizer) if _makes_scheduler(make) else make for make, optimizer in pairs]
         return [scheduler for scheduler in made if scheduler is not None] or None
     if not _makes_scheduler(given):
-        if len(optimizers) > 1 and (moved := getattr(given, "optimizer", None)) in optimizers:
-            raise InputError(
-                f"lr_scheduler: a {type(given).__name__} over the {type(moved).__name__} alone was given for "
-                f"{counted(len(optimizers), 'optimizer')}; give a function, which is called with each, or a list with "
-                "None for one whose learning rate stays"
-            )
         return given
     made = [call(given, optimizer) for optimizer in optimizers]
     return made if len(made) > 1 else made[0]

@@ -291,15 +291,6 @@ def test_what_cannot_be_joined_is_told():
 # -- schedulers --------------------------------------------------------------------------------------------------------
 
 
-def test_one_scheduler_over_one_of_two_is_told():
-    model = make_gpt()
-    first, *rest = model.parameters()
-    optimizers = [optim.SGD([first], lr=0.1), optim.AdamW(rest, lr=0.1)]
-    halving = optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
-    with pytest.raises(InputError, match=r"a StepLR over the SGD alone was given for 2 optimizers; give a function"):
-        halfmesh.initialize(model, optimizers, criterion, config={}, lr_scheduler=halving)
-
-
 def make_warmup(optimizer: optim.Optimizer) -> Any:
     return halfmesh.LinearWarmupLR(optimizer, warmup_steps=2, total_steps=9)
 
