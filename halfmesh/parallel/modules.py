@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def is_within(name: str, top: str) -> bool:
 def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
     """A copy of `module`, one of `model`'s (or `model` itself), with parameters and buffers on the meta device.
 
-    Frozen parameters are not frozen in the copy.
+    Frozen parameters are not frozen in the copy. Functions on modules (`self.mlp = lambda x: drop(linear(x))`) call its
+    modules.
 
     Raises:
         Exception: any error of copy.deepcopy.
@@ -39,7 +41,24 @@ def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
         memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.is_floating_point())
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    new = copy.deepcopy(module, memo)
+    for each in new.modules():
+        own = vars(each)
+        own |= {name: _rebind(value, memo) for name, value in own.items() if isinstance(value, FunctionType)}
+    return new
+
+
+def _rebind(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
+    """`function` with `copies`, by id, of the objects in its closure and of its defaults."""
+    empty = CellType()
+    closure = [
+        CellType(copies[id(cell.cell_contents)]) if cell != empty and id(cell.cell_contents) in copies else cell
+        for cell in function.__closure__ or ()
+    ]
+    defaults = [copies.get(id(value), value) for value in function.__defaults__ or ()]
+    new = FunctionType(function.__code__, function.__globals__, function.__name__, tuple(defaults), tuple(closure))
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
 
 
 @contextmanager

@@ -189,7 +189,7 @@ class ContextParallel(AppliedAxis):
             deferred: whose outputs they will be, if a pipeline has not computed them yet.
 
         Raises:
-            InputError: outputs or targets are not in the order of the tokens.
+            InputError: outputs or targets are not in the order of the tokens, or outputs are of different lengths.
         """
         sequences, in_order = deferred, False
         for tensor in tensors_of((args, kwargs)):
@@ -197,6 +197,8 @@ class ContextParallel(AppliedAxis):
             marks = [made for made in map(mark_of, ends) if made is not LOSS]
             if not marks:
                 continue
+            if any(made != (sequences or marks[0]) for made in marks):
+                raise InputError("parallel.context: the criterion got outputs of calls with other lengths; pad them")
             sequences, names = marks[0], {node.name() for node in nodes}
             is_flat = tensor.shape[0] == sequences.rows * sequences.own
             if not names <= _VIEWS or not (is_flat or sequences.own in tensor.shape[1:]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -268,8 +268,8 @@ def _less_counted(value: Any, given: Any, few: Sequences) -> Any:
 
 # -- the criterion -----------------------------------------------------------------------------------------------------
 
-_ROUNDED = 1e-5
-"""Of numbers of a few tokens, in fp32."""
+_ROUNDED, _HALF_ROUNDED = 1e-5, 2e-2
+"""Of numbers of a few tokens, in fp32 and in half precision."""
 
 
 def try_criterion(
@@ -305,10 +305,10 @@ def try_criterion(
         new = new.index_select(dim, places % own)
         is_target = new.dtype == torch.int64
         is_mask = not tensor.requires_grad and bool(((tensor == 0) | (tensor == 1)).all())  # of all tokens, not of few
-        if new.is_floating_point():
+        if new.is_floating_point() and not is_own:
             new = new.to(torch.promote_types(new.dtype, torch.float32))
         if tensor.requires_grad and new.numel() > 1 and bool(new.min() == new.max()):  # hides what is made of it
-            new = new + 0.1 * _uneven(new)
+            new = new + 0.1 * _uneven(new).to(new.dtype)
         new = torch.ones_like(new) if is_mask else new.clamp_min(0) if is_target else new  # so that all targets count
         if ignored is not None and (is_mask or (is_target and (whole.ignored is not None or negative))):
             first = (places < len(places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
@@ -328,17 +328,21 @@ def try_criterion(
             args, kwargs = map_tensors(partial(take, some=some, ignored=ignored), arguments)
             with no_side_effects(modules, device), unchanged(holders), torch.autocast(device.type, enabled=False), mode:
                 made.append([float(number) for number in numbers(*args, **kwargs)])
-        return [_relation(*of_each) for of_each in zip(*made, strict=True)]
+        return [_relation(*of_each, _HALF_ROUNDED if is_own else _ROUNDED) for of_each in zip(*made, strict=True)]
 
-    whole = _TrialMode(_attend_whole, float)
-    found = relations(None)
+    whole, is_own = _TrialMode(_attend_whole, float), False
+    try:
+        found = relations(None)
+    except RuntimeError:  # weights of the criterion are in half precision, and take no fp32
+        is_own = True
+        found = relations(None)
     less = relations(-100 if whole.ignored is None else whole.ignored)
     return [one if one == other else None for one, other in zip(found, less, strict=True)]
 
 
-def _relation(whole: float, one: float, other: float) -> bool | None:
+def _relation(whole: float, one: float, other: float, limit: float) -> bool | None:
     """True if the halves add up to the whole; False if it is their mean; None if neither."""
-    scale = _ROUNDED * (abs(one) + abs(other)) + 1e-12
+    scale = limit * (abs(one) + abs(other)) + 1e-12
     if not abs(one + other - 2 * whole) > scale:  # or all is nan
         return False
     return True if abs(one + other - whole) <= scale else None
@@ -348,7 +352,7 @@ def _holders(criterion: Any) -> list[Any]:
     """The objects whose attributes `criterion` may change: itself, those that it names, and their modules."""
     near = [criterion, getattr(criterion, "__self__", None)]
     if inspect.isfunction(criterion):
-        named = inspect.getclosurevars(criterion)
-        near += [*named.nonlocals.values(), *named.globals.values()]
+        near += [cell.cell_contents for cell in criterion.__closure__ or () if cell != CellType()]  # some are empty
+        near += map(criterion.__globals__.get, criterion.__code__.co_names)
     near = [each for each in near if hasattr(each, "__dict__") and not isinstance(each, (type, ModuleType))]
     return [part for each in near for part in (each.modules() if isinstance(each, nn.Module) else [each])]

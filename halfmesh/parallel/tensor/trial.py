@@ -146,15 +146,20 @@ class PlanTrial:
             try:
                 block = _with_random_weights(kind, device)
                 whole = _outputs(block, kind.call, device)
-                if effects.drew():
-                    return "it draws random numbers in evaluation, too"
+                problem = "it draws random numbers in evaluation, too" if effects.drew() else ""
+            except Exception as error:  # any error of the block
+                problem = f"computing it whole failed: {error!r}"
+            # A rank may fail alone (out of memory); the others would wait for it in the block's own collectives.
+            if problem := max(gather_objects(problem, self._axis.group)):
+                return problem
+            try:
                 _shard(block, kind, self._axis)
                 found = _outputs(block, kind.call, device)
                 # Outputs of another shape, such as attention weights of this rank's heads, are left out.
                 pairs = [(a, b) for a, b in zip(whole, found, strict=True) if a.shape == b.shape]
                 return find_gap(*zip(*pairs, strict=True)) if pairs else 1.0
-            except Exception as error:  # any error of the block; the same on all ranks, which compute the same
-                return f"computing it failed: {error!r}"
+            except Exception as error:
+                return f"computing it sharded failed: {error!r}"
             finally:
                 self._axis.end_tp_region()
 

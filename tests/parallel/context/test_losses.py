@@ -95,6 +95,15 @@ def with_a_prompt(engine, ids, target):
     return engine.criterion(engine(ids), target, mask)
 
 
+def with_an_unset_variable():
+    def loss(output, target):
+        return teacher(output) if output.shape[0] == 0 else entropy(output, target)
+
+    if not loss.__closure__:
+        teacher = torch.nn.Identity()
+    return loss
+
+
 def of_probabilities(output, target):
     return F.cross_entropy(output.flatten(0, 1), output.detach().roll(1, -1).softmax(-1).flatten(0, 1))
 
@@ -119,6 +128,7 @@ RIGHT = {
     "z-loss": (with_z_loss, plain, "mean"),
     "mse": (mean_of_tensors(F.mse_loss), plain, "mean"),
     "smooth l1": (mean_of_tensors(F.smooth_l1_loss), plain, "mean"),
+    "a closure of an unset variable": (with_an_unset_variable(), plain, "mean"),
     "flat tensors": (F.cross_entropy, flat, "mean"),
     "a function of the loss": (entropy, of_a_function, "mean"),
 }
@@ -157,6 +167,14 @@ def masked_mean(output, target):
     return (entropy(output, target, reduction="none") * mask.flatten()).sum() / mask.sum()
 
 
+def of_two(first, second, target):
+    return entropy(second, target) + 1e-4 * first.square().sum()
+
+
+def of_two_lengths(engine, ids, target):
+    return engine.criterion(engine(ids[:, :8]), engine(ids), target)
+
+
 class Late:
     """A term sets in with the third call."""
 
@@ -187,6 +205,7 @@ WRONG = {
     "late": (Late(), plain, "neither"),
     "time-major before": (F.cross_entropy, flattened_before, "without a dim of tokens"),
     "shifted before": (entropy, shifted_before, "Shift the targets of whole sequences"),
+    "two lengths": (of_two, of_two_lengths, "outputs of calls with other lengths; pad them"),
     "mixed before": (entropy, mixed_before, "compute within the criterion"),
 }
 
@@ -213,6 +232,37 @@ def test_what_is_no_mean_over_tokens_is_refused_before_it_trains():
             assert words in said[name][0], name
         assert said["late"][1] == 2
         assert {steps for name, (_, steps) in said.items() if name != "late"} == {0}
+
+
+def half_entropy(output, target):
+    return entropy(output, target, weight=weights().bfloat16())
+
+
+def half_head(output, target):
+    return entropy(F.linear(output, here(torch.eye(256, dtype=torch.bfloat16))), target)
+
+
+def half_squared(output, target):
+    return half_entropy(output, target) + output.mean((0, 1)).square().sum()
+
+
+def half_losses(rank, world_size):
+    found = []
+    for loss_of in (half_entropy, half_head, half_squared):
+        make = partial(make_gpt, depth=1, width=8, num_heads=2)
+        engine = make_engine(make, world_size, loss_of, bf16={"mode": "torch"})
+        try:
+            found.append(float(plain(engine, *uneven()).detach()))
+        except halfmesh.InputError as error:
+            found.append(str(error))
+    return found
+
+
+def test_criteria_with_weights_in_half_precision_are_tried_in_it():
+    expected = half_losses(0, 1)
+    for *found, wrong in run_ranks(half_losses, 2):
+        assert found == pytest.approx(expected[:2], rel=2e-2)
+        assert "neither" in wrong
 
 
 def calls_of_criterion(rank, world_size):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -122,6 +123,17 @@ class ZeroStart(Softmaxed):
         nn.init.zeros_(self.down.weight)
 
 
+class Named(Hidden):
+    """Calls its layers by a function that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = lambda x: self.down(F.softmax(self.up(x), -1))
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,6 +202,15 @@ class AlwaysDrops(Hidden):
         return F.dropout(h, 0.5)
 
 
+class FailsOnOne(Hidden):
+    """In the trial, as where the memory of one rank is used up."""
+
+    def between(self, h):
+        if not self.training and dist.get_rank() == 0:
+            raise RuntimeError("out of memory")
+        return F.gelu(h)
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[nn.Module], blocks: int = 2) -> None:
         super().__init__()
@@ -206,7 +227,7 @@ class Model(nn.Module):
 FUSED = {"*.qkv": "fused_colwise(3)", "*.out": "rowwise"}
 WRONG: dict[type[nn.Module], dict[str, str]] = {
     **dict.fromkeys((Softmaxed, ZeroStart, SoftmaxLayer, Normed, RMSNormed, Centred, Relative, Normalized), PAIR),
-    **dict.fromkeys((Summed, Gated, GatedLinear, Grouped), PAIR),
+    **dict.fromkeys((Summed, Gated, GatedLinear, Grouped, Named), PAIR),
     FixedHeads: FUSED,
     Attention: {"*.qkv": "colwise", "*.out": "rowwise"},
 }
@@ -435,6 +456,18 @@ def test_what_it_costs_and_what_is_told():
         assert len(found["told"]) == (rank == 0)
         for text in found["told"]:
             assert "could not be tried out: 1.block (it draws random numbers in evaluation, too); compare a few" in text
+
+
+def fails_alone(rank: int, world_size: int) -> list[str]:
+    engine = engine_of(made(FailsOnOne), PAIR)
+    with told() as warnings:
+        train(engine)
+    return warnings
+
+
+def test_a_rank_that_fails_alone_leaves_no_other_waiting():
+    (first, *_), _ = run_ranks(fails_alone, 2, timeout=60)
+    assert "could not be tried out: blocks.0 (computing it whole failed: RuntimeError('out of memory'))" in first
 
 
 def trained(model: nn.Module, engine: halfmesh.Engine | None = None) -> None:
