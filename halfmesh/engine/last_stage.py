@@ -3,8 +3,9 @@ batch, which one process trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import isclose, isfinite, isnan, nan
 from typing import Any
 
@@ -112,9 +113,10 @@ class LastStage:
         sum / its weight.
         """
         function, device, full_output = self._criterion.function, self._precision.device, self._full_output
-        if not can_join(self._compared, full_output):
+        dims = batch_dims(self._compared, full_output)
+        if dims is None:
             return nan
-        joined = iter(tensors_of(join(self._compared)))
+        joined = iter(tensors_of(join(self._compared, dims)))
 
         def place(meta: torch.Tensor) -> torch.Tensor:  # by requires_grad a criterion may choose its inputs
             return next(joined).to(device).requires_grad_(meta.requires_grad)
@@ -141,23 +143,30 @@ class LastStage:
         return self._precision.criterion(self._criterion.function, *args, **kwargs)
 
 
-def join(outputs: Sequence[Any]) -> Any:
-    """The outputs of microbatches as that of their batch, each tensor along dim 0; numbers as the items of one."""
+def join(outputs: Sequence[Any], dims: Iterable[int] = repeat(0)) -> Any:
+    """The outputs of microbatches as that of their batch, each tensor along its dim; numbers as the items of one."""
     tensors = zip(*map(tensors_of, outputs), strict=True)
-    joined = iter([torch.cat([tensor if tensor.dim() else tensor[None] for tensor in some]) for some in tensors])
+    rows = [[tensor if tensor.dim() else tensor[None] for tensor in some] for some in tensors]
+    joined = iter(list(map(torch.cat, rows, dims)))
     return map_tensors(lambda _: next(joined), outputs[0])
 
 
-def can_join(outputs: Sequence[Any], full: Any) -> bool:
-    """Return True if `outputs` of microbatches joined have the form of `full`, the output of their batch without
-    memory: rows in dim 0 of each tensor, and everything else equal."""
+def batch_dims(outputs: Sequence[Any], full: Any) -> list[int] | None:
+    """The batch dim of each tensor of `full`, the output of a batch without memory: the one in which those of `outputs`
+    of its microbatches add up to it. None if a tensor has no such dim, or if anything else differs."""
     around = [repr(map_tensors(lambda _: None, tree)) for tree in (full, *outputs)]
-    return around == around[:1] * len(around) and all(
-        all_.dim() > 0
-        and {tensor.shape[1:] for tensor in some} == {all_.shape[1:]}
-        and sum(map(len, some)) == len(all_)
+    if around != around[:1] * len(around):
+        return None
+    found = [
+        next((dim for dim in range(all_.dim()) if _adds_up([t.shape for t in some], all_.shape, dim)), -1)
         for all_, *some in zip(*map(tensors_of, (full, *outputs)), strict=True)
-    )
+    ]
+    return None if -1 in found else found
+
+
+def _adds_up(shapes: Sequence[torch.Size], full: torch.Size, dim: int) -> bool:
+    around = {(len(shape), shape[:dim], shape[dim + 1 :]) for shape in (full, *shapes)}
+    return len(around) == 1 and sum(shape[dim] for shape in shapes) == full[dim]
 
 
 def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:

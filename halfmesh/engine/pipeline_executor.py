@@ -27,7 +27,7 @@ from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .last_stage import CriterionCalls, LastStage, can_join, join, refuse_other_loss
+from .last_stage import CriterionCalls, LastStage, batch_dims, join, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 from .row_trial import needs_whole, refuse_mixed_rows
@@ -218,7 +218,8 @@ class PipelineExecutor:
         if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
             return [call]
         whole, *parts = (self._pipeline.look_up(each).stages[-1] for each in (call, *calls))
-        if not can_join(parts, whole):
+        dims = batch_dims(parts, whole)
+        if dims is None or any(dims):  # the outputs are joined along dim 0
             return [call]
         if self._needs_whole is None:
             joined = given.first(sum(sizes[:2]))

@@ -133,7 +133,7 @@ def test_the_values_are_those_of_one_process(told):
 
 
 class Tree(nn.Module):
-    """Returns a dict: a tensor of sequences, and rows of all samples; and a number for each microbatch."""
+    """Returns a dict: the sequence before the batch, and rows of all samples; and a number for each microbatch."""
 
     def __init__(self, is_whole: bool) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class Tree(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.layer(x.unsqueeze(-1))
-        found = {"sequences": x, "rows": [x.flatten(0, 1)]}
+        found = {"first": x.transpose(0, 1), "rows": [x.flatten(0, 1)]}
         return found if self.is_whole else found | {"number": x.mean()}
 
 
 def of_tree(output: Any, target: torch.Tensor, rows_loss: Any = F.cross_entropy) -> torch.Tensor:
     each = target.unsqueeze(1).expand(-1, FEATURES).flatten()
-    return F.cross_entropy(output["sequences"].flatten(0, 1), each) + rows_loss(output["rows"][0], each)
+    return F.cross_entropy(output["first"].transpose(0, 1).flatten(0, 1), each) + rows_loss(output["rows"][0], each)
 
 
 def trees(rank: int, world_size: int) -> dict[str, str]:

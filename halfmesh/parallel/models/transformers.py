@@ -298,8 +298,9 @@ def _make_output(kind: str, logits: torch.Tensor) -> Any:
 
 
 def _find_stage_problem(model: Any) -> str | None:
-    if getattr(model.config, "is_decoder", False):
-        return "its config has is_decoder=True, which is not known under a pipeline; set is_decoder=False"
+    for key in ("output_hidden_states", "output_attentions", "is_decoder"):
+        if getattr(model.config, key, False):
+            return f"its config has {key}=True, which is not known under a pipeline; set {key}=False"
     return None
 
 

@@ -117,7 +117,15 @@ def _find_problems(inputs: PlanInputs, partition: Partition | None) -> Iterator[
     tables = [(n, module) for n, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     if names := [name for name, table in tables if table.sparse or table.scale_grad_by_freq]:
         yield f"{shorten(names)}: sparse=True and scale_grad_by_freq=True do not work under a pipeline; leave them out"
-    passed = partition.not_called(model) if partition is not None else []
+    if partition is None:
+        return
+    ranks, buffers = partition.holders(model), model.named_buffers(remove_duplicate=False)
+    if names := [n for n, x in buffers if n.rpartition(".")[2].startswith("running_") and len(ranks[id(x)]) > 1]:
+        yield (
+            f"{shorten(names)}: several stages would keep these running statistics, each of its own activations; use "
+            "a norm without statistics, or cut the model so that one stage has both uses"
+        )
+    passed = partition.not_called(model)
     if names := [name or "the model itself" for name, module in passed if call_hooks(module)]:
         yield (
             f"{shorten(names)}: hooks are registered on it, but under a pipeline it is not called as a whole; "
@@ -154,7 +162,13 @@ class StageParameters(AppliedAxis):
         super().__init__(context, "pp")
         self.tries = True
         self.partition = partition
-        self.meta_model = meta_copy(model, model)
+        try:
+            self.meta_model = meta_copy(model, model)
+        except Exception as error:
+            raise InputError(
+                f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
+                "remove from the model what copy.deepcopy refuses"
+            ) from error
         self.first_names = first_names(model)
         self.context = context
         holders = partition.holders(model)

@@ -37,8 +37,10 @@ def pack(result: Any, expected: Any) -> list[torch.Tensor]:
     found = [(tuple(t.shape), t.dtype) for t in tensors]
     if wanted != found:
         raise InputError(
-            f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes. Pad to sizes "
-            "that do not depend on the data; and do not call engine(...) within an autocast of your own"
+            f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes: they depend on "
+            "data, or modules were put into another mode (or given other attributes) after a batch of these shapes. "
+            "Pad to fixed sizes, and set modes before the first batch or with engine.train() and engine.eval(); do not "
+            "call engine(...) within an autocast of your own"
         )
     return tensors
 

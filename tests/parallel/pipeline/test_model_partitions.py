@@ -247,10 +247,13 @@ def test_arguments_by_position_are_those_of_the_models_forward():
 
 @pytest.mark.parametrize("kind", [*DECODERS, "bert"])
 def test_language_models_that_cannot_be_cut(kind):
-    model = make(kind)
-    model.config.is_decoder = True
-    with pytest.raises(InputError, match="its config has is_decoder=True, which is not known under a pipeline"):
-        pieces_of(model)
+    for key in ("output_hidden_states", "output_attentions", "is_decoder"):
+        model = make(kind, attn_implementation="eager")
+        setattr(model.config, key, True)
+        with pytest.raises(
+            InputError, match=f"its config has {key}=True, which is not known under a .*set {key}=False"
+        ):
+            pieces_of(model)
     for inner in (False, True):
         model = make(kind)
         with pytest.raises(InputError, match="no partitioner knows"):

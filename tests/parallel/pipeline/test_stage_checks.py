@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
+from halfmesh.config.schema import ParallelConfig, PipelineConfig
 from halfmesh.errors import IncompatibleConfigError, InputError
+from halfmesh.parallel.mesh import ParallelContext
+from halfmesh.parallel.pipeline.axis import StageParameters
+from halfmesh.parallel.pipeline.partition import resolve
 from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule
 from halfmesh.utils.torch_private import shapes_only
@@ -43,6 +48,15 @@ class Blocks(nn.Module):
 class AnyArguments(Blocks):
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         return super().forward(x)
+
+
+class NormTwice(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks[0](self.norm(self.stem(x)))))
 
 
 def sparse() -> nn.Module:
@@ -97,6 +111,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "2 split points for 3 stages, but pipeline.size=2 needs 2; name the 1 module with",
     ),
     "non_split": (deep, pipe(non_split=("inputs",)), "has an argument 'inputs'; did you mean 'input'?"),
+    "statistics of two stages": (
+        NormTwice,
+        pipe(partition=("blocks.0",)),
+        "norm.running_mean, norm.running_var: several stages would keep these running statistics",
+    ),
     "sparse": (sparse, pipe(), "0: sparse=True and scale_grad_by_freq=True do not work under a pipeline"),
     "frequency": (frequency, pipe(), "0: sparse=True and scale_grad_by_freq=True do not work"),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
@@ -152,3 +171,16 @@ def test_a_tensor_without_data_that_is_kept_in_a_global_is_refused():
     with pytest.raises(InputError, match="keeps a tensor outside of the model"):
         stage.compute(Call((torch.ones(2, 1),), {}), None)
     assert stage.compute(Call((torch.ones(3, 1),), {}), None).sum() == 6
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_is_told():
+    model = nn.Sequential(Locked(), nn.Linear(4, 4))
+    context = ParallelContext(ParallelConfig(pipeline=PipelineConfig(size=2)).dims(2), torch.device("cpu"))
+    with pytest.raises(InputError, match=r"the model cannot be copied \(cannot pickle '_thread.lock' object\)"):
+        StageParameters(model, sgd(model.parameters()), resolve(model, 2, 1), context)
