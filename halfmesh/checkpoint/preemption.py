@@ -111,7 +111,7 @@ class PreemptionHook(EngineHook):
         if torch.is_grad_enabled():
             self._pass_boundary()
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called when the loop calls the model."""
         loader = self.loaders[0]
         is_next = loader is None or not loader.runs or loader.is_untouched

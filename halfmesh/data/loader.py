@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -16,14 +16,6 @@ from .resume import EpochState, epoch_batches, set_generators
 from .sharding import DataOrder, ShardedLoader
 
 _END = object()
-_T = TypeVar("_T")
-
-
-class EvenCalls(Protocol):
-    """Where data ranks meet in forward, each has to call the engine as often as the others."""
-
-    def evened(self, batches: Iterator[_T], loader: ShardedLoader) -> Iterator[_T]:
-        """`batches`; at their end the calls are made that other data ranks make for batches this rank has not."""
 
 
 class EngineDataLoader:
@@ -48,7 +40,8 @@ class EngineDataLoader:
         next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
         at_end: the last yielded batch is the last of its epoch. Without look-ahead by the loader's length; False if it
             has none.
-        even: evens out the calls of the engine in an epoch without padding, where all data ranks have to make as many.
+        even: wraps the batches of an epoch without padding, where all data ranks have to call the engine equally often:
+            at their end it makes the calls that others make for batches this rank has not.
         waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
     """
 
@@ -64,7 +57,7 @@ class EngineDataLoader:
         self.loader = loader
         self.next_epoch = 0
         self.at_end = False
-        self.even: EvenCalls | None = None
+        self.even: Callable[[Iterator[Any], ShardedLoader], Iterator[Any]] | None = None
         self.waited_s = 0.0
         self._before_fetch = before_fetch
         self._context = context
@@ -182,7 +175,7 @@ class EngineDataLoader:
         at_end_outside, self.at_end = self.at_end, False  # this may be a loop inside another over the same loader
         batches = self._on_device(state, epoch_batches(state, self.loader, self._context, self._seed, saved))
         try:
-            for batch, last in batches if self.even is None else self.even.evened(batches, self.loader):
+            for batch, last in batches if self.even is None else self.even(batches, self.loader):
                 state.handed += 1
                 self.at_end = last
                 try:

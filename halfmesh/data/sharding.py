@@ -75,7 +75,7 @@ class ShardedLoader:
         is_stream: it reads an IterableDataset.
         splits_samples: data ranks take turns in samples, not in batches.
         missing: at the end of an epoch without padding, the batches that other data ranks had more than this one.
-        some_have_none: in such an epoch of a sampler with a length, some data ranks have one batch, and others none.
+        some_have_none: in such an epoch of a sampler with a length, some data ranks have a batch, and others none.
 
     Raises:
         InputError: the loader's sampler or dataset is sharded for another rank or number of ranks.
@@ -227,7 +227,8 @@ class ShardedLoader:
         drawn = list(itertools.islice(items, count))
         self._refuse_other_data(hashlib.sha256(repr(drawn).encode()), epoch, self._sampler)
         if not self.training:
-            self.some_have_none = self._batches_of(len(drawn) // self._size) == 0
+            fewest, most = (self._batches_of(n // self._size) for n in (len(drawn), len(drawn) + self._size - 1))
+            self.some_have_none = fewest == 0 < most
 
         def shares(drawn: list[Any]) -> Iterator[Any]:
             first, total = drawn[: self._size], 0
@@ -277,7 +278,7 @@ class ShardedLoader:
         """Set `missing`, of `total` items on all data ranks."""
         if not self.training:
             of_first, mine = -(-total // self._size), len(range(self._rank, total, self._size))
-            self.missing = self._batches_of(of_first) - self._batches_of(mine)
+            self.missing = self._shorter_by + self._batches_of(of_first) - self._batches_of(mine)
 
     def _share(self, total: int) -> int:
         """The number of `total` items that this rank gets."""

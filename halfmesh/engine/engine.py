@@ -105,7 +105,7 @@ class Engine:
 
         Under a pipeline, in training, a handle for `criterion`; with `keep_outputs` it is the output after `backward`.
         """
-        return self._run(self._forward, args, kwargs)
+        return self._run(None, self._forward, args, kwargs)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """The value of another method of the model than forward, computed as `engine(...)` is.
@@ -119,15 +119,17 @@ class Engine:
         Raises:
             InputError: the model has no such method, or only a stage of it is here (pipeline).
         """
-        return self._run(self._executor.method(method), args, kwargs)
+        return self._run(method, self._executor.method(method), args, kwargs)
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, method: str | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._closed:
             self._refuse_if_closed()
         self._progress.calls += 1
         self._update.sync_writes()
         for told in self._hooks.calls["before_forward"]:
-            told(args, kwargs)
+            told(method, args, kwargs)
         try:
             with self._guard:
                 return function(*args, **kwargs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from ..config.composition import Setup
 from ..errors import InputError
 from ..utils.engine_hook import EngineHook
-from ..utils.tensors import map_tensors
 
 if TYPE_CHECKING:
     from ..data.loader import EngineDataLoader
@@ -17,50 +19,60 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 T = TypeVar("T")
+_FEW = (
+    "the evaluation loader has no batch for some of the %d data ranks, and each forward needs all of them (fsdp, "
+    "expert); evaluate more samples, smaller batches, without drop_last, or on fewer ranks"
+)
 
 
 def even_out(loader: EngineDataLoader, engine: Engine) -> EngineDataLoader:
     """`loader`, for evaluation: where data ranks meet in forward, its epochs end with as many calls on each."""
     if Setup.of(engine.config, engine.context.size).meets_in_forward:
-        loader.even = RepeatedCalls(engine)
+        loader.even = partial(_evened, weakref.ref(engine))  # the engine has the loader
     return loader
 
 
-class RepeatedCalls(EngineHook):
-    """A rank that has fewer batches repeats the calls of its last one when its loop has ended, so that nobody sees what
-    they return. A rank that has no batch makes the calls of another one, which sends their inputs.
+def _evened(engine_of: weakref.ref[Engine], batches: Iterator[T], loader: ShardedLoader) -> Iterator[T]:
+    """`batches`; at their end a rank that has fewer repeats the calls of its last one, so that nobody sees what they
+    return. (After a `break` it makes none.)
+
+    Raises:
+        InputError: some rank has no batch; on all ranks, if the loader's sampler has a length.
     """
+    engine = engine_of()
+    assert engine is not None, "its loader is iterated"
+    last, has_batch = _Calls(engine), False
+    with engine._hooks.added(last):
+        for batch in batches:
+            if loader.some_have_none:  # known since the first batch was asked for
+                raise InputError(_FEW % engine.context.dp_size)
+            last.calls, has_batch = [], True
+            yield batch
+    if loader.missing and not has_batch:
+        raise InputError(_FEW % engine.context.dp_size)
+    if not last.is_evaluation:
+        return
+    for has_grad, method, args, kwargs in last.calls * loader.missing:
+        with torch.set_grad_enabled(has_grad):  # fsdp keeps weights gathered for a backward
+            if method is None:
+                engine(*args, **kwargs)
+            else:
+                engine.call(method, *args, **kwargs)
+
+
+class _Calls(EngineHook):
+    """The calls of one batch of an evaluation. Its iterator may be kept while the engine trains."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)  # which has the loader
-        self._calls: list[Any] = []
-        self._is_new_batch = self._sends = False
+        self._engine, self._step = engine, engine.global_step
+        self.calls: list[tuple[bool, str | None, tuple[Any, ...], dict[str, Any]]] = []
 
-    def evened(self, batches: Iterator[T], loader: ShardedLoader) -> Iterator[T]:
-        """`batches`; at their end the calls that this rank has made too few. (After a `break` it makes none.)"""
-        engine = self._engine()
-        assert engine is not None, "its loader is iterated"
-        self._calls, self._sends = [], False
-        with engine._hooks.added(self):
-            for batch in batches:
-                self._is_new_batch, self._sends = True, loader.some_have_none
-                yield batch
-        if loader.some_have_none:
-            while call := next(filter(None, engine.context.everyone(None)), None):
-                args, kwargs = map_tensors(lambda tensor: tensor.to(engine.device), call)
-                engine(*args, **kwargs)
-        elif loader.missing and not self._calls:
-            raise InputError(
-                "this data rank has no batch to evaluate, and others have one, for which they need all ranks; evaluate "
-                "a DataLoader whose sampler has a length, or one with a batch for each data rank"
-            )
-        for args, kwargs in self._calls * loader.missing:
-            engine(*args, **kwargs)
-        self._calls = []
+    @property
+    def is_evaluation(self) -> bool:
+        """True until an update: a loop that trains between its batches continues with a new iterator, and calls."""
+        return self._engine.global_step == self._step
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_new_batch:
-            self._calls, self._is_new_batch = [], False
-        self._calls.append((args, kwargs))
-        if self._sends and (engine := self._engine()) is not None:
-            engine.context.everyone(map_tensors(lambda tensor: tensor.detach().cpu(), (args, kwargs)))
+    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_training = self._engine.training and torch.is_grad_enabled()
+        if self.is_evaluation and not is_training:
+            self.calls.append((torch.is_grad_enabled(), method, args, kwargs))

@@ -238,7 +238,7 @@ class ForwardWrites(EngineHook):
         self._next = 1  # of the steps, that is looked at
         self._evaluated = -1  # at which of the steps
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._state.model.training and self._evaluated != self._steps:
             self._evaluated = self._steps
             self._state.update.master_weights.tell_uncounted()

@@ -150,7 +150,7 @@ class CountedBatches(EngineHook):
         self._is_new_forward = False
         self._batches = self._late_steps = self._timely_steps = 0
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_new_forward |= self._model.training
 
     def after_backward(self, loss: Any) -> None:
@@ -177,7 +177,7 @@ class SameInputs(EngineHook):
         self._hooks = hooks
         self._inputs: Any = None
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._model.training:
             self._inputs = args, kwargs
 

@@ -41,8 +41,9 @@ class EngineHook:
     def before_fetch(self) -> None:
         """Called before the engine's training loader fetches a batch."""
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before the model, with its inputs; `model.training` tells training from evaluation."""
+    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before the model, or a `method` of it, with the inputs; `model.training` tells training from
+        evaluation."""
 
     def before_backward(self, loss: Any) -> None:
         """Called when `engine.backward(loss)` begins."""

@@ -174,7 +174,7 @@ class EngineRecorder(Recorder):
         self._engine._update.step = partial(self._step, self._engine._update.step)  # type: ignore[method-assign]
         self.weights("update", -1)
 
-    def before_forward(self, args: Any, kwargs: Any) -> None:
+    def before_forward(self, method: Any, args: Any, kwargs: Any) -> None:
         """See `EngineHook`."""
         index, context = self._engine._accumulation.index, self._engine.context
         if self._engine.model.training and index != self._position:
