@@ -61,10 +61,11 @@ def measured(rank, world_size, cells, evaluated):
 @pytest.mark.sends
 @pytest.mark.parametrize(("ranks", "evaluated"), [(2, 21), (2, 1), pytest.param(4, 21, marks=pytest.mark.slow)])
 def test_metrics_of_every_layout_are_those_of_one_process(ranks, evaluated):
-    """Of one sample the second data rank has nothing at all."""
+    """Of one sample the second data rank has nothing at all, which fsdp refuses."""
     ((expected,),) = run_ranks(measured, 1, [{}], evaluated, init=False)
     assert set(expected) >= {"eval_accuracy", "eval_confusion_0_0", "eval_auroc", "eval_loss"}
-    for results in run_ranks(measured, ranks, CELLS[ranks], evaluated, timeout=120):
+    cells = [parallel for parallel in CELLS[ranks] if evaluated > 1 or parallel.get("data") != "fsdp"]
+    for results in run_ranks(measured, ranks, cells, evaluated, timeout=120):
         for result in results:
             assert {**result, "eval_loss": 0, "eval_auroc": 0} == {**expected, "eval_loss": 0, "eval_auroc": 0}
             assert result["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
