@@ -17,6 +17,7 @@ from halfmesh.amp.recipe import Recipe
 from halfmesh.engine import inputs
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
 from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_engine, make_loader, sgd, train
+from tests.support.ranks import run_ranks
 
 NAIVE_BF16 = {"bf16": {"mode": "naive"}}
 
@@ -93,6 +94,23 @@ class Prodigy(optim.SGD):
         return super().step(closure)
 
 
+class Einops(optim.SGD):
+    """Another reduce. Call all_reduce(grads) yourself if you train on several ranks."""
+
+    def step(self, closure=None):
+        norms = [reduce(p.grad, "a b -> a", "sum") for group in self.param_groups for p in group["params"]]
+        assert norms, "dist.all_reduce(p.grad) first"
+        return super().step(closure)
+
+    def second_order_step(self, closure=None):
+        if closure is None:
+            raise ValueError("closure is needed")
+
+
+def reduce(tensor, pattern, by):
+    return tensor.sum()
+
+
 class Endless(DataLoader):
     """One iterator for all epochs, over a sampler that begins anew; begun at once or in the first epoch."""
 
@@ -165,8 +183,6 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__, .*or pass the inner one"),
         ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .*SGD, Adam, AdamW.*with LBFGS in a loop without"),
         ({"optimizer": lambda p: NeedsClosure(p, lr=0.1)}, "NeedsClosure.step needs 'closure', to compute the loss"),
-        ({"optimizer": lambda p: DistMuon(p, lr=0.1)}, "DistMuon reduces gradients .* itself; halfmesh does"),
-        ({"optimizer": lambda p: DistAdamW(p, lr=0.1)}, "DistAdamW reduces gradients .*data='zero1' shards its state"),
         ({"loader": Endless(begins=True)}, "dataloader: Endless goes on with one iterator .*persistent_workers=True"),
         ({"eval_dataloader": Endless(begins=False)}, "eval_dataloader: Endless goes on with one iterator"),
         ({"criterion": "cross_entropy"}, "criterion: a callable .* is needed, but a str was given"),
@@ -184,6 +200,31 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
 def test_refusals(options, message):
     with pytest.raises(InputError, match=f"(?s){message}"):
         start(**options)
+
+
+def optimizers_on_ranks(rank, world_size):
+    """What each is refused with; "" if it is not."""
+    found = {}
+    for kind in (DistMuon, DistAdamW, Prodigy, Einops):
+        try:
+            start(optimizer=lambda p, kind=kind: kind(p, lr=0.1)).close()
+            found[kind.__name__] = ""
+        except InputError as error:
+            found[kind.__name__] = str(error)
+    return found
+
+
+@pytest.mark.distributed
+def test_an_optimizer_that_reduces_gradients_is_refused_on_several_ranks():
+    for found in run_ranks(optimizers_on_ranks, 2):
+        assert "DistMuon reduces gradients or weights over ranks itself; halfmesh does" in found["DistMuon"]
+        assert "data='zero1' shards its state" in found["DistAdamW"]
+        assert found["Prodigy"] == found["Einops"] == ""
+
+
+def test_words_of_an_optimizer_are_no_reason_to_refuse_it():
+    for kind in (Einops, DistAdamW):  # in one process nothing is reduced twice
+        start(optimizer=lambda p, kind=kind: kind(p, lr=0.1)).close()
 
 
 def test_loaders_of_timm():

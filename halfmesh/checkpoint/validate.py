@@ -152,7 +152,9 @@ Settings = list[dict[str, Any]]
 """The settings of the scheduler, and of each of the optimizer's groups, in JSON types; {} if they are not known."""
 KEPT = ("lr_scheduler", "optimizer_settings")
 """What a load may keep of this run. With a scheduler it decides the rates: they are kept with it."""
-_RATES = "lr", "initial_lr", "max_lr", "min_lr"
+_RATES = "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"
+_MOMENTA = "momentum", "betas"
+"""Moved by OneCycleLR and CyclicLR, which then keep a max_momentum in the groups."""
 _FOLLOW = "params", "initial_lr", "base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedule_phases"
 """Entries of groups and schedulers that are no settings, or follow from them. The initial_lr is compared as the lr."""
 
@@ -169,6 +171,7 @@ class GivenSettings:
         self._given = self.in_force = self._describe()
         self._groups = [_copy_settings(group) for group in optimizer.param_groups]
         self._schedule = copy.deepcopy(lr.state_dict()) if can_go_on(lr.scheduler) else None
+        self._rates: tuple[str, ...] = _RATES
 
     def refuse_unkept(self, keep: Sequence[str], saved: Any) -> None:
         """Raise InputError if `keep` is unknown, or this run's schedule cannot go on where the `saved` one was."""
@@ -191,12 +194,15 @@ class GivenSettings:
             given: the initial settings of the run that saved.
             saved: its scheduler's state.
         """
+        moves_momentum = any("max_momentum" in group for group in (*self._groups, *self._optimizer.param_groups))
+        self._rates = (*_RATES, *_MOMENTA) if moves_momentum else _RATES
         pairs = list(zip_longest(given, self._given, fillvalue=dict[str, Any]()))
         self.in_force = [
             {**(theirs or own), **{key: value for key, value in own.items() if self._kind(key) in keep}}
             for theirs, own in pairs
         ]
-        if "lr_scheduler" in keep and self._lr.scheduler is not None:
+        keeps_schedule = "lr_scheduler" in keep and self._lr.scheduler is not None
+        if keeps_schedule:
             self.in_force[0] = self._given[0]
         for group, own, (theirs, mine) in zip(self._optimizer.param_groups, self._groups, pairs[1:], strict=False):
             for key, value in _copy_settings(own).items():
@@ -205,8 +211,13 @@ class GivenSettings:
                 is_other = theirs.get(name) != mine.get(name) or self._kind(name) == "lr_scheduler"
                 if self._kind(name) in keep and is_other:
                     group[key] = value
-        if "lr_scheduler" in keep and self._schedule is not None and saved is not None:
+            if keeps_schedule:  # what only the saved schedule kept there
+                for key in [key for key in group if key in self._rates and key not in own]:
+                    del group[key]
+        if keeps_schedule and saved is not None:
             self._lr.replay(copy.deepcopy(self._schedule), saved)
+        elif keeps_schedule:
+            _log.warning("%s has no schedule: the lr_scheduler of this run is not advanced, and begins", source)
         lines: dict[str, dict[str, None]] = {}
         for own, theirs, now in zip(self._given, self.in_force, self._describe(), strict=False):
             for key, value in own.items():
@@ -224,7 +235,7 @@ class GivenSettings:
 
     def _kind(self, name: str) -> str:
         """The one of `KEPT` to which a setting belongs."""
-        is_rate = self._lr.scheduler is not None and name.removeprefix("optimizer ") in _RATES
+        is_rate = self._lr.scheduler is not None and name.removeprefix("optimizer ") in self._rates
         return "lr_scheduler" if is_rate or name.startswith("lr_scheduler") else "optimizer_settings"
 
     def _describe(self) -> Settings:

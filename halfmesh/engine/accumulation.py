@@ -108,7 +108,7 @@ class Accumulation:
         update.follow_groups()
         self._guard.before_backward()
         self.is_last_batch = is_last_batch
-        self.is_last_microbatch = is_last_batch or self.index + 1 >= self.length
+        self.is_last_microbatch = is_last_batch or self._ends_here or self.index + 1 >= self.length
         reduces = self.is_last_microbatch and not update.loss_scales.several
         if reducer is not None:
             if self._trained is not None:
@@ -195,10 +195,10 @@ class Accumulation:
             self.reducer.finish()
         return divisor
 
-    def unscale(self) -> None:
+    def unscale(self, last: bool) -> None:
         """`Engine.unscale_gradients`."""
         self._guard.refuse_partial()
-        self.refuse_incomplete("engine.unscale_gradients()")
+        self.refuse_incomplete("engine.unscale_gradients()", last)
         if not self.update.is_unscaled:
             divisor = self.grad_divisor()
             self._guard.check(divisor)
@@ -223,16 +223,20 @@ class Accumulation:
             self.reducer.forget()
         self.index = 0
         self._weight = None
-        self.has_backward = self.is_last_microbatch = self.is_last_batch = False
+        self.has_backward = self.is_last_microbatch = self.is_last_batch = self._ends_here = False
 
     # -- calls that a cycle does not allow --------------------------------------------------------------------
 
-    def refuse_incomplete(self, call: str) -> None:
-        """Raise InputError if `call` needs the gradients of an update before its last backward."""
+    def refuse_incomplete(self, call: str, last: bool) -> None:
+        """Raise InputError if `call` needs the gradients of an update before its last backward. With `last` the cycle
+        ends here, if it has begun."""
+        if last and self.holds_gradients:
+            self._ends_here = self.is_last_microbatch = True
         if not self.is_last_microbatch:
             raise InputError(
                 f"{call} was called before engine.backward(loss) of a cycle's last microbatch (after {self.position}): "
-                "gradients are incomplete; call it then (to clip you can also set clip_grad_norm in the config)"
+                "gradients are incomplete; call it then, or with last=True to end the cycle here, as at the end of "
+                "your own loader (to clip you can also set clip_grad_norm in the config)"
             )
 
     def refuse_unfinished(self, call: str) -> None:

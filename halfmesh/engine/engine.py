@@ -244,16 +244,16 @@ class Engine:
         """Free the gradients; does nothing inside an accumulation cycle. (`set_to_none` is there for code of torch.)"""
         self._accumulation.zero_grad()
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, last: bool = False) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
 
-        Returns the norm of the unscaled gradients over all ranks before clipping (0-dim). Raises InputError inside an
-        accumulation cycle, or before backward.
+        Returns the norm of the unscaled gradients over all ranks before clipping (0-dim). `last=True` ends the cycle
+        here, as in `step`. Raises InputError inside an accumulation cycle, or before backward.
         """
-        self._accumulation.refuse_incomplete("engine.clip_grad_norm_")
+        self._accumulation.refuse_incomplete("engine.clip_grad_norm_", last)
         return self._update.clip_grad_norm_(max_norm, self._accumulation.grad_divisor())
 
-    def unscale_gradients(self) -> None:
+    def unscale_gradients(self, *, last: bool = False) -> None:
         """Make each `param.grad` what it would be in fp32 in one process, to read or change it before `step`.
 
             engine.backward(loss)
@@ -262,13 +262,14 @@ class Engine:
             engine.step()
 
         The gradients of half-precision parameters become fp32. If one holds inf or nan now, `step` still skips the
-        update. Call it after the last backward of an update, on all ranks.
+        update. Call it after the last backward of an update, on all ranks. `last=True` ends the cycle here, as in
+        `step`.
 
         Raises:
             InputError: before that backward; or this rank has shards of the gradients (zero1, tensor, expert, and fsdp
                 under a loss scale).
         """
-        self._accumulation.unscale()
+        self._accumulation.unscale(last)
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""

@@ -103,7 +103,8 @@ def initialize(
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
         lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`, which is called with each of several
             optimizers; or a list of these, the callables in the order of the optimizers. A parameter
-            `updates_per_epoch` of a callable gets the number of updates in an epoch of `dataloader`.
+            `updates_per_epoch` of a callable, without a default, gets the number of updates in an epoch of
+            `dataloader`.
         device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
         sharded: `dataloader` gives each data rank its own data, as some streams do; equally many batches, or no end.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from ..config import Config
 
 
-_REDUCES = re.compile(r"\breduce_scatter\w*\(|\b(?:all_)?reduce\w*\([^,()]*grad(?!\w*norm)")
+_REDUCES = re.compile(r"\breduce_scatter\w*\(|\ball_reduce\w*\([^,()]*grad(?!\w*norm)")
 """Calls by which an optimizer reduces gradients. (Sums of numbers and norms, and gathers of weights, may stay.)"""
 _NEEDS_CLOSURE = re.compile(r"\bassert closure\b|\bif (?:closure is None|not closure):\s*raise\b")
 
@@ -147,15 +150,18 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Re
             "state_dict() and a load_state_dict() of its state, as timm's Lookahead has; or pass the inner one"
         )
         return
-    name, source = type(optimizer).__name__, _source(type(optimizer))
+    name, classes = type(optimizer).__name__, _classes(type(optimizer))
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if needed or _NEEDS_CLOSURE.search(source):
+    steps = [part for body in classes for part in body if isinstance(part, ast.FunctionDef) and part.name == "step"]
+    if needed or any(_NEEDS_CLOSURE.search(ast.unparse(step)) for step in steps):
         yield (
             f"optimizer: {name}.step needs {needed[0] if needed else 'closure'!r}, to compute the loss several times "
             "in an update; the engine steps once, after backward. Use one whose step needs no argument (SGD, Adam, "
             f"AdamW), or train with {name} in a loop without an engine"
         )
-    if _REDUCES.search(source) or type(optimizer).__module__.startswith("torch.distributed"):
+    on_several = dist.is_initialized() and dist.get_world_size() > 1  # alone it has nothing to reduce
+    reduces = on_several and any(_REDUCES.search(ast.unparse(part)) for body in classes for part in body)
+    if reduces or type(optimizer).__module__.startswith("torch.distributed"):
         yield (
             f"optimizer: {name} reduces gradients or weights over ranks itself; halfmesh does. Pass the optimizer for "
             "one process (Muon in place of DistMuon); parallel.data='zero1' shards its state over the ranks"
@@ -175,14 +181,22 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Re
         )
 
 
-def _source(kind: type) -> str:
-    """The code of an optimizer's class and of its bases that are not torch's, without comments; "" if unknown."""
+class _WithoutText(ast.NodeTransformer):
+    """Empties docstrings and other text, where words are no calls."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if isinstance(node.value, str) else node
+
+
+def _classes(kind: type) -> list[list[ast.stmt]]:
+    """The bodies of an optimizer's class and of its bases that are not torch's, as far as their code is known."""
     own = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.optim", "builtins"))]
     found = []
     for base in own:
-        with suppress(OSError, TypeError):  # written in an interpreter, or in C
-            found.append(re.sub(r"#.*", "", inspect.getsource(base)))
-    return "\n".join(found)
+        with suppress(OSError, TypeError, SyntaxError):  # written in an interpreter, or in C; or not a class alone
+            tree = _WithoutText().visit(ast.parse(textwrap.dedent(inspect.getsource(base))))
+            found += [part.body for part in tree.body if isinstance(part, ast.ClassDef)]
+    return found
 
 
 def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:

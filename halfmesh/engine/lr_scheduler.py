@@ -28,14 +28,15 @@ def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: 
     a list with the optimizer at the same place, of a single one one for each optimizer.
 
     Args:
-        count_updates: gives the updates of an epoch, for callables that ask for `updates_per_epoch`.
+        count_updates: gives the updates of an epoch, for callables that have a parameter `updates_per_epoch` without a
+            default. (A default, as `functools.partial` gives it one, is the value that the user chose.)
 
     Raises:
         InputError: a list of another length that has callables.
     """
 
     def call(make: Any, optimizer: Any) -> Any:
-        asks = "updates_per_epoch" in parameter_names(make)
+        asks = "updates_per_epoch" in parameter_names(make, needed=True)
         return make(optimizer, updates_per_epoch=count_updates()) if asks else make(optimizer)
 
     if isinstance(given, (list, tuple)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import optim
 
 from ..errors import InputError
@@ -44,6 +45,9 @@ class JoinedOptimizer(optim.Optimizer):
         self.parts = tuple(parts)
         self.defaults: dict[str, Any] = {}
         self._state = JoinedState(self.parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copied and pickled as its parts are
+        return JoinedOptimizer, (self.parts,)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -106,27 +110,41 @@ class JoinedOptimizer(optim.Optimizer):
 
 
 class JoinedState(MutableMapping[Any, Any]):
-    """The state of several optimizers as one mapping. New entries go to the optimizer that holds the parameter."""
+    """The state of several optimizers as one mapping. New entries go to the optimizer that holds the parameter; as of
+    one optimizer, the state of a parameter before its first step is an empty dict."""
 
     def __init__(self, parts: Sequence[optim.Optimizer]) -> None:
         self._parts = parts
 
     def _find(self, key: Any) -> Any:
-        return next((part.state for part in self._parts if key in part.state), None)
+        """The state that has the entry `key`, or else that of the optimizer that holds this parameter."""
+        for part in self._parts:
+            if key in part.state:
+                return part.state
+        for part in self._parts:
+            if any(param is key for group in part.param_groups for param in group["params"]):
+                return part.state
+        raise KeyError("state of a tensor that none of the optimizers holds" if torch.is_tensor(key) else key)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in part.state for part in self._parts)
 
     def __getitem__(self, key: Any) -> Any:
-        if (state := self._find(key)) is None:
-            raise KeyError(key)
-        return state[key]
+        return self._find(key)[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The entry, or `default`; it makes none."""
+        return self._find(key).get(key, default) if key in self else default
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The entry, which is made of `default` if there is none."""
+        return self._find(key).setdefault(key, default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        held = (part for part in self._parts if any(p is key for group in part.param_groups for p in group["params"]))
-        next(held).state[key] = value
+        self._find(key)[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        if (state := self._find(key)) is None:
-            raise KeyError(key)
-        del state[key]
+        del self._find(key)[key]
 
     def __iter__(self) -> Iterator[Any]:
         return (key for part in self._parts for key in list(part.state))

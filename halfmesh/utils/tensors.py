@@ -89,14 +89,16 @@ def count_rows(batch: Any, none: int = 1) -> int:
     return none
 
 
-def parameter_names(what: Callable[..., Any]) -> list[str]:
-    """Names of the parameters, with the stars of *args and **kwargs, which also stand for an unknown signature."""
+def parameter_names(what: Callable[..., Any], needed: bool = False) -> list[str]:
+    """Names of the parameters, or of those that are `needed`: without a default; with the stars of *args and **kwargs,
+    which also stand for an unknown signature."""
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     try:
         parameters = inspect.signature(getattr(what, "forward", what)).parameters
     except (TypeError, ValueError):
         return ["*args", "**kwargs"]
-    return [stars.get(parameter.kind, "") + name for name, parameter in parameters.items()]
+    found = [(name, p) for name, p in parameters.items() if not needed or p.default is p.empty]
+    return [stars.get(parameter.kind, "") + name for name, parameter in found]
 
 
 def position_names(names: Sequence[str], count: int) -> list[str]:

@@ -301,6 +301,51 @@ def test_a_schedule_of_another_class_may_go_on(tmp_path):
     assert now(engine) == now(expected)
 
 
+MOMENTA = {
+    "linear": lambda o: halfmesh.LinearWarmupLR(o, 1, total_steps=9),
+    "one cycle": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=15),
+    "another": lambda o: schedulers.OneCycleLR(o, 0.2, total_steps=20, base_momentum=0.5, max_momentum=0.8),
+    "cyclic": lambda o: schedulers.CyclicLR(o, 0.01, 0.2, step_size_up=5, base_momentum=0.6, max_momentum=0.7),
+}
+
+
+@pytest.mark.parametrize("make", [lambda p: optim.SGD(p, 0.1, momentum=0.9), lambda p: optim.AdamW(p, 0.1)])
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        ("linear", "one cycle"),
+        ("one cycle", "another"),
+        ("one cycle", "linear"),
+        ("cyclic", "linear"),
+        ("one cycle", "cyclic"),
+    ],
+)
+def test_a_schedule_that_moves_the_momentum_is_kept_whole(before, kept, make, tmp_path, caplog):
+    def begin(kind):
+        return make_engine("one", "none", optimizer=make, lr_scheduler=MOMENTA[kind])
+
+    updates_by_step(saved := begin(before))
+    saved.save(tmp_path)
+    updates_by_step(expected := begin(kept))
+    caplog.clear()
+    (engine := begin(kept)).load(tmp_path, keep=("lr_scheduler",))
+    assert now(engine) == now(expected)
+    assert "other settings" not in caplog.text
+    updates_by_step(engine)
+    updates_by_step(expected)
+    assert now(engine) == now(expected)
+
+
+def test_a_kept_schedule_begins_where_none_was_saved_and_that_is_told(tmp_path, caplog):
+    saved = make_engine("one", "none", optimizer=lambda p: optim.SGD(p, 0.1))
+    updates_by_step(saved)
+    saved.save(tmp_path)
+    engine = make_engine("one", "none", optimizer=lambda p: optim.SGD(p, 0.1), lr_scheduler=MOMENTA["linear"])
+    engine.load(tmp_path, keep=("lr_scheduler",))
+    assert engine.lr_scheduler.last_epoch == 0
+    assert "has no schedule: the lr_scheduler of this run is not advanced, and begins" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("kind", "keep", "words"),
     [

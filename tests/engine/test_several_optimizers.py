@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -211,6 +213,24 @@ def test_the_optimizers_that_were_given_stay_usable():
     engine.close()
     again = halfmesh.initialize(model, engine.optimizer, criterion, config={}, device=rank_device())
     assert list(again.optimizer.parts) == given
+
+
+def test_its_state_and_copies_are_as_of_one_optimizer():
+    engine = start()
+    joined, (first, second) = engine.optimizer, engine.optimizer.parts
+    param, other = (part.param_groups[0]["params"][0] for part in (first, second))
+    assert param not in joined.state
+    assert joined.state.get(param) is None
+    assert joined.state[param] == {}
+    assert joined.state.setdefault(other, {"step": 3}) == {"step": 3} == second.state[other]
+    del joined.state[other]
+    with pytest.raises(KeyError, match="none of the optimizers holds"):
+        joined.state[torch.ones(1)] = {}
+    train(engine)
+    for copied in (copy.deepcopy(joined), pickle.loads(pickle.dumps(joined))):
+        assert list(map(type, copied.parts)) == [type(first), type(second)]
+        assert copied.state_dict()["param_groups"] == joined.state_dict()["param_groups"]
+        torch.testing.assert_close(copied.state_dict()["state"], joined.state_dict()["state"], rtol=0, atol=0)
 
 
 def test_a_group_that_is_added_to_one_is_trained():

@@ -244,6 +244,44 @@ def test_the_next_update_is_scaled_again():
     assert engine.model.last.bias.grad.norm() > 10 * engine.clip_grad_norm_(1.0)
 
 
+@pytest.mark.parametrize("call", ["unscale", "clip"])
+def test_the_last_batch_of_ones_own_loader_ends_a_cycle(call):
+    """Three batches, two in a cycle: as each cycle alone."""
+
+    def run(cycles):
+        engine = make_engine({"gradient_accumulation": 2})
+        for batches in cycles:
+            for number in range(batches):
+                engine.backward(engine.criterion(engine(X[number::4]), Y[number::4]))
+                last = number == batches - 1
+                if last and call == "unscale":
+                    engine.unscale_gradients(last=True)
+                    clip_each(engine.model.parameters())
+                elif last:
+                    engine.clip_grad_norm_(0.05, last=True)
+                stepped = engine.step()  # which knows
+                assert (stepped is not None) == last
+        return engine.full_state_dict()
+
+    def by_hand():
+        torch.manual_seed(0)
+        model = MLP()
+        optimizer = sgd(model.parameters())
+        for batches in (2, 1):
+            optimizer.zero_grad()
+            for number in range(batches):
+                (nn.functional.cross_entropy(model(X[number::4]), Y[number::4]) / batches).backward()
+            (clip_each if call == "unscale" else clip_all)(list(model.parameters()))
+            optimizer.step()
+        return model
+
+    assert difference(run((2, 1)), by_hand()) < TOLERANCES["none"]
+    engine = make_engine({"gradient_accumulation": 2})
+    engine.backward(engine.criterion(engine(X), Y))
+    with pytest.raises(InputError, match=r"call it then, or with last=True to end the cycle here"):
+        engine.clip_grad_norm_(0.05)
+
+
 def test_the_order_of_calls():
     engine = make_engine({"gradient_accumulation": 2} | BF16_NAIVE)
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -77,6 +78,19 @@ def test_it_is_that_of_an_epoch(layout):
         for kind, *numbers in found:
             assert numbers == numbers[:1] * 3, kind
             assert numbers[0] > 0
+
+
+def test_a_value_that_the_user_bound_is_kept():
+    """Also without a dataloader, whose updates would be counted."""
+
+    def make(optimizer: Any, updates_per_epoch: int) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, updates_per_epoch)
+
+    bound = functools.partial(make, updates_per_epoch=100)
+    for loader in (None, DataLoader(DATA, 4)):
+        model, criterion = Net(norm=torch.nn.LayerNorm), torch.nn.functional.cross_entropy
+        with halfmesh.initialize(model, sgd, criterion, loader, {}, lr_scheduler=bound, device="cpu") as engine:
+            assert engine.lr_scheduler.step_size == 100
 
 
 def test_what_has_no_length():
