@@ -164,12 +164,12 @@ def kept(rank: int, world_size: int) -> int:
     batches, seen = iter(engine.eval_dataloader), 0
     for _ in range(5):
         engine.eval()
-        try:
-            x, y = next(batches)
-        except StopIteration:
-            batches = iter(engine.eval_dataloader)
-            x, y = next(batches)
         with torch.no_grad():
+            try:
+                x, y = next(batches)
+            except StopIteration:
+                batches = iter(engine.eval_dataloader)
+                x, y = next(batches)
             engine(x)
         seen += len(y)
         engine.train()
