@@ -328,7 +328,7 @@ def try_criterion(
             args, kwargs = map_tensors(partial(take, some=some, ignored=ignored), arguments)
             with no_side_effects(modules, device), unchanged(holders), torch.autocast(device.type, enabled=False), mode:
                 made.append([float(number) for number in numbers(*args, **kwargs)])
-        return [_relation(*of_each, _HALF_ROUNDED if is_own else _ROUNDED) for of_each in zip(*made, strict=True)]
+        return [_relation(_HALF_ROUNDED if is_own else _ROUNDED, *of_each) for of_each in zip(*made, strict=True)]
 
     whole, is_own = _TrialMode(_attend_whole, float), False
     try:
@@ -340,7 +340,7 @@ def try_criterion(
     return [one if one == other else None for one, other in zip(found, less, strict=True)]
 
 
-def _relation(whole: float, one: float, other: float, limit: float) -> bool | None:
+def _relation(limit: float, whole: float, one: float, other: float) -> bool | None:
     """True if the halves add up to the whole; False if it is their mean; None if neither."""
     scale = limit * (abs(one) + abs(other)) + 1e-12
     if not abs(one + other - 2 * whole) > scale:  # or all is nan
