@@ -56,8 +56,11 @@ class DirectExecutor:
         saving, is_alone = parallel_model.saving(model), parallel_model.random is None
         self._scope = saving if is_alone else partial(random_numbers, parallel_model, model, saving)
         self._same = parallel_model.same
-        self.forward = partial(self._call, model)
-        """Returns the model's output."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Returns the model's output. (Not kept here: this object, referred to by itself, would outlive the engine.)"""
+        return partial(self._call, self._model)
 
     def method(self, name: str) -> Callable[..., Any]:
         """The method `name` of the model, to be called as `forward` is.
