@@ -72,7 +72,7 @@ def half_gradients_reduced_in_half(patch: pytest.MonkeyPatch) -> None:
 
 def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
     """Each rank keeps the weights that it began with."""
-    patch.setattr("halfmesh.engine.initialize.broadcast_initial_state", lambda context, model, optimizer: None)
+    patch.setattr("halfmesh.engine.inputs.broadcast_initial_state", lambda context, model, optimizer: None)
 
 
 def statistics_not_averaged(patch: pytest.MonkeyPatch) -> None:
