@@ -89,31 +89,27 @@ class Comparison:
     Args:
         parts: in which an update's batch comes, on all ranks; the reference has it in `calls` calls.
         microbatches: in which a pipeline splits what comes.
-        engine: of a layout; None: of one process.
         accumulated: a second reference, for gradients only.
     """
 
     def __init__(
-        self,
-        reference: Store,
-        parts: int,
-        calls: int,
-        microbatches: int = 1,
-        engine: Engine | None = None,
-        accumulated: Store | None = None,
+        self, reference: Store, parts: int, calls: int, microbatches: int = 1, accumulated: Store | None = None
     ) -> None:
         self.names, self._reference, self._accumulated = reference.names, reference, accumulated
         self._per_call, self._microbatches = parts // calls, microbatches
         self._axes: dict[str, tuple[int, int]] = {}  # place and size on those that share a chunk
         self._foreign: tuple[str, ...] = ()  # prefixes of modules that compute with rows of other ranks, as experts do
-        self.measures = Measures(0)
-        if engine is not None:
-            context = engine.context
-            sizes = {axis: size for axis, size in context.sizes.items() if axis not in ("pp", "dp") and size > 1}
-            self._axes = {axis: (context.coordinate(axis), size) for axis, size in sizes.items()}
-            modules = engine.model.named_modules()
-            self._foreign = tuple(f"{name}." for name, one in modules if vars(one).get("is_divided_by_engine"))
-            self.measures = Measures(context.rank, (*sizes, *["rows"] * (parts > 1)))
+        self.measures = Measures(0, ("rows",) if parts > 1 else ())
+
+    def begin(self, engine: Engine) -> None:
+        """See `Sink`."""
+        context = engine.context
+        for axis, size in context.sizes.items():
+            if axis not in ("pp", "dp") and size > 1:
+                self._axes[axis] = context.coordinate(axis), size
+        modules = engine.model.named_modules()
+        self._foreign = tuple(f"{name}." for name, one in modules if vars(one).get("is_divided_by_engine"))
+        self.measures.rank, self.measures.shares = context.rank, (*self._axes, *self.measures.shares)
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """See `Sink`."""

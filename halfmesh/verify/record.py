@@ -47,6 +47,9 @@ class Sink(Protocol):
     names: dict[str, list[str]]
     """By module, what the arguments of its forward are called in the whole model."""
 
+    def begin(self, engine: Engine) -> None:
+        """What comes is computed by this engine; else by a plain loop."""
+
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """An activation or its gradient."""
 
@@ -95,6 +98,9 @@ class Store:
         if not count:
             return torch.empty(shape, dtype=dtype)
         return self._bytes[at : at + count].view(dtype).view(shape)
+
+    def begin(self, engine: Engine) -> None:
+        """See `Sink`."""
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int = 0) -> None:
         """See `Sink`."""
@@ -166,6 +172,7 @@ class EngineRecorder(Recorder):
         super().__init__(engine.model, sink, engine._parallel, engine._executor.stages)
         self._engine, self._state = engine, engine._state
         self._position, self._losses = -1, list[Any]()
+        sink.begin(engine)
 
     def attach(self) -> None:
         """Put the hooks on, and record the weights with which training begins."""
@@ -231,12 +238,11 @@ class EngineRecorder(Recorder):
 
 
 @torch.no_grad()
-def record_weights(model: nn.Module, sink: Sink, update: int, *kinds: str) -> None:
-    """Record the parameters of a plain model, as each of `kinds`, and its buffers."""
+def record_weights(model: nn.Module, sink: Sink, update: int, what: str) -> None:
+    """As `EngineRecorder.weights`, of a plain model."""
     for name, param in model.named_parameters():
-        for kind in kinds:
-            sink.parameter(Key(update + (kind == "begin"), 0, kind, name), param.detach(), whole(param.shape))
-    for name, buffer in model.named_buffers():
+        sink.parameter(Key(update, 0, what, name), param.detach(), whole(param.shape))
+    for name, buffer in model.named_buffers() if what == "update" else ():
         if buffer.is_floating_point():
             sink.parameter(Key(update, 0, "buffer", name), buffer.detach(), whole(buffer.shape))
 

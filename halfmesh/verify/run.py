@@ -19,15 +19,12 @@ from ..engine.initialize import initialize
 from ..errors import InputError
 from ..parallel.shard_spec import whole
 from ..utils.optimizer_state import join_optimizers
-from ..utils.tensors import count_rows, map_tensors
+from ..utils.tensors import count_rows
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Comparison, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, record_weights
-from .subject import Subject, Undropped, cast, join, make_subject, perturb
-
-MakeSink = Callable[[Any], Sink]
-"""Makes what takes the tensors of a run from its engine, or from the model of a plain loop."""
+from .subject import Subject, Undropped, cast, make_subject, perturb
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Case:
 def record(case: Case, path: Path, calls: int) -> None:
     """Write what one process computes; `calls` of the model for each update."""
     store = Store(path, write=True)
-    case.given.train(case, lambda _: store, calls)
+    case.given.train(case, store, calls)
     store.close()
 
 
@@ -84,25 +81,20 @@ def estimate(case: Case, path: Path, calls: int, parts: int) -> Measures:
     """How far the reference in `path` is from a perturbed one, which takes an update's batch in `parts` calls, each of
     which rounds."""
     sink = Comparison(Store(path), parts, calls)
-    case.given.train(case, lambda _: sink, parts)
+    case.given.train(case, sink, parts)
     return sink.measures
 
 
 def compare(case: Case, path: Path, calls: int, accumulated: Path | None = None) -> Measures:
     """Train the layout on this rank, and compare it with the reference, and with one that accumulates."""
-    other, made = None if accumulated is None else Store(accumulated), list[Comparison]()
-
-    def sink(engine: Any) -> Comparison:
-        parts = case.chunks * case.microbatches
-        made.append(Comparison(Store(path), parts, calls, case.microbatches, engine, other))
-        return made[0]
-
+    other = None if accumulated is None else Store(accumulated)
+    sink = Comparison(Store(path), case.chunks * case.microbatches, calls, case.microbatches, other)
     try:
         case.given.train(case, sink)
     except Exception as error:
-        vars(error)["measures"] = made[0].measures if made else None  # what differed before may be the reason
+        vars(error)["measures"] = sink.measures  # what differed before may be the reason
         raise
-    return made[0].measures
+    return sink.measures
 
 
 # -- a model -------------------------------------------------------------------------------------------------------
@@ -126,7 +118,7 @@ class Given:
         """Look at the model, and write weights and batches for all runs. Returns the settled config, whether the
         batches of several ranks can be joined, and the names of BatchNorms. Raises InputError if the builder is wrong.
         """
-        subject = make_subject(self.build, self.optimizer, None, 0, 1)
+        subject = make_subject(self.build, self.optimizer, None, 0)
         if not any(param.requires_grad for param in subject.model.parameters()):
             raise InputError("the model has no parameters that require gradients, so there is nothing to train")
         torch.save((dict(named_tensors(subject.model)), subject.batches), case.start / "model")
@@ -137,16 +129,29 @@ class Given:
                 "give it several rows, from which they are drawn, or return a list of batches"
             )
         try:
-            join([subject.batch(0, chunk, case.chunks) for chunk in range(case.chunks)])
+            subject.batch(case, 0, 0, calls=1)
             joins = True
         except (RuntimeError, ValueError):
             joins = False
         return layout.settle(case.config, rows * case.data_ranks), joins, find_batch_norms(subject.model)
 
+    def train(self, case: Case, sink: Sink, calls: int | None = None) -> None:
+        """Train with an engine, or, for the reference in float64, in a plain loop.
+
+        Args:
+            calls: of the model, for each update, if this is a reference.
+        """
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        subject = self._subject(case, rank)
+        if calls is None or case.dtype is None:
+            _train(case, subject, sink, calls)
+        else:
+            _train_plain(case, subject, sink, calls)
+
     @torch.no_grad()
-    def subject(self, case: Case, rank: int) -> Subject:
+    def _subject(self, case: Case, rank: int) -> Subject:
         """Built here. Ranks but the first keep the weights that they build: rank 0's count."""
-        subject = make_subject(self.build, self.optimizer, case.dtype, rank, case.microbatches)
+        subject = make_subject(self.build, self.optimizer, case.dtype, rank)
         weights, subject.batches = torch.load(case.start / "model", case.device, weights_only=False)
         if case.dtype is not None:
             subject.batches = cast(subject.batches, case.dtype)
@@ -155,18 +160,6 @@ class Given:
         if case.eps:
             perturb(subject.model, case.eps)
         return subject
-
-    def train(self, case: Case, make_sink: MakeSink, calls: int | None = None) -> None:
-        """Train with an engine, or, for the reference in float64, in a plain loop.
-
-        Args:
-            calls: of the model, for each update, if this is a reference.
-        """
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if calls is None or case.dtype is None:
-            _train(case, self.subject(case, rank), make_sink, calls)
-        else:
-            _train_plain(case, self.subject(case, rank), make_sink, calls)
 
 
 def find_batch_norms(model: nn.Module) -> list[str]:
@@ -179,28 +172,25 @@ def _decay(optimizer: Any) -> LambdaLR:
     return LambdaLR(optimizer, lambda update: float(0.9**update))
 
 
-def _train_plain(case: Case, subject: Subject, make_sink: MakeSink, calls: int) -> None:
+def _train_plain(case: Case, subject: Subject, sink: Sink, calls: int) -> None:
     model = subject.model.to(case.device).train()
     if isinstance(subject.criterion, nn.Module):
         subject.criterion.to(case.device)
     optimizer = join_optimizers(subject.optimizer(list(model.parameters())))
-    scheduler, sink, clip = _decay(optimizer), make_sink(model), case.config.clip_grad_norm
-    recorder = Recorder(model, sink)
+    scheduler, clip, recorder = _decay(optimizer), case.config.clip_grad_norm, Recorder(model, sink)
     record_weights(model, sink, -1, "update")
     recorder.attach()
     for update in range(case.updates):
         if update:
-            record_weights(model, sink, update - 1, "begin")
+            record_weights(model, sink, update, "begin")
         optimizer.zero_grad()
         weight = _accumulate(case, subject, recorder, update, calls)
-        grads = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
-        for name, grad in grads.items():
-            sink.parameter(Key(update, 0, "gradient", name), grad / weight, whole(grad.shape))
-        norm = float(nn.utils.get_total_norm(list(grads.values()), clip.norm_type)) / weight
-        divisor = weight * max(1.0, (norm + 1e-6) / clip.max_norm) if clip.max_norm else weight
-        for name, grad in grads.items():
-            model.get_parameter(name).grad = grad / divisor
-        sink.figure(update, 0, "grad_norm", norm)
+        trained = {name: param for name, param in model.named_parameters() if param.grad is not None}
+        for name, param in trained.items():
+            param.grad = param.grad.to_dense() / weight
+            sink.parameter(Key(update, 0, "gradient", name), param.grad, whole(param.shape))
+        norm = nn.utils.clip_grad_norm_(trained.values(), clip.max_norm or math.inf, clip.norm_type)
+        sink.figure(update, 0, "grad_norm", float(norm))
         sink.figure(update, 0, "lr", optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
@@ -213,7 +203,7 @@ def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, c
     total, reduction, sink = 0.0, case.config.loss_reduction, recorder.sink
     for call in range(calls):
         recorder.begin(update, call)
-        inputs, targets = _to(case.device, subject.joined(update, call, calls, case.chunks))
+        inputs, targets = subject.batch(case, update, call, calls)
         sink.figure(update, call, "rows", count_rows((inputs, targets)))
         args, kwargs = call_of(inputs)
         with Undropped(case.lifts) as mode:
@@ -227,13 +217,13 @@ def _accumulate(case: Case, subject: Subject, recorder: Recorder, update: int, c
     return total if reduction == "weighted" else 1.0
 
 
-def _train(case: Case, subject: Subject, make_sink: MakeSink, calls: int | None) -> None:
+def _train(case: Case, subject: Subject, sink: Sink, calls: int | None) -> None:
     config = case.config if calls is None else layout.reference(case.config, calls)
     criterion, mode = _Overflowing(subject.criterion), Undropped(case.lifts)
     engine = initialize(
         subject.model, subject.optimizer, criterion, None, config, lr_scheduler=_decay, device=case.device
     )
-    recorder, context = EngineRecorder(engine, make_sink(engine)), engine.context
+    recorder, context = EngineRecorder(engine, sink), engine.context
     is_last = (context.dp_rank, context.tp_rank) == (context.dp_size - 1, context.tp_size - 1) and context.is_last_stage
     engine.train()
     with engine._hooks.added(recorder):
@@ -243,14 +233,14 @@ def _train(case: Case, subject: Subject, make_sink: MakeSink, calls: int | None)
             criterion.overflows = update == case.overflows and is_last
             for step in range(config.gradient_accumulation):
                 own = step * context.dp_size + context.dp_rank
-                inputs, targets = _to(case.device, subject.joined(update, own, calls or case.chunks, case.chunks))
+                inputs, targets = subject.batch(case, update, own, calls or case.chunks)
                 args, kwargs = call_of(inputs)
                 engine.zero_grad()
                 with mode:
                     engine.backward(engine.criterion(engine(*args, **kwargs), *targets))
                 engine.step()
         recorder.detach()
-    recorder.sink.figure(0, 0, "bends", list(mode.bends))
+    sink.figure(0, 0, "bends", list(mode.bends))
     engine.close()
 
 
@@ -269,7 +259,3 @@ class _Overflowing(nn.Module):
         if not self.overflows:
             return loss
         return (loss[0] * math.inf, *loss[1:]) if isinstance(loss, (tuple, list)) else loss * math.inf
-
-
-def _to(device: str, tree: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), tree)

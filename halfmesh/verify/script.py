@@ -33,8 +33,8 @@ from ..utils.log import rank_and_world_size
 from ..utils.optimizer_state import plain_settings
 from ..utils.tensors import map_tensors, tensors_of
 from . import layout
-from .record import EngineRecorder
-from .run import Case, MakeSink, find_batch_norms
+from .record import EngineRecorder, Sink
+from .run import Case, find_batch_norms
 from .subject import Undropped, cast, join, perturb, prepare, split_rows
 
 _EXCHANGES = (
@@ -69,9 +69,9 @@ class Script:
         (run.config.model_extra or {}).clear()  # which may be anything, and cannot be sent
         return run.config, True, find_batch_norms(run.engine.model)
 
-    def train(self, case: Case, make_sink: MakeSink, calls: int | None = None) -> None:
+    def train(self, case: Case, sink: Sink, calls: int | None = None) -> None:
         """See `Given`."""
-        ScriptRun(case, make_sink, calls).run()
+        ScriptRun(case, sink, calls).run()
 
 
 @dataclass
@@ -99,7 +99,7 @@ class ScriptRun:
     """Replaces halfmesh's own functions in this process, which ends after it.
 
     Args:
-        make_sink: makes what takes the engine's tensors; None: this is the first run, which keeps what the script uses.
+        sink: takes the engine's tensors; None: this is the first run, which keeps what the script uses.
         calls: of the model, for each update, if this is a reference: it uses what all data ranks used, together; or, if
             there are as many calls as batches, or more, one after another. Else what this data rank used.
 
@@ -110,11 +110,11 @@ class ScriptRun:
 
     config: Config
 
-    def __init__(self, case: Case, make_sink: MakeSink | None = None, calls: int | None = None) -> None:
-        self.case, self.make_sink, self.calls = case, make_sink, calls
+    def __init__(self, case: Case, sink: Sink | None = None, calls: int | None = None) -> None:
+        self.case, self.sink, self.calls = case, sink, calls
         self.script: Script = case.given
         self.engine: Any = None
-        self._keeps = make_sink is None
+        self._keeps = sink is None
         self._initialize, self._build = assembly._initialize, building.build
         self._recorder: EngineRecorder | None = None
         self._updates = self._microbatches = 0
@@ -188,8 +188,8 @@ class ScriptRun:
         engine._update.step = partial(self._update, engine._update.step)
         if loader is not None:
             loader._on_device = partial(self._feed, loader._on_device)
-        if self.make_sink is not None:
-            self._recorder = EngineRecorder(engine, self.make_sink(engine))
+        if self.sink is not None:
+            self._recorder = EngineRecorder(engine, self.sink)
             engine._hooks.add(self._recorder)
             self._recorder.attach()
         return engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from ..engine.deferred import materialize, named_tensors
 from ..engine.recording import recording_of
 from ..errors import InputError
 from ..utils.tensors import count_rows, map_tensors, tensors_of
+
+if TYPE_CHECKING:
+    from .run import Case
 
 Batch = tuple[Any, tuple[Any, ...]]
 """Inputs, and the criterion's arguments after the output: the targets, or none."""
@@ -31,37 +34,33 @@ _BENDS = re.compile(r"relu|^hard|threshold|max_pool|^(topk|argmax|round)")
 
 @dataclass
 class Subject:
-    """A model and how it is trained.
-
-    Attributes:
-        batches: one, of which rows are drawn; or several, which are used in turn.
-        multiple: of which the number of rows that are drawn has to be.
-    """
+    """A model and how it is trained. `batches`: one, of which rows are drawn; or several, which are used in turn."""
 
     model: nn.Module
     batches: Sequence[Batch]
     criterion: Callable[..., Any]
     optimizer: Callable[[Any], optim.Optimizer]
-    multiple: int = 1
 
-    def batch(self, update: int, chunk: int, chunks: int) -> Batch:
-        """Chunk `chunk` of the `chunks` of an update's batch."""
-        number = update * chunks + chunk
+    def batch(self, case: Case, update: int, call: int, calls: int) -> Batch:
+        """Part `call` of `calls` of an update's batch: of several chunks, or of one the rows of a microbatch."""
+        own, parts = case.chunks // calls, calls // case.chunks
+        if parts > 1:
+            batch = split_rows(self._chunk(case, update, call // parts), parts, call % parts)
+        else:
+            batch = join([self._chunk(case, update, call * own + chunk) for chunk in range(own)])
+        return map_tensors(lambda tensor: tensor.to(case.device), batch)
+
+    def _chunk(self, case: Case, update: int, chunk: int) -> Batch:
+        """What a data rank takes at once. Of several batches the next, else rows, as many as microbatches need."""
+        number = update * case.chunks + chunk
         if len(self.batches) > 1:
             return self.batches[number % len(self.batches)]
         whole = count_rows(self.batches[0])
-        rows = -(-whole // self.multiple) * self.multiple
+        rows = -(-whole // case.microbatches) * case.microbatches
         # By chance, so that chunks have unequally many of what a loss ignores; but no two have the same rows.
         order = torch.randint(whole, (rows,), generator=torch.Generator().manual_seed(number))
         order[order == number % whole] = order[0] = (number + 1) % whole
         return map_tensors(lambda t: t[order.to(t.device)] if t.dim() and len(t) == whole else t, self.batches[0])
-
-    def joined(self, update: int, call: int, calls: int, chunks: int) -> Batch:
-        """Part `call` of `calls` of an update's batch: of several chunks, or of one the rows of a microbatch."""
-        own, parts = chunks // calls, calls // chunks
-        if parts > 1:
-            return split_rows(self.batch(update, call // parts, chunks), parts, call % parts)
-        return join([self.batch(update, call * own + chunk, chunks) for chunk in range(own)])
 
 
 def make_subject(
@@ -69,7 +68,6 @@ def make_subject(
     optimizer: str | Callable[[Any], optim.Optimizer] | None,
     dtype: torch.dtype | None,
     seed: int,
-    multiple: int,
 ) -> Subject:
     """Call the user's functions. Raises InputError if they return what cannot be trained."""
     torch.manual_seed(seed)
@@ -95,7 +93,7 @@ def make_subject(
     if isinstance(optimizer, str):
         optimizer = find_function(optimizer, "--optimizer")
     sgd = optimizer or (lambda params: optim.SGD(params, lr=0.05, momentum=0.9))
-    return Subject(model, batches, criterion or own_loss, sgd, multiple)
+    return Subject(model, batches, criterion or own_loss, sgd)
 
 
 def own_loss(output: Any) -> torch.Tensor:
