@@ -1,7 +1,6 @@
 """Hooks for `halfmesh.Trainer`, by class or, in a list of hooks, by name ("progress")."""
 
-from .trainer.metrics import MetricHook
-from .trainer.monitors import CheckpointHook, EarlyStopHook, LRSchedulerHook
+from .trainer.metrics import CheckpointHook, EarlyStopHook, LRSchedulerHook, MetricHook
 from .trainer.records import MLflowHook, ProgressHook, RunHook, TensorBoardHook, WandbHook
 from .trainer.throughput import MemoryHook, ThroughputHook
 

@@ -49,7 +49,6 @@ ALLOWED = {
     "engine/compilation.py": {"_call_impl", "_compiled_call_impl", "_dynamo"},
     "engine/deferred.py": {"_buffers", "_parameters"},
     "engine/recording.py": {"_schema"},
-    "data/given.py": {"_iterator"},
     "data/sharding.py": {"_iterator"},
     "engine/ema.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},

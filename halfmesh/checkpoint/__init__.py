@@ -1,10 +1,9 @@
 """Atomic checkpoints of the model's full tensors, which load into any layout.
 
-checkpointer.py   saves and loads for one engine
+checkpointer.py   saves and loads for one engine, also in a thread while training continues
 state.py          this rank's shards of the tensors, and tensors that are made of others
 validate.py       what does not fit, before anything changes, and settings that a load overwrites
 storage.py        the files of a checkpoint, and the folder of all, locked by the one job that saves; dcp.py: tensors
-background.py     the thread that writes while training continues
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
 agreement.py      what ranks agree on: that work has succeeded on all, and at which step to stop
 export.py         weights alone, for other programs

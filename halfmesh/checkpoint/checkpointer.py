@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,9 +23,8 @@ from ..utils.engine_hook import Progress
 from ..utils.log import get_logger
 from . import rank_state, storage, validate
 from .agreement import StoreMessages, run_on_all_ranks, run_on_rank_zero
-from .background import BackgroundWriter, wait_for_writers
 from .rank_state import AttachedState, Schedule
-from .state import AVERAGE, MODEL, ShardedState, index_of, without_empty
+from .state import AVERAGE, MODEL, Boxes, ShardedState, index_of, without_empty
 from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
@@ -330,3 +331,63 @@ class Checkpointer:
             wait_for_writers(directory)  # those of other engines too: closing the file ends the lock of this process
             file.close()
         self.locks.clear()
+
+
+# -- saves in the background -------------------------------------------------------------------------------------------
+
+
+def wait_for_writers(directory: Path) -> None:
+    """Wait for saves of all engines of this process into `directory`: the next one removes unfinished saves there."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(_thread_name(directory)):
+            thread.join()
+
+
+def _thread_name(directory: Path) -> str:
+    return f"halfmesh save {directory.resolve()}:"
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time, from a copy in host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._written: futures.Future[None] | None = None
+        self._copies: Boxes = {}
+
+    @torch.no_grad()
+    def copy(self, boxes: Boxes) -> Boxes:
+        """Copies of `boxes` in host memory, page-locked for a GPU. The memory is kept for the next call, because new
+        memory costs more to fill."""
+        kept, self._copies = self._copies, {}
+        for key, box in boxes.items():
+            copy = kept.pop(key, None)
+            if copy is None or (copy.shape, copy.dtype) != (box.shape, box.dtype):
+                copy = torch.empty(box.shape, dtype=box.dtype, pin_memory=self._device.type == "cuda")
+            self._copies[key] = copy.copy_(box, non_blocking=box.is_cuda)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._copies
+
+    def start(self, write: Callable[[], object], directory: Path) -> None:
+        """Call `write`, which writes into `directory`, in a thread that the process joins at exit. The previous one
+        must have ended."""
+        thread = futures.ThreadPoolExecutor(1, _thread_name(directory))
+        self._written = thread.submit(self._run, write)
+        thread.shutdown(wait=False)  # it ends after this save
+
+    def wait(self) -> None:
+        """Wait for the thread, and raise its error if it failed."""
+        if self._written is not None:
+            futures.wait([self._written])  # Ctrl-C ends this line: the next call then waits again
+            written, self._written = self._written, None
+            written.result()
+
+    def _run(self, write: Callable[[], object]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has a current device
+        try:
+            write()
+        except Exception as error:  # the same on all ranks, unless they can no longer be reached
+            _log.warning("%s", error)  # logged now: the next call that waits may come much later
+            raise

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..parallel.mesh import ParallelContext
 from ..parallel.rng import CPU, IsolatedRNG, SharedRNG, derived_seed, random_state
-from .given import is_stateful
-from .sharding import ShardedLoader
+from .sharding import ShardedLoader, is_stateful
 
 _END = object()
 

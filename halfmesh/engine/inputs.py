@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..amp.precision import find_kept_problems, find_overflow, tensors_to_cast
 from ..amp.recipe import HALF, Recipe
 from ..amp.stepper import is_stepped
-from ..data.given import loader_in
+from ..data.sharding import loader_in
 from ..errors import InputError, counted, shorten
 from ..parallel.comm import is_simulated, same_on_ranks
 from ..parallel.mesh import ParallelContext

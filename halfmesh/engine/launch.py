@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from ..config.composition import Setup, batch_size
 from ..config.config import Config
 from ..config.load import load_config
-from ..data.given import loader_in
-from ..data.sharding import ShardedLoader
+from ..data.sharding import ShardedLoader, loader_in
 from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, coordinates_of, find_process
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit

@@ -6,8 +6,7 @@ evaluation.py   The batches to evaluate on; the mean loss over batches and data 
 trainer.py      Trainer, which calls all of these; none of them imports it.
 
 The hooks (`halfmesh.hooks` has their public names):
-monitors.py     Those that follow a result of evaluation: best weights, early stopping, LR schedulers.
-metrics.py      torchmetrics, over the right ranks.
+metrics.py      On evaluation: torchmetrics over the right ranks; best weights, early stopping, LR schedulers.
 throughput.py   Samples, tokens and FLOPs per second; memory; peak FLOP/s of devices.
 records.py      Records on the terminal, in the run folder, to trackers.
 """

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ..data.given import loader_in
 from ..data.loader import EngineDataLoader
-from ..data.sharding import ShardedLoader
+from ..data.sharding import ShardedLoader, loader_in
 from ..engine.engine import Engine
 from ..engine.even_calls import even_out
 from ..engine.pipeline_handles import Handle

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfmesh.checkpoint.background import BackgroundWriter
+from halfmesh.checkpoint.checkpointer import BackgroundWriter
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import Gate, differing, make_engine, train, weights, whole_state
 from tests.support.ranks import run_ranks

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from halfmesh.data.given import copy_loader
+from halfmesh.data.sharding import copy_loader
 from halfmesh.engine.ema import _lerp_
 from halfmesh.engine.offload import _is_cast_of_parameter
 from halfmesh.engine.recompute import _ATTENTION

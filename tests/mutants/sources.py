@@ -329,7 +329,7 @@ CHECKPOINT = (
     ),
     Fault(
         "an error of a background save is lost",
-        "checkpoint/background.py",
+        "checkpoint/checkpointer.py",
         "            written.result()\n",
         "            pass\n",
         ("tests/checkpoint/test_background.py::test_an_error_is_logged_at_once_and_training_goes_on",),
