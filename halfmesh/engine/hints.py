@@ -178,7 +178,8 @@ class SameInputs(EngineHook):
         self._inputs: Any = None
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._model.training:
+        trains = self._model.training and torch.is_grad_enabled()
+        if trains and (method is None or self._inputs is None):  # other methods may be given the same, as prompts are
             self._inputs = args, kwargs
 
     def after_step(self, result: StepResult) -> None:

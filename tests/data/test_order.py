@@ -359,6 +359,7 @@ def own_batches(rank: int, world_size: int) -> dict[str, list[str]]:
         "iterated": (DataLoader(samples, 8), None),
         "not given, alike": (None, lambda: drawn_by(0)),
         "not given, by rank": (None, lambda: drawn_by(rank)),
+        "not given, by rank; other calls alike": (None, lambda: drawn_by(rank)),
     }
     said: dict[str, list[str]] = {}
     for name, (loader, batches) in loops.items():
@@ -366,7 +367,12 @@ def own_batches(rank: int, world_size: int) -> dict[str, list[str]]:
         with warnings() as said[name]:
             for _ in range(2):
                 for inputs, targets in engine.dataloader if batches is None else batches():
-                    engine.backward(engine.criterion(engine(here(inputs)), here(targets)))
+                    outputs = engine(here(inputs))
+                    if "other calls" in name:
+                        engine.call("forward", here(x[:2]))
+                        with torch.no_grad():
+                            engine(here(x[:2]))
+                    engine.backward(engine.criterion(outputs, here(targets)))
                     engine.step()
         engine.close()
     return said
