@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..distributed.env import list_ranks
+from ..distributed.env import list_ranks, ranks_by_value
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..parallel.comm import gather_objects, get_within, is_simulated, own_store
 from ..parallel.mesh import ParallelContext
@@ -21,7 +21,6 @@ from ..utils.log import get_logger
 
 _log = get_logger(__name__)
 _LONG_S = 7 * 86400.0  # then the thread asks again
-_ANSWER_S = 3.0  # how long the store may take to answer at the end
 T = TypeVar("T")
 
 # -- work that all ranks do together -----------------------------------------------------------------------------------
@@ -50,9 +49,13 @@ def gather_results(context: ParallelContext, what: str, work: Callable[[], T]) -
         CheckpointError, InputError: it failed on some ranks; raised on all, with the reason of each.
     """
     result, failure, error = attempt(work)
-    everyone: list[tuple[Any, T]] = gather_objects((failure, result))
-    refuse_failures(context, what, {rank: failure for rank, (failure, _) in enumerate(everyone) if failure}, error)
+    everyone: list[tuple[Failure | None, T]] = gather_objects((failure, result))
+    refuse_failures(context, what, _failures_of(everyone), error)
     return [result for _, result in everyone]
+
+
+def _failures_of(everyone: list[tuple[Failure | None, Any]]) -> dict[int, Failure]:
+    return {rank: failure for rank, (failure, _) in enumerate(everyone) if failure}
 
 
 def run_on_all_ranks(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
@@ -72,15 +75,11 @@ def refuse_failures(context: ParallelContext, what: str, failures: dict[int, Fai
     if not failures:
         return
     kind = InputError if all(is_input for _, is_input in failures.values()) else CheckpointError
-    reasons: dict[str, list[int]] = {}
-    for rank, (words, _) in failures.items():
-        reasons.setdefault(words, []).append(rank)
+    reasons = ranks_by_value({rank: words for rank, (words, _) in failures.items()})
     if len(reasons) == 1 and len(failures) == context.size:
         raise kind(f"{what}: {next(iter(reasons))}") from cause
-    names = context.rank_names
-    raise kind(
-        bullet_list(f"{what}:", (f"{names.names(ranks)}: {words}" for words, ranks in reasons.items()))
-    ) from cause
+    lines = (f"{context.rank_names.names(ranks)}: {words}" for words, ranks in reasons.items())
+    raise kind(bullet_list(f"{what}:", lines)) from cause
 
 
 # -- the answer of rank 0 ----------------------------------------------------------------------------------------------
@@ -129,6 +128,18 @@ class StoreMessages:
         if problem:
             raise CheckpointError(f"{what}: {problem}")
         return found
+
+    def gather_results(self, context: ParallelContext, what: str, work: Callable[[], T]) -> list[T]:
+        """As the function of this name, but only rank 0 gets the results."""
+        results: list[T] = []
+
+        def keep(everyone: list[tuple[Failure | None, Any]]) -> dict[int, Failure]:
+            results.extend(result for _, result in everyone)
+            return _failures_of(everyone)
+
+        result, failure, error = attempt(work)
+        refuse_failures(context, what, self.answer(what, (failure, result), keep), error)
+        return results
 
     def _collect(self, value: Any) -> tuple[list[Any], list[int]]:
         """The values of all ranks, of which this one's is `value`; and the ranks that have sent none in time."""
@@ -188,13 +199,13 @@ class StopAgreement:
             waits = self._has_posted
             if not waits:
                 self._passed += 1
-        if asks and not waits:
-            self.ask()
-        if self._lost is not None and not self._has_warned and not waits:
-            self._has_warned = True  # by the main thread: a launch that has failed ends before, and says so itself
-            text = "the store that ranks agree through does not answer: %s; signals, engine.preempt() save no more"
-            _log.warning(text, self._lost, ranks=None)
         if not waits:
+            if asks:
+                self.ask()
+            elif self._lost is not None and not self._has_warned:
+                self._has_warned = True  # by the main thread: a launch that has failed ends before, and says so itself
+                text = "the store that ranks agree through does not answer: %s; signals, engine.preempt() save no more"
+                _log.warning(text, self._lost, ranks=None)
             return False
         if not self._decided.wait(self._timeout_s):
             posted = {int(line.split()[0]) for line in self._store.get("posts").decode().splitlines()}
@@ -225,20 +236,12 @@ class StopAgreement:
 
     def close(self) -> None:
         """End the threads of all ranks. May be called twice, and by one rank alone: then nobody stops any more."""
-        # In a thread: torch's call does not return if the host of the store has lost power or network.
-        telling = threading.Thread(target=self._tell_end, daemon=True, name="halfmesh stop agreement's end")
-        try:
-            telling.start()
-        except RuntimeError:  # the interpreter shuts down: since 3.12 it starts no thread then
-            self._tell_end()
-        else:
-            telling.join(_ANSWER_S)
-        self._thread.join(1.0)  # one that comes back from C++ while the interpreter shuts down aborts the process
-
-    def _tell_end(self) -> None:
+        # `set` alone waits for no answer, which a host of the store without power or network does not give.
         with contextlib.suppress(dist.DistError):  # the store is gone, and with it what the thread waits for
-            self._store.compare_set("stop_at", "", "0")
-            self._store.set("asked", "1")
+            if not self._decided.is_set():
+                self._store.set("stop_at", "0")
+                self._store.set("asked", "1")
+        self._thread.join(1.0)  # one that comes back from C++ while the interpreter shuts down aborts the process
 
     def _post(self, store: Any) -> None:
         self._has_posted = True

@@ -148,29 +148,24 @@ class PreemptionHook(EngineHook):
             run_on_rank_zero(self.context, what, lambda: storage.lock(self._directory, self.checkpointer.locks))
             self.checkpointer.refuse_unsavable()
             self._prepared = True
-        if not self._must_stop():
+        asks = bool(self._received)
+        if not (asks if self._agreement is None else self._agreement.pass_boundary(asks)):
             self._save_if_due(before)
             return
-        reason = self._reason()
-        kind = Interrupted if reason == "SIGINT" else Preempted
-        folder = self._save_last()
-        done = f"interrupted by {reason}; saved update {step} in {folder}"
-        _log.info("%s; run again with resume='auto' to go on", done)
+        reason, folder = self._reason(), self._save_last()
+        _log.info(
+            "interrupted by %s; saved update %d in %s; run again with resume='auto' to go on", reason, step, folder
+        )
         for handler in self._handlers:
             # Python removes its own handlers when it shuts down, and a second signal would change the status.
             if handler.number is not signal.SIGINT:
                 handler.give_way(signal.SIG_IGN)
-        raise kind(folder)
+        raise (Interrupted if reason == "SIGINT" else Preempted)(folder)
 
     @property
     def _diverged(self) -> str:
         """Why the ranks' weights differ between steps, as in a round of local updates; "" if they do not."""
         return self.checkpointer.state.parallel_model.data.diverged
-
-    def _must_stop(self) -> bool:
-        """True if all ranks stop at this boundary."""
-        asks = bool(self._received)
-        return asks if self._agreement is None else self._agreement.pass_boundary(asks)
 
     def _reason(self) -> str:
         """The requests to end the run, on any rank, in words."""

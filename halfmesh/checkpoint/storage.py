@@ -34,15 +34,7 @@ import torch
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list, shorten
 from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
-from .agreement import (
-    Failure,
-    StoreMessages,
-    attempt,
-    gather_results,
-    refuse_failures,
-    run_on_all_ranks,
-    run_on_rank_zero,
-)
+from .agreement import StoreMessages, gather_results, run_on_all_ranks, run_on_rank_zero
 from .full_state import WholeTensor
 from .state import Boxes
 
@@ -132,20 +124,9 @@ def write(
         final, size = finish(unfinished, keep), sum(size for size, _ in files.values())
         _log.info("saved step %d to %s: %.1f MB", snapshot.about["step"], final, size / 2**20)
 
-    own, failure, error = attempt(write_own)
-
-    def complete_if_all_wrote(everyone: list[tuple[Any, Any]]) -> dict[int, Failure]:
-        """The failures, by rank."""
-        nonlocal error
-        failures = {rank: failure for rank, (_, failure) in enumerate(everyone) if failure}
-        if not failures:
-            _, failure, error = attempt(lambda: complete([own for own, _ in everyone]))
-            failures = {0: failure} if failure else {}
-        return failures
-
     try:
-        failures = messages.answer(what, (own, failure), complete_if_all_wrote)
-        refuse_failures(context, what, failures, error)
+        everyone = messages.gather_results(context, what, write_own)
+        messages.gather_results(context, what, lambda: complete(everyone) if context.rank == 0 else None)
     except HalfmeshError:
         if context.rank == 0:  # the disk may be full
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ..errors import HalfmeshError
-from .env import RankNames
+from .env import RankNames, ranks_by_value
 
 POLL_S = 1.0  # how often the thread of each rank looks at the store
 ANSWER_S = 3.0  # how long the others have to answer a failure
@@ -120,9 +120,7 @@ class FailureWatch:
 
     def _compare_calls(self) -> str:
         """How often each rank has called its engines, if that differs."""
-        by_text: dict[str, list[int]] = {}
-        for rank, text in sorted(self._calls.items()):
-            by_text.setdefault(text, []).append(rank)
+        by_text = ranks_by_value(dict(sorted(self._calls.items())))
         if len(by_text) < 2:
             return ""
         counts = "; ".join(f"{self._names.names(ranks)}: {text}" for text, ranks in by_text.items() if text)

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from ..errors import InputError
-from .env import list_ranks
+from .env import list_ranks, ranks_by_value
 from .rank_process import MODULES, RankError, live
 
 T = TypeVar("T")
@@ -199,12 +199,12 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._members[rank][0].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        ranks_at: dict[str, list[int]] = {}
+        stacks = {}
         for rank in hung:
             path = Path(self._folder, f"stacks_{rank}")
             _, _, stack = (path.read_text() if path.exists() else "").rpartition("(most recent call first):\n")
-            ranks_at.setdefault(stack.rstrip(), []).append(rank)  # of the main thread, which comes last
-        where = "".join(f"\n{list_ranks(ranks)} at:\n{stack}" for stack, ranks in ranks_at.items())
+            stacks[rank] = stack.rstrip()  # of the main thread, which comes last
+        where = "".join(f"\n{list_ranks(ranks)} at:\n{stack}" for stack, ranks in ranks_by_value(stacks).items())
         reason = f"had not ended after {self._timeout:g} s"
         return RankError(hung[0], reason, reason + where, hung=True)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ..report.folder import RunFolder, on_rank_zero
 from ..utils.log import get_logger
@@ -127,9 +128,6 @@ End = Callable[[], Any]
 class WriterHook(Hook):
     """Passes records to a tracker, which rank 0 opens when `fit` begins and closes when it ends."""
 
-    package: ClassVar[str]
-    """The package to install."""
-
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._opened: tuple[Log, End] | None = None
@@ -140,13 +138,7 @@ class WriterHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         engine = trainer.engine
-
-        def begin() -> tuple[Log, End]:
-            try:
-                return self.open(engine.global_step)
-            except ImportError as error:
-                raise ImportError(f"{error} (pip install {self.package})") from error
-
+        begin = partial(self.open, engine.global_step)
         self._opened = on_rank_zero(engine.context, f"{type(self).__name__} cannot start", begin)
 
     def write(self, trainer: Trainer, record: Record) -> None:
@@ -167,8 +159,6 @@ class TensorBoardHook(WriterHook):
     Args:
         log_dir: the folder for `tensorboard --logdir`.
     """
-
-    package = "tensorboard"
 
     def __init__(self, log_dir: str | Path) -> None:
         super().__init__(log_dir=log_dir)
@@ -196,8 +186,6 @@ class WandbHook(WriterHook):
             `wandb sync`, without network or login.
     """
 
-    package = "wandb"
-
     def open(self, step: int) -> tuple[Log, End]:
         import wandb
 
@@ -221,8 +209,6 @@ class MLflowHook(WriterHook):
     Args:
         options: arguments of `mlflow.start_run`: run_name, experiment_id, tags.
     """
-
-    package = "mlflow"
 
     def open(self, step: int) -> tuple[Log, End]:
         import mlflow

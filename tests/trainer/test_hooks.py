@@ -168,7 +168,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch, tmp_path, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     hook = {"type": package, "log_dir": tmp_path} if package == "tensorboard" else package
-    with pytest.raises(halfmesh.InputError, match=rf"Hook cannot start: .*Error: .* \(pip install {package}\)"):
+    with pytest.raises(halfmesh.InputError, match=rf"Hook cannot start: .*Error: .*{package}"):
         halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[hook])
 
 
@@ -218,7 +218,7 @@ def test_rank_0_alone_tracks():
     assert (first[0], second[0]) == (1, 0)
     assert first[1] == second[1]
     assert first[1].startswith("WandbHook cannot start:")
-    assert "(pip install wandb)" in first[1]
+    assert "wandb" in first[1].partition(":")[2]
 
 
 def test_the_best_weights(tmp_path):
