@@ -1,4 +1,4 @@
-"""The command line: check.py has `check` and `plan`, show.py the commands that only show something.
+"""The command line: check.py has `check` and `plan`, run.py what starts ranks, show.py what only shows something.
 
 torch is imported only by the commands that need it.
 """
@@ -9,9 +9,8 @@ import typer
 
 from .check import check, plan
 from .convert_config import convert_config
-from .run import run
+from .run import run, verify
 from .show import configs, env, report
-from .verify import verify
 
 app = typer.Typer(
     help="halfmesh: training with precision and parallel layout from one config.",

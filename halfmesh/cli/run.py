@@ -1,19 +1,22 @@
-"""`halfmesh run`: torchrun, with the config checked first."""
+"""`halfmesh run` and `halfmesh verify`: they start ranks, to train and to prove that a layout trains as one process."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from ..errors import bullet_list, counted
-from .check import load
+from ..errors import HalfmeshError, bullet_list, counted
+from .check import AsJson, Overrides, load, say
 
 
 def run(
@@ -68,3 +71,103 @@ def find_problems(config: Path, world_size: int, device: str | None, overrides: 
         loaded, problems = load(config, overrides)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return problems if loaded is None else list(map(str, check(loaded, world_size, kind)))
+
+
+def verify(
+    config: Annotated[Path | None, typer.Argument(help="The config; without one, this machine is verified.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="What a --script is given.")] = None,
+    model: Annotated[str | None, typer.Option(help="package.module:build, which builds what is trained.")] = None,
+    script: Annotated[Path | None, typer.Option(help="A training script, which is run as it is.")] = None,
+    world_size: Annotated[int | None, typer.Option(help="The number of ranks of the layout.")] = None,
+    updates: Annotated[int, typer.Option(min=1, help="How many are compared.")] = 2,
+    overrides: Overrides = None,
+    optimizer: Annotated[str | None, typer.Option(help="package.module:function; else SGD with momentum.")] = None,
+    accumulated: Annotated[bool, typer.Option("--accumulated", help="Beside a process that accumulates.")] = False,
+    shrink: Annotated[bool | None, typer.Option(help="At most 2 ranks on each axis; by default on the CPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; without a config, cuda if there is one.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each run may take.")] = 600,
+    quick: Annotated[bool, typer.Option("--quick", help="Without a config: in a minute.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a layout computes the same as one process.
+
+    Trains the model for a few updates in one process, and in the layout on ranks of this machine, and compares what
+    each module and each update computes. Says where it differs first. The exit status is 0 if all is equal, 1 if
+    something differs or is refused.
+
+    build() returns (model, inputs); or (model, (inputs, targets), criterion); a list instead of the second is of
+    batches. With --script a training script replaces the model. Without a config, small models are trained in the modes
+    and layouts that this machine can run.
+    """
+    given = (model, script, world_size, overrides, optimizer, accumulated)
+    mistakes = {
+        "without a config this machine is verified: only --device, --quick and --json fit": config is None
+        and (any(given) or shrink is not None),
+        "give --model or --script: what is trained": config is not None and (model is None) == (script is None),
+        "give --world-size: the number of ranks of the layout": config is not None and world_size is None,
+        "--quick is for this machine, without a config": config is not None and quick,
+        f"{' '.join(args or ())}: only a --script takes arguments": script is None and args,
+        "--optimizer is for --model; a script makes its own": script is not None and optimizer,
+        f"--device {device}: use cpu or cuda": device not in (None, "cpu", "cuda"),
+    }
+    for why, is_there in mistakes.items():
+        if is_there:
+            raise typer.BadParameter(why)
+    options: dict[str, Any] = {"updates": updates, "overrides": overrides or (), "shrink": shrink, "timeout": timeout}
+    report: Any
+    # The output of configs and models is not part of the answer.
+    with _cleaned_up(), contextlib.redirect_stdout(sys.stderr), _progress(hidden=config is None) as options["progress"]:
+        if config is None or world_size is None:
+            from ..verify.machine import verify_machine
+
+            report = verify_machine(device, quick)
+        else:
+            from ..verify import VerifyReport, phases
+
+            options |= {"device": device or "cpu", "world_size": world_size, "accumulated": accumulated}
+            try:
+                if script is not None:
+                    report = phases.verify_script(config, script, args or (), **options)
+                else:
+                    report = phases.verify(config, model or "", optimizer=optimizer, **options)
+            except HalfmeshError as error:  # it says what to change
+                problems = getattr(error, "problems", (str(error),))
+                report = VerifyReport(False, None, (), str(config), world_size, None, tuple(problems))
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    elif config is None:
+        print(report)
+    else:
+        first, *rest = str(report).splitlines()
+        say(first, "green" if report.equal else "red")
+        for line in rest:
+            say(line)
+    raise typer.Exit(0 if report.equal else 1)
+
+
+@contextlib.contextmanager
+def _cleaned_up() -> Iterator[None]:
+    """A scope in which Ctrl-C and SIGTERM clean up its processes and files, and then end the command."""
+
+    def stop(number: int, _: object) -> None:
+        for again in before:
+            signal.signal(again, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _progress(hidden: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows each step: on a terminal one after the other, else in lines."""
+    console = Console(stderr=True)
+    if hidden or not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("") as status:
+        yield status.update

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import re
@@ -13,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.engine import Engine
-from ..parallel.shard_spec import Placement
+from ..parallel.shard_spec import Placement, Split
+from ..utils.tensors import digest
 from .record import Key, Store
 
 FLOOR = 1e-6
@@ -50,7 +50,7 @@ class Measures:
     firsts: dict[Key, dict[str, Measure]] = field(default_factory=dict)
     parameters: dict[Key, Measure] = field(default_factory=dict)
     accumulated: dict[Key, Measure] = field(default_factory=dict)
-    digests: dict[Key, list[tuple[Any, str]]] = field(default_factory=dict)
+    digests: dict[Key, list[tuple[Any, bytes]]] = field(default_factory=dict)
     figures: dict[tuple[int, int, str], Any] = field(default_factory=dict)
     skipped: dict[Key, str] = field(default_factory=dict)
     factors: dict[tuple[int, int, int], tuple[Key, float]] = field(default_factory=dict)
@@ -162,9 +162,7 @@ class Comparison:
             if len({*shared}) < len(shared):  # a tensor is divided over an axis once
                 continue
             for dim, (_, index, count, blocks) in enumerate(choice):
-                if count > 1:
-                    pieces = part.unflatten(dim, (blocks, -1)).chunk(count, dim + 1)
-                    part = pieces[index].flatten(dim, dim + 1)
+                part = Split(dim, blocks).cut(part, index, count) if count > 1 else part
             uncut = [size for (_, _, count, _), size in zip(choice, shape, strict=True) if count == 1]
             is_whole = self._per_call == 1 and self._rows in uncut
             yield _Cut(" ".join(names), part.expand(shape), is_whole or any(name.startswith("rows") for name in names))
@@ -200,7 +198,7 @@ class Comparison:
             return
         boxes = [(box.at, box.sizes, box.view(tensor).double().cpu()) for box in placement.regions]
         self.measures.parameters[key] = _measure_boxes(boxes, expected)
-        self.measures.digests[key] = [((at, sizes), _digest(box)) for at, sizes, box in boxes]
+        self.measures.digests[key] = [((at, sizes), digest(box + 0.0)) for at, sizes, box in boxes]  # -0.0 is 0.0
         other = None if self._accumulated is None or key.what != "gradient" else self._accumulated.get(key)
         if other is not None:
             self.measures.accumulated[key] = _measure_boxes(boxes, other)
@@ -238,8 +236,3 @@ def _measure_boxes(boxes: Collection[tuple[Any, Any, torch.Tensor]], expected: t
 def _square(tensor: torch.Tensor) -> float:
     value = float((tensor * tensor).sum())
     return value if math.isfinite(value) else math.inf
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = (tensor.contiguous() + 0.0).reshape(-1)  # -0.0 is 0.0
-    return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=8).hexdigest()

@@ -11,9 +11,8 @@ import torch
 
 from ..distributed.env import list_ranks
 from .compare import FLOOR, Limits, Measure, Measures, ratio
-from .explain import Finding, explain
 from .record import Key, Store
-from .report import Phase
+from .report import Finding, Phase, explain
 
 FLIPS = 16
 """Elements of a gradient that rounding may switch on or off, where ReLU, max or top-k decide: more than a single
@@ -162,7 +161,7 @@ def loss_of(runs: Iterable[Any], update: int, reduction: str) -> float:
 
 def _copies(measures: Sequence[Measures], order: Mapping[Key, int]) -> Iterator[Finding]:
     """Parts of parameters that several ranks hold, and that are not the same."""
-    held: dict[tuple[Key, Any], dict[int, str]] = defaultdict(dict)
+    held: dict[tuple[Key, Any], dict[int, bytes]] = defaultdict(dict)
     for rank in measures:
         for key, boxes in rank.digests.items():
             for box, digest in boxes:

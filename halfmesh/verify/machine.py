@@ -236,6 +236,6 @@ def verify_machine(device: str | None = None, quick: bool = False) -> MachineRep
         work = partial(_Work, stack=stack, waiting=defaultdict(list))
         for cell in track(cells, "verifying", console=Console(stderr=True), disable=not sys.stderr.isatty()):
             began, options = time.monotonic(), Options(cell.world_size, shrink=False, device=device)
-            report = prove(cell.config, options, lambda _, cell=cell: Given(cell.build), work)  # type: ignore[misc]
+            report = prove(cell.config, options, Given(cell.build), work)
             results.append((cell, report, time.monotonic() - began))
     return MachineReport(about, results)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..compat import check_setup
-from ..config import Config
 from ..config.composition import Setup
 from ..config.load import load_config
 from ..distributed.local_ranks import ENGINE, LocalRanks
@@ -23,11 +22,11 @@ from ..parallel.dims import in_words
 from ..utils.tensors import dtype_name
 from . import layout
 from .compare import Limits
-from .explain import drawn_in
 from .judge import estimates, judge
 from .record import Store
-from .report import Difference, Phase, VerifyReport
+from .report import Difference, Phase, VerifyReport, drawn_in
 from .run import Case, Given, compare, estimate, record
+from .script import Script
 
 STRUCTURE, UPDATE = 1e-9, 1e-7
 """Allowed in float64, where noise is 1e-14 and faults are 1e-3; UPDATE relative to the way of the weights."""
@@ -74,7 +73,7 @@ def verify(
         InputError: the model cannot be built, or not be trained in one process.
     """
     options = Options(world_size, updates, accumulated, overrides, shrink, device, timeout, progress)
-    return prove(config, options, lambda _: Given(build, optimizer), Work)
+    return prove(config, options, Given(build, optimizer), Work)
 
 
 def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **options: Any) -> VerifyReport:
@@ -93,16 +92,10 @@ def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **o
         ConfigError: the config cannot be loaded.
         InputError: the script fails in the layout, or in one process.
     """
-    from .script import Script
-
     path, wanted = Path(script), Options(**options)
     if not path.is_file():
         raise InputError(f"{path}: there is no such script")
-
-    def given(settings: Config) -> Script:
-        return Script(path, tuple(args), config, tuple(wanted.overrides), settings.to_dict().get("parallel", {}))
-
-    return prove(config, wanted, given, Work)
+    return prove(config, wanted, Script(path, tuple(args), config, tuple(wanted.overrides)), Work)
 
 
 @dataclass(frozen=True)
@@ -119,10 +112,8 @@ class Options:
     progress: Callable[[str], None] = lambda text: None
 
 
-def prove(
-    config: Any, options: Options, find_given: Callable[[Config], Any], work: Callable[[Any, Setup, Options], Work]
-) -> VerifyReport:
-    """The report of the phases of the work on a layout, which is shrunk before."""
+def prove(config: Any, options: Options, given: Any, work: Callable[[Any, Setup, Options], Work]) -> VerifyReport:
+    """The report of the phases of the work on a layout, which is shrunk before. `given`: `Given`, or a `Script`."""
     setup = Setup.of(load_config(config, options.overrides), options.world_size)
     findings = check_setup(setup, options.device)
     if not findings and (options.device == "cpu" if options.shrink is None else options.shrink):
@@ -131,7 +122,7 @@ def prove(
     problems, phases = list(map(str, findings)), list[Phase]()
     with tempfile.TemporaryDirectory(prefix="halfmesh_verify_") as folder:
         try:
-            phases += () if problems else work(find_given(setup.config), setup, options).phases(Path(folder))
+            phases += () if problems else work(given, setup, options).phases(Path(folder))
         except RefusedError as refused:
             problems, phases = [str(refused)], []
         except RankError as error:
@@ -153,7 +144,7 @@ def _untrainable(error: RankError) -> InputError:
 
 @dataclass(frozen=True)
 class Work:
-    """A layout, and what is trained in it: `Given`, or a `Script`."""
+    """A layout, and what is trained in it."""
 
     given: Any
     setup: Setup
@@ -258,7 +249,7 @@ class Work:
             measures = self._run(self.setup.dims.world_size, compare, (case, path, calls, parts))
         except RankError as error:
             known = [] if error.measures is None else [error.measures]
-            first = judge(store, known, limits, reduction, case.overflows, False).first if known else None
+            first = judge(store, known, limits, reduction, case.overflows, is_complete=False).first
             if first is not None:
                 after = f"halfmesh refuses it: {error.refusal}" if error.refusal else f"then {error.reason}"
                 return Phase("", "", False, replace(first, cause=after))

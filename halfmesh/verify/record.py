@@ -17,7 +17,7 @@ from ..amp.step_result import StepResult
 from ..debug.probes import Probes, Visit
 from ..engine.engine import Engine
 from ..parallel.shard_spec import Placement, whole
-from ..utils.tensors import count_rows, map_named, parameter_names, position_names
+from ..utils.tensors import as_bytes, count_rows, map_named, parameter_names, position_names
 
 
 class Key(NamedTuple):
@@ -104,10 +104,9 @@ class Store:
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int = 0) -> None:
         """See `Sink`."""
-        data = tensor.detach().cpu().contiguous()
         self._file.write(b"\0" * (-self._file.tell() % 64))
-        self.index[key] = data.dtype, data.shape, self._file.tell()
-        self._file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        self.index[key] = tensor.dtype, tensor.shape, self._file.tell()
+        self._file.write(as_bytes(tensor).numpy().data)
 
     def parameter(self, key: Key, tensor: torch.Tensor, placement: Placement) -> None:
         """See `Sink`; of one process, which holds all of it."""

@@ -1,14 +1,17 @@
-"""The result of a verification, for a person and as JSON."""
+"""The result of a verification, for a person and as JSON: where runs differ first, the likely cause, what to try."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..distributed.env import list_ranks
 from ..errors import counted, shorten
+from .compare import FLOOR, Limits, Measures, ratio
+from .record import Key, Store
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,155 @@ class VerifyReport:
         head = f"{result}: {self.layout} ({counted(self.world_size, 'rank')}{shrunk}) beside one process"
         parts = [indent(f"- {part}", "  ") for part in [*self.phases, *self.problems]]
         return "\n".join([head, *parts, *([str(self.first)] if self.first else [])])
+
+
+# -- a difference in words -------------------------------------------------------------------------------------------
+
+_PLAN = "leave those layers whole in the plan, or give sizes as -1 or by 'heads(name)' (docs/tensor-parallel.md)"
+_BY_ROW = "compute each row by itself; what all ranks need, engine.context.all_reduce sums"
+_COPIES = "an all-reduce or a broadcast between these ranks is missing, or over other ranks"
+_TWICE = "a sum or mean over ranks or microbatches is taken twice or not at all (x {factor:.4g})"
+_SUM = "set loss_reduction='sum', or return a mean"
+_NO_MEAN = (
+    "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each other): "
+    "the result is that of one process which accumulates the ranks' batches"
+)
+_ACCUMULATED = (
+    "return (sum, weight) and set loss_reduction='weighted'; or, if it should compare the samples of one rank's batch, "
+    "prove the rest with --accumulated (accumulated=True)"
+)
+CAUSES = (
+    ("gradient update", "copies", _COPIES, ""),
+    ("loss gradient", "accumulated factor", "the loss is a sum over samples, and ranks average theirs", _SUM),
+    ("loss gradient", "accumulated", _NO_MEAN, _ACCUMULATED),
+    ("gradient", "factor", _TWICE, ""),
+    ("output", "drawn", "random numbers: {drawn} was called", "draw them outside of the model, or none here"),
+    ("output", "later", "something is kept from an earlier call (an attribute, a cache)", "keep nothing of a batch"),
+    ("output", "cp", "tokens are combined outside of attention, or positions count from 0 on each rank", ""),
+    ("output", "ep", "tokens reach other experts, or rows of the batch are combined", _BY_ROW),
+    ("output", "tp", "features that tensor ranks share are combined, or a style or a size does not fit", _PLAN),
+    ("output", "rows", "rows of the batch are combined, or the rank or the number of ranks is used", _BY_ROW),
+    ("grad_output", "tp", "a gradient is summed over the tensor ranks once too often, or not at all", _PLAN),
+    ("grad_output", "rows", "a backward or hook combines rows, or an activation was computed or kept otherwise", ""),
+    ("gradient", "tp", "a gradient of a part of the activations is not summed (the style 'partial'), or twice", ""),
+    ("gradient", "rows", "gradients are changed, or lost, before the ranks' are averaged (a hook?)", ""),
+    ("norm", "", "a part or a copy of a parameter counts too often in the norm, or not at all", ""),
+    ("verdict", "", "the ranks do not agree on an overflow, or the scale moves at another time", ""),
+    ("update", "", "new weights do not reach all ranks, or the optimizer needs whole tensors", "take SGD or AdamW"),
+    ("buffer", "", "each data rank changes it by its own batches", "all-reduce it in the model, or expect it"),
+    ("loss", "", "the criterion is no mean over samples, or counts other targets", "set loss_reduction"),
+)
+"""What differs first, the signs that all have to be there, the likely cause, and what to try. The first row that fits
+is taken. Signs: "copies" of a parameter on several ranks differ; the gradients are those of a process that has
+"accumulated" the ranks' batches; all are the reference's times a "factor"; the model has "drawn" random numbers; this
+is "later" than the first call of a rank; and what ranks share: "tp", "cp", "ep", and "rows" of a batch."""
+
+
+class Finding(NamedTuple):
+    """A difference.
+
+    Attributes:
+        order: in time, in the reference.
+        text: the place in words, of figures and of copies that differ between ranks.
+    """
+
+    order: int
+    key: Key
+    distance: float
+    allowed: float
+    ranks: tuple[int, ...]
+    text: str = ""
+
+
+def explain(
+    store: Store, measures: Sequence[Measures], limits: Limits, finding: Finding, same: Sequence[Key]
+) -> Difference:
+    """The difference in words. `same`: all keys that differ at this point."""
+    key, drawn = finding.key, drawn_in(store)
+    factor = None if finding.text else _common_factor(measures, key.update)
+    what, module, where = _where(store, key, same, factor)
+    where = finding.text or f"{where} by {finding.distance:.1e} (allowed {finding.allowed:.0e})"
+    if finding.ranks:
+        where += f" on {list_ranks(finding.ranks)}"
+    signs = {"copies"}
+    if not finding.text:
+        known = {
+            "accumulated": _equals_accumulated(measures, limits),
+            "factor": factor is not None,
+            "drawn": bool(drawn),
+            "later": key.update > 0 or _is_later(measures, limits, key),
+        }
+        signs = {*measures[0].shares, *(sign for sign, is_there in known.items() if is_there)}
+    rows = (row[2:] for row in CAUSES if what in row[0].split() and signs.issuperset(row[1].split()))
+    cause, advice = next(rows, ("", ""))
+    cause = cause.format(factor=factor, drawn=", ".join(drawn))
+    return Difference(key.update, what, module, finding.distance, finding.allowed, finding.ranks, where, cause, advice)
+
+
+def _where(store: Store, key: Key, same: Sequence[Key], factor: float | None) -> tuple[str, str, str]:
+    """The kind of difference, the module or parameter, and the place in words."""
+    events, name = list(store.index), _named(key.name)
+    total = sum((k.update, k.what) == (key.update, key.what) for k in events)
+    some = f"{len({k.name for k in same})} of {total} parameters"
+    match key.what:
+        case "input":
+            caller = store.callers.get((key.name, key.nth))
+            done = [k.name for k in events[: events.index(key)] if (k.update, k.what) == (key.update, "output")]
+            after = f"between {done[-1]} and" if done and done[-1] else "before"
+            text = f"forward of {_named(caller)}, in its own code {after} {name}, whose input {key.slot!r} differs"
+            return "output", caller or "", text
+        case "output":
+            return "output", key.name, f"forward of {name}: its inputs agree, its output differs"
+        case "grad_output":
+            user = _next_module(key, events)
+            if user is None:
+                return "loss", key.name, f"backward of the loss: the gradient of the output of {name} differs"
+            text = f"backward of {_named(user)}, or of the code before it: the gradient of the output of {name} differs"
+            return "grad_output", user, text
+        case "gradient" if factor is not None:
+            return "gradient", key.name, f"gradients of {some}, first {name}, are {factor:.4g} x the reference's,"
+        case "gradient":
+            return "gradient", key.name, f"gradients of {some} differ, the first {name},"
+        case "begin" | "update":
+            when = "the model's weights before the update" if key.what == "begin" else "weights after the update"
+            when = "weights before the first update" if key.update < 0 else when
+            return "update", key.name, f"{when}: {some} differ, the first {name},"
+    return key.what, key.name, f"{key.what} of {name} differs"
+
+
+def _named(name: str | None) -> str:
+    return name if name else "the model"
+
+
+def _next_module(key: Key, events: Sequence[Key]) -> str | None:
+    """The module that is called next after the one of `key` has returned; None if there is none in this call."""
+    returned = key._replace(what="output")
+    later = events[events.index(returned) + 1 :] if returned in events else []
+    return next((k.name for k in later if (k.update, k.call, k.what) == (key.update, key.call, "input")), None)
+
+
+def _common_factor(measures: Sequence[Measures], update: int) -> float | None:
+    """Which all gradients are of the reference's, if it is not 1."""
+    parameters = (item for rank in measures for item in rank.parameters.items())
+    factors = [m.factor for k, m in parameters if (k.update, k.what) == (update, "gradient") and m.norm]
+    is_common = factors and max(factors) - min(factors) <= 1e-6 * max(map(abs, factors))
+    return factors[0] if is_common and abs(factors[0] - 1) > 1e-5 else None
+
+
+def _equals_accumulated(measures: Sequence[Measures], limits: Limits) -> bool:
+    """Return True if the gradients of the first update are those of a process that accumulates."""
+    found = [(key, m) for rank in measures for key, m in rank.accumulated.items() if key.update == 0]
+    floor = FLOOR**2 * max((m.norm for _, m in found), default=0.0)
+    return bool(found) and all(ratio(m, floor) <= limits.allowed(key) for key, m in found)
+
+
+def _is_later(measures: Sequence[Measures], limits: Limits, key: Key) -> bool:
+    """Return True if each rank agrees in its first part of the batch."""
+    firsts = [rank.firsts[key].values() for rank in measures if key in rank.firsts]
+    return all(min(map(ratio, ways)) <= limits.allowed(key) for ways in firsts)
+
+
+def drawn_in(store: Store) -> tuple[str, ...]:
+    """The functions that drew random numbers."""
+    names = (name for (_, _, what), drawn in store.figures.items() if what == "drawn" for name in drawn)
+    return tuple(dict.fromkeys(names))

@@ -50,14 +50,12 @@ class Script:
 
     Attributes:
         config: path or keys of the config that is verified; `overrides` change them, and the script's own.
-        parallel: its layout.
     """
 
     path: Path
     args: Sequence[str]
     config: Any
     overrides: Sequence[str]
-    parallel: dict[str, Any]
     is_script = True
     preload = "halfmesh.verify.script"
 
@@ -159,7 +157,7 @@ class ScriptRun:
             return self._build(raw, source, hint)
         others = {key: value for key, value in raw.items() if key not in ("fp16", "bf16", "fp8", "parallel")}
         merged = load.override({**others, **load.read_raw(self.script.config)[0]}, self.script.overrides)
-        config = self._build({**merged, "parallel": self.script.parallel}, source, hint)
+        config = self._build({**merged, "parallel": self.case.config.to_dict().get("parallel", {})}, source, hint)
         config = config.model_copy(update=layout.QUIET)
         return layout.reference(config, config.gradient_accumulation) if self.calls else config
 

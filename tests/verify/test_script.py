@@ -197,7 +197,7 @@ def test_a_script_that_is_not_there(tmp_path):
 def built(raw, calls=None, overrides=(), config=None):
     config = {"parallel": {"data": "zero1"}, "LR": 1.0} if config is None else config
     loaded = load_config(config)
-    given = Script(Path("train.py"), (), config, tuple(overrides), loaded.to_dict().get("parallel", {}))
+    given = Script(Path("train.py"), (), config, tuple(overrides))
     return ScriptRun(Case(given, loaded, 2, 2, "cpu", Path("start")), None, calls).build(raw)
 
 
