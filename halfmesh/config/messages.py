@@ -12,7 +12,7 @@ from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..errors import did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
-from .schema import ParallelConfig, PrecisionConfig, Settings, data_config, get_plugin, parallel_config, strategy_keys
+from .schema import PrecisionConfig, Settings, get_plugin, parallel_config, strategy_keys
 
 DATA = ("parallel", "data")
 FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
@@ -29,23 +29,20 @@ def explain_key(key: Any, hint: str) -> str | None:
         return f"{key}: {FOREIGN_KEYS[key.lower()]}"
     if key in Settings.model_fields or (key.isupper() and not key.startswith("_")):
         return None
-    return f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}"
+    return f"{show_name(key)}: unknown key{_suggest(key, (), {}, hint)}"
 
 
 def find_contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
     """Keys that are valid alone, but not together."""
     given = [key for key in PRECISIONS if raw.get(key) is not None]
     if len(given) > 1:
-        set_ = "both are set" if len(given) == 2 else "all are set"
-        yield f"{', '.join(given)}: {set_}, but a run has one precision; keep one of them"
+        yield f"{', '.join(given)}: a run has one precision; keep one of them"
     for key in given:
         yield from _find_moot(key, raw[key])
 
 
 def _find_moot(key: str, given: Any) -> Iterator[str]:
     """Keys of a mode that mean nothing in this precision."""
-    if isinstance(given, PrecisionConfig):
-        given = {"mode": given.mode, **dict.fromkeys(given.options.model_fields_set)}
     if not isinstance(given, Mapping):
         return
     try:
@@ -86,31 +83,9 @@ def _path(error: Mapping[str, Any], raw: Any) -> tuple[str, ...]:
     return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
 
-def _owner(path: Sequence[str], raw: Mapping[str, Any]) -> type[Options]:
-    """The model of the keys at `path`."""
-    owner: type[Options] = Settings
-    for key in path:
-        if owner is Settings and key in PRECISIONS:
-            owner = get_plugin(raw[key]["mode"]).options
-        elif owner is Settings and key == "parallel":
-            owner = parallel_config(raw[key])  # with the axes of others
-        elif issubclass(owner, ParallelConfig) and key == "data":
-            owner = data_config(_strategy(raw))
-        else:
-            owner = next(_find_models(owner.model_fields[key].annotation), owner)
-    return owner
-
-
 def _strategy(raw: Mapping[str, Any]) -> Any:
     """The data strategy of `raw`, whose `parallel.data` is a dict."""
     return raw["parallel"]["data"].get("strategy", "replicate")
-
-
-def _find_models(annotation: Any) -> Iterator[type[Options]]:
-    if isinstance(annotation, type) and issubclass(annotation, Options):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _find_models(inner)
 
 
 def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Mapping[str, Any]) -> str:
@@ -120,39 +95,40 @@ def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Map
         others = [n for n, keys in strategy_keys().items() if path[-1] in keys] if path[:-1] == DATA else []
         if others:
             return f"only strategy={others[0]!r} has it, and the strategy is {_strategy(raw)!r}; remove it"
-        return "unknown key" + _suggest(path[-1], path[:-1], _owner(path[:-1], raw), "")
+        return "unknown key" + _suggest(path[-1], path[:-1], raw, "")
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])
     said = " or: ".join(dict.fromkeys(error["msg"] for error in errors))
     return said if kind in ("missing", "invalid_key") else f"{show(errors[0]['input'])}: {said}"
 
 
-def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:
+def _suggest(key: str, parents: tuple[str, ...], raw: Mapping[str, Any], otherwise: str) -> str:
     """Which key was meant: one of another library, one from elsewhere in the tree, or a similar one here."""
     if (foreign := FOREIGN_KEYS.get(key.lower())) is not None:
         return f"; {foreign}"
-    here = list(owner.model_fields)
-    if parents == ("parallel",):
-        here = list(dict.fromkeys([*here, *AXES.names()]))
-    if parents[:1] and parents[0] in PRECISIONS:
-        near = did_you_mean(key, here)
+    is_of_mode = bool(parents) and parents[0] in PRECISIONS
+    plugin = get_plugin(raw[parents[0]]["mode"]) if is_of_mode else None
+    paths = _all_paths() if plugin is None else list(_walk(plugin.options, f"{parents[0]}."))
+    here = [name for section, _, name in (path.rpartition(".") for path in paths) if section == ".".join(parents)]
+    if is_of_mode:
         modes = [name for name, keys in _mode_keys().items() if key in keys]
         elsewhere = f"; mode {' and '.join(map(repr, modes))} has it" if modes else ""
-        return near or elsewhere or f"; allowed: {', '.join(['mode', *here])}"
-    if paths := [path for path in _all_paths() if path.split(".")[-1] == key]:
-        return f"; it belongs at {' or '.join(map(repr, paths))}"
+        return did_you_mean(key, here) or elsewhere or f"; allowed: {', '.join(['mode', *here])}"
+    if found := [path for path in paths if path.rpartition(".")[2] == key]:
+        return f"; it belongs at {' or '.join(map(repr, found))}"
     if near := did_you_mean(key, here):
         return near
-    by_leaf = {path.split(".")[-1]: path for path in _all_paths()}
+    by_leaf = {path.rpartition(".")[2]: path for path in paths}
     if leaf := find_near(key, by_leaf, FAR_CUTOFF):
         return f"; did you mean {by_leaf[leaf]!r}?"
     return otherwise or f"; allowed: {', '.join(here)}"
 
 
 def _all_paths() -> list[str]:
-    """All keys, dotted; those of all modes under fp16, and of all strategies."""
+    """All keys, dotted; those of all modes under fp16, and of all axes and strategies."""
     paths = [f"fp16.{key}" for keys in _mode_keys().values() for key in keys]
     paths += [f"parallel.data.{key}" for keys in strategy_keys().values() for key in keys]
+    paths += _walk(parallel_config([name for name, _ in AXES.each()]), "parallel.")
     return list(dict.fromkeys([*_walk(Settings, ""), *paths, "fp16.mode"]))
 
 
@@ -163,6 +139,13 @@ def _mode_keys() -> dict[str, list[str]]:
         with contextlib.suppress(ValueError):
             keys[name] = list(get_plugin(name).options.model_fields)
     return keys
+
+
+def _find_models(annotation: Any) -> Iterator[type[Options]]:
+    if isinstance(annotation, type) and issubclass(annotation, Options):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _find_models(inner)
 
 
 def _walk(model: type[Options], prefix: str) -> Iterator[str]:

@@ -184,7 +184,7 @@ def test_convert_to_amp():
         ),
         (
             {"fp8": {"mode": "torch"}, "bf16": {"mode": "torch"}},
-            "bf16, fp8: both are set, but a run has one precision; keep one",
+            "bf16, fp8: a run has one precision; keep one",
         ),
     ],
 )

@@ -116,7 +116,7 @@ MISTAKES = [
     ({"fp16": True}, f"fp16: True is not a dict; write dict(mode='torch'); {MODES}"),
     ({"fp16": "NAIVE"}, f"fp16: 'NAIVE' is not a dict; write dict(mode='naive'); {MODES}"),
     ({"fp16": {"mode": "naiv"}}, "fp16: mode='naiv' is not a registered mode; allowed: 'torch', 'naive', 'apex'; did"),
-    ({"fp16": {"mode": "naive"}, "bf16": {"mode": "naive"}}, "fp16, bf16: both are set, but a run has one precision"),
+    ({"fp16": {"mode": "naive"}, "bf16": {"mode": "naive"}}, "fp16, bf16: a run has one precision; keep one"),
     ({"bf16": {"mode": "naive", "hysteresis": 2}}, "bf16.hysteresis: bf16 has the range of fp32, so the loss is not"),
     (
         {"fp16": {"mode": "naive", "loss_scale": 128.0, "hysteresis": 2}},
