@@ -8,8 +8,8 @@ deferred           models built without memory: their scopes, and how each rank 
 recompute          activations that are computed again in backward; offload: kept on the host until then
 engine             forward, backward, step. Below it:
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
-executor           forward and criterion in one process
-pipeline_executor  the same under a pipeline, with pipeline_handles, last_stage and row_trial
+executor           forward and criterion in one process; as many calls on each rank in evaluation
+pipeline_executor  the same under a pipeline, with pipeline_handles and microbatches
 lr_scheduler       advances the scheduler; schedulers with a warm-up
 ema                the moving average of the weights, and the model with it
 guards             what may change while a run trains; hints: warnings of mistakes in the loop

@@ -47,8 +47,7 @@ from .deferred import (
 )
 from .ema import WeightAverage
 from .engine import Engine
-from .even_calls import even_out
-from .executor import DirectExecutor, make_executor
+from .executor import DirectExecutor, even_out
 from .guards import ForwardWrites, GradientGuard, SameTrained
 from .hints import ChangedBuffers, CountedBatches, ModelGuard, SameInputs
 from .launch import Launch
@@ -209,11 +208,15 @@ def _make_engine(
     has_divisor, in_part = config.gradient_accumulation > 1 or weighted, parallel_model.partial_gradients(withholds)
     gradients = GradientGuard(update, model, bool(parallel_model.axes), has_divisor, in_part)
     accumulation = Accumulation(update, precision, gradients, *cycle, context, reducer, SameTrained(update, context))
-    executor = make_executor(
-        parallel_model, model, accumulation, context, config.parallel.pipeline, setup.meets_in_forward
-    )
-    if not isinstance(executor, DirectExecutor):
-        ends.push(lambda kind, *_: executor.close() if kind is None else None)  # after an error other ranks may be gone
+    executor: DirectExecutor | PipelineExecutor
+    if "pipeline" in parallel_model.axes:
+        from .pipeline_executor import PipelineExecutor
+
+        piped = config.parallel.pipeline, setup.meets_in_forward
+        executor = pipeline = PipelineExecutor(parallel_model, model, accumulation, context, *piped)
+        ends.push(lambda kind, *_: pipeline.close() if kind is None else None)  # after an error others may be gone
+    else:
+        executor = DirectExecutor(parallel_model, model, accumulation)
     parallel_model.checkpoint_and_compile(model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
     state = ShardedState(model, update, parallel_model, WeightAverage(update, model))

@@ -24,13 +24,20 @@ from ..parallel.pipeline.stage import ForwardContext
 from ..parallel.reducer import Reduction
 from ..parallel.registries import SCHEDULES
 from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
-from ..utils.torch_private import BATCH_NORMS, unobserved
+from ..utils.torch_private import BATCH_NORMS
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .last_stage import CriterionCalls, LastStage, batch_dims, join, refuse_other_loss
+from .microbatches import (
+    CriterionCalls,
+    LastStage,
+    batch_dims,
+    join,
+    needs_whole,
+    refuse_mixed_rows,
+    refuse_other_loss,
+)
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
-from .row_trial import needs_whole, refuse_mixed_rows
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
@@ -43,14 +50,12 @@ class _Forward:
     Attributes:
         given: the call that was split, whose tensors may not change before backward; nor may the model's modes.
         full: the model's output for the full batch, without memory, if the criterion is compared on it.
-        trial: until the model was tried, the joint call of some microbatches, and their separate calls.
     """
 
     calls: Sequence[Call]
     known: CallMetadata
     given: SplitCall
     full: Any
-    trial: tuple[Call, Sequence[Call]] | None
 
 
 class PipelineExecutor:
@@ -112,7 +117,8 @@ class PipelineExecutor:
         if self._model.training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
         with self._scope():
-            output = self._evaluate(call)
+            outputs = self._pipeline.evaluate(self._split_evaluation(call))
+        output = join(outputs) if len(outputs) > 1 else next(iter(outputs), None)
         if self._pipeline.has_last:
             self._compare_output(output)
         if self._options.eval_outputs == "all":
@@ -196,11 +202,6 @@ class PipelineExecutor:
 
     # -- evaluation --------------------------------------------------------------------------------------------
 
-    def _evaluate(self, call: Call) -> Any:
-        """The output of a batch, on the last stage: computed in microbatches, if that gives the same."""
-        outputs = self._pipeline.evaluate(self._split_evaluation(call))
-        return join(outputs) if len(outputs) > 1 else next(iter(outputs), None)
-
     def _split_evaluation(self, call: Call) -> Sequence[Call]:
         """The microbatches of a batch to evaluate, of which the last one may be smaller; or the batch itself."""
         given = self._given(call=call)
@@ -223,8 +224,7 @@ class PipelineExecutor:
             return [call]
         if self._needs_whole is None:
             joined = given.first(sum(sizes[:2]))
-            with unobserved(), torch.compiler.set_stance("force_eager"):
-                self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:2], self._is_half)
+            self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:2], self._is_half)
         return calls if self._needs_whole is False else [call]
 
     # -- before backward ---------------------------------------------------------------------------------------
@@ -263,8 +263,7 @@ class PipelineExecutor:
         if not given.rows:
             raise InputError("engine(...) was given no tensor with a batch dim, to split into microbatches")
         count = self._count(given.rows)
-        size = given.rows // count
-        calls = given.split([size] * count)
+        calls = given.split([given.rows // count] * count)
         known = self._pipeline.look_up(calls[0])
         output = known.stages[-1]
         if isinstance(output, torch.Tensor) and output.dim() == 0:
@@ -273,24 +272,19 @@ class PipelineExecutor:
                 "stage; let it return its outputs, give initialize a criterion, and write loss = engine.criterion("
                 "output, target)"
             )
-        trial = (given.first(2 * size), calls[:2]) if count > 1 and not self._has_tried else None
-        return _Forward(calls, known, given, self._full(call, count), trial)
-
-    def _full(self, call: Call, count: int) -> Any:
-        """The model's output for the full batch, without memory; None if the criterion is not compared on it."""
-        if count == 1 or not self._pipeline.params.tries or not is_checked(self._split_batches + 1):
-            return None
-        return self._pipeline.look_up(call).stages[-1] if self._pipeline.can_run(call) else None
+        compares = count > 1 and self._pipeline.params.tries and is_checked(self._split_batches + 1)
+        full = self._pipeline.look_up(call).stages[-1] if compares and self._pipeline.can_run(call) else None
+        return _Forward(calls, known, given, full)
 
     def _try_rows(self, forward: _Forward) -> None:
         """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
+        calls, given = forward.calls, forward.given
         if self._has_tried or not self._pipeline.params.tries:
             return
-        if all(gather_objects(forward.trial is not None)) and forward.trial is not None:
+        if all(gather_objects(len(calls) > 1)):
             self._has_tried = True
-            # torch.compile would compile again for these sizes, and with dynamic shapes from then on.
-            with unobserved(), torch.compiler.set_stance("force_eager"):
-                refuse_mixed_rows(self._model, self._pipeline, *forward.trial, self._is_half)
+            joined = given.first(2 * given.rows // len(calls))
+            refuse_mixed_rows(self._model, self._pipeline, joined, calls[:2], self._is_half)
 
     def _count(self, rows: int) -> int:
         """The number of microbatches of a batch: the config's, except for a last batch that it does not divide."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader, loader_in
 from ..engine.engine import Engine
-from ..engine.even_calls import even_out
+from ..engine.executor import even_out
 from ..engine.pipeline_handles import Handle
 from ..errors import InputError
 from ..parallel.comm import is_simulated

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
-from halfmesh.engine.last_stage import LastStage
+from halfmesh.engine.microbatches import LastStage
 from halfmesh.parallel.pipeline.axis import StageParameters
 from halfmesh.parallel.pipeline.runner import Pipeline
 from halfmesh.parallel.pipeline.stage import StageModule

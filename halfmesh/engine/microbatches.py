@@ -1,10 +1,12 @@
-"""The last stage of a pipeline: the losses of the microbatches, and a check that they add up to the loss of the full
-batch, which one process trains on."""
+"""The losses of microbatches on the last stage of a pipeline, and checks that they train as the full batch does: their
+losses add up to its loss, and the model computes each row independently."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from math import isclose, isfinite, isnan, nan
 from typing import Any
@@ -14,11 +16,15 @@ from torch import nn
 
 from ..amp.recipe import HALF
 from ..errors import InputError
+from ..parallel.comm import gather_objects
+from ..parallel.modules import unchanged
 from ..parallel.pipeline.pieces import Call
+from ..parallel.pipeline.runner import Pipeline
 from ..parallel.pipeline.schedules import SplitCall
-from ..parallel.trial import no_side_effects
+from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
 from ..utils.log import get_logger
 from ..utils.tensors import full_tensor, map_tensors, tensors_of
+from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation, LossReduction
 from .pipeline_handles import Handle, PipelineLoss
 
@@ -31,6 +37,12 @@ _OTHER_WAYS = (
     "`F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')` and `(target != i).sum()`, or with "
     "class weights `weight[target[target != i]].sum()`. One that compares the samples of a batch (a contrastive loss) "
     "cannot be split into microbatches: train it without parallel.pipeline"
+)
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_NOT_BY_ROWS = (
+    "Either the forward mixes the rows of a batch (attention or a softmax over them, statistics of the batch, experts "
+    "with a capacity, a graph): train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'. Or an "
+    "argument that is the same for all samples has as many rows as the batch: name it in parallel.pipeline.non_split"
 )
 
 
@@ -68,8 +80,8 @@ class LastStage:
         self._handle: Handle = loss.output
         self._criterion: CriterionCalls = loss.call
         self._full_output = loss.output.batch.full
-        count = len(self._criterion.calls)
-        self._divisor = accumulation.seed_divisor * (count if accumulation.reduction == "mean" else 1)
+        count = len(self._criterion.calls) if accumulation.reduction == "mean" else 1
+        self._divisor = accumulation.seed_divisor * count
         self._keeps_outputs = keeps_outputs
         self._params = params
         self._losses: dict[int, torch.Tensor] = {}
@@ -202,3 +214,110 @@ def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduc
         f"the criterion gives {full:.6g} for the whole batch, but its {count} microbatches make {made:.6g} "
         f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {way}"
     )
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def refuse_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> None:
+    """Compute some rows at once and in microbatches, and compare: a model that compares rows with each other, or takes
+    a table that has a row for each sample by chance, computes another loss on microbatches than on the full batch. All
+    ranks together; the model's state is restored.
+
+    BatchNorm, which may see microbatches, and dropout run as in evaluation; so do all modules, if the model still draws
+    random numbers.
+
+    Args:
+        joined: the rows of `single`, the first microbatches.
+        half: something is computed in half precision.
+
+    Raises:
+        InputError: on all ranks, if the outputs differ by more than rounding.
+    """
+    calls = joined, *single
+    run = partial(_run, model, pipeline, calls)
+    for evaluated in ((*BATCH_NORMS, *_DROPOUT), (nn.Module,)):
+        with unchanged(model.modules()):
+            for module in model.modules():
+                module.training = module.training and not isinstance(module, evaluated)
+            can_run = list(map(pipeline.can_run, calls))  # each of them: ranks may ask each other
+            if not all(gather_objects(all(can_run))):
+                continue
+            outputs, drew, _ = zip(*run(), strict=True)
+            gap = nan if any(drew) else _gap_of(*outputs) if pipeline.has_last else 0.0
+            gaps, rounds = zip(*gather_objects((gap, half or rounds_products())), strict=True)
+            if any(map(isnan, gaps)):
+                continue
+            limit = HALF_TOLERANCE if any(rounds) else TOLERANCE
+            if max(gaps) <= limit:
+                return
+            found = min(filter(None, gather_objects(_find_module(model, run, limit))), default=None)
+            where = f" The first module whose output differs is {found[1]}, or code before it." if found else ""
+            raise InputError(
+                f"{type(model).__name__} computes other outputs for the first {len(single)} microbatches together than "
+                f"one by one (they differ by {max(gaps):.2g} of their norm), so a pipeline would train on another loss "
+                f"than one process.{where} {_NOT_BY_ROWS}"
+            )
+
+
+def needs_whole(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> bool | None:
+    """Return True if microbatches would change the outputs of the model in its present modes: those of some rows at
+    once, and in microbatches, differ by more than rounding, or forward draws random numbers or writes state. None if
+    nothing can be said, because all outputs are 0 or nan.
+
+    All ranks that compute a batch together; arguments as of `refuse_mixed_rows`.
+    """
+    outputs, *effects = zip(*_run(model, pipeline, (joined, *single)), strict=True)
+    limit = HALF_TOLERANCE if half or rounds_products() else TOLERANCE
+    differs = any(map(any, effects)) or (pipeline.has_last and not _gap_of(*outputs) <= limit)
+    floats = [tensor for tensor in tensors_of(outputs[0]) if tensor.is_floating_point()]
+    is_empty = bool(floats) and not any(bool(tensor.nan_to_num(0.0, 0.0, 0.0).any()) for tensor in floats)
+    differs, is_empty = pipeline.on_any_rank(differs, is_empty)
+    return None if is_empty and not differs else differs
+
+
+def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterator[tuple[Any, bool, bool]]:
+    """The output of each call, and True if it drew random numbers, or wrote state, on this rank; all is restored."""
+    for call in calls:
+        # Uncompiled: torch.compile would compile again for these sizes, and with dynamic shapes from then on.
+        with (
+            unobserved(),
+            torch.compiler.set_stance("force_eager"),
+            no_side_effects(model.modules(), pipeline.context.device) as effects,
+        ):
+            output = pipeline.evaluate([call])
+            drew, wrote = effects.drew(), effects.wrote()
+        yield output, drew, wrote
+
+
+def _find_module(
+    model: nn.Module, run: Callable[[], Iterator[tuple[Any, bool, bool]]], limit: float
+) -> tuple[int, str] | None:
+    """The first module of this rank whose outputs differ by more than `limit`: its index among all, and name."""
+    seen: list[tuple[int, str, Any]] = []
+
+    def look(index: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        copied = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
+        seen.append((index, f"{name} ({type(module).__name__})", copied))
+
+    with ExitStack() as hooks:
+        for index, (name, module) in enumerate(model.named_modules()):
+            hooks.callback(module.register_forward_hook(partial(look, index, name)).remove)
+        ends = [len(seen) for _ in run()]
+    calls = [seen[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    for (index, name, joined), *single in zip(*calls, strict=False):
+        if _gap_of(joined, *(output for _, _, output in single)) > limit:
+            return index, name
+    return None
+
+
+def _gap_of(joined: Any, *single: Any) -> float:
+    """The difference of the output of several microbatches together from their separate outputs."""
+    gaps = [0.0]
+    for output, *others in zip(*map(tensors_of, (joined, *single)), strict=False):
+        dims = [dim for dim, size in enumerate(others[0].shape) if size != output.shape[dim]]
+        if dims:
+            gaps.append(find_gap(output, torch.cat(others, dims[0])))
+        elif output.dim():  # without rows: the same for all, such as a table (0-dim: a loss term, which is averaged)
+            gaps += [find_gap(output, other) for other in others]
+    return max(gaps)
