@@ -189,7 +189,7 @@ class LossScales:
         self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + count_nonfinite(grads, self._device)
         factor = 1 / self.scalers[loss_id].scale
         limit = bucket_bytes(self._device, sum(grad.numel() for grad in grads.values()))
-        for bucket in by_bytes(list(grads), limit, lambda shard: shard.param.numel()):
+        for bucket in by_bytes(list(grads), limit, lambda shard: 4 * shard.param.numel()):
             wide = widened([grads.pop(shard) for shard in bucket])
             foreach_mul_(wide, factor)
             earlier = {shard: self._stash.pop(shard) for shard in bucket if shard in self._stash}

@@ -142,7 +142,7 @@ class Stepper:
             numel = sum(grad.numel() for grad in grads.values())
             limit = bucket_bytes(self._device, numel)
             if 4 * numel > limit:
-                buckets = by_bytes(grads, limit, lambda shard: shard.param.numel())
+                buckets = by_bytes(grads, limit, lambda shard: 4 * shard.param.numel())
         if masters and len(buckets) == 1:
             self._fit(grads, grads)
         return buckets

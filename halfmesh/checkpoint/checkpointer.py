@@ -298,10 +298,14 @@ class Checkpointer:
         }
 
     def _coordinates(self) -> dict[str, int]:
-        parallel_model = self.state.parallel_model
+        """This rank's coordinates, which determine its shards of the model and of the update."""
+        parallel_model, context = self.state.parallel_model, self.context
         sharding = {axis.dim for axis in parallel_model.axes.values() if axis.splits}
-        sharding |= set(self.context.dims.grad_axes if parallel_model.data.shards_state else ())
-        return validate.coordinates(self.context, sharding)
+        sharding |= set(context.dims.grad_axes if parallel_model.data.shards_state else ())
+        found = dict[str, int]()
+        for axis in ("pp", *sorted(sharding - {"pp", "tp"}), "tp"):
+            found |= {f"{axis}_size": context.size_of(axis), f"{axis}_rank": context.coordinate(axis)}
+        return found
 
     def refuse_unfit(self, state: Mapping[str, Any], keep: Sequence[str]) -> None:
         """Raise InputError if `state` is no state dict of the same rank of the same layout, or `keep` does not fit."""

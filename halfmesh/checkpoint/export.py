@@ -21,7 +21,7 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.models.peft import base_model
 from ..parallel.shard_spec import Shape
 from ..utils.log import get_logger
-from ..utils.tensors import in_memory_order
+from ..utils.tensors import by_bytes, in_memory_order
 from . import storage
 from .agreement import gather_results, run_on_all_ranks, run_on_rank_zero
 from .full_state import WholeTensor
@@ -55,7 +55,7 @@ def save_weights(
     names = _find_aliases(state, found.tensors)
     nbytes = {full: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for full, tensor in found.tensors.items()}
     copies = {full: len(names[full]) if format == "safetensors" else 1 for full in names}
-    files = _split({full: copies[full] * nbytes[full] for full in names}, int(max_file_gb * GIB))
+    files = by_bytes(names, max_file_gb * GIB, lambda full: copies[full] * nbytes[full]) or [[]]
     paths = [path]
     if len(files) > 1:  # named as in Hugging Face: model-00001-of-00002.safetensors
         numbers = (f"-{number:05d}-of-{len(files):05d}" for number in range(1, len(files) + 1))
@@ -83,19 +83,6 @@ def _find_aliases(state: ShardedState, tensors: Iterable[str]) -> dict[str, list
     for alias, first in state.parallel_model.first_names(state.model).items():
         names.setdefault(MODEL + first, []).append(alias)
     return {full: names.get(full, [full.removeprefix(MODEL)]) for full in tensors if full.startswith(MODEL)}
-
-
-def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Consecutive tensors of at most `limit` bytes together (a larger one is separate)."""
-    files: list[list[str]] = [[]]
-    room = limit
-    for name, size in sizes.items():
-        if size > room and files[-1]:
-            files.append([])
-            room = limit
-        files[-1].append(name)
-        room -= size
-    return files
 
 
 def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:

@@ -61,9 +61,6 @@ class AttachedState:
 
     def detach(self, name: str, keep: bool) -> None:
         """`Engine.detach`."""
-        if name not in self._calls:
-            names = ", ".join(self._calls) or "-"
-            raise InputError(f"engine.detach({name!r}): nothing of that name is attached, only: {names}")
         get, _ = self._calls.pop(name)
         if keep:
             self._unclaimed[name] = copy.deepcopy(dict(get()))

@@ -4,7 +4,7 @@ settings that a load overwrites are told."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ..config.config import Config
 from ..config.text import as_json
 from ..errors import InputError, bullet_list, counted, cut, did_you_mean, find_near, shorten, show
-from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
 from ..utils.optimizer_state import parts_of
 from .rank_state import Schedule
@@ -45,17 +44,6 @@ def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
             f"the state was saved with {counted(len(update['scalers']), 'loss scale')}, and this run trains with "
             f"{scalers}; take the precision and num_losses that it was saved with"
         )
-
-
-def coordinates(context: ParallelContext, sharding: Set[str]) -> dict[str, int]:
-    """This rank's coordinates, which determine its shards of the model and of the update.
-
-    Args:
-        sharding: the axes of the mesh whose ranks hold different shards; pp and tp are always included.
-    """
-    axes = ("pp", *sorted(sharding - {"pp", "tp"}), "tp")
-    sizes = {axis: (context.size_of(axis), context.coordinate(axis)) for axis in axes}
-    return {f"{axis}_{key}": n for axis, pair in sizes.items() for key, n in zip(("size", "rank"), pair, strict=True)}
 
 
 def refuse_other_shards(saved: Mapping[str, int], own: Mapping[str, int]) -> None:

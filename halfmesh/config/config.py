@@ -180,18 +180,14 @@ def _path(error: Mapping[str, Any], raw: Any) -> tuple[str, ...]:
     return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
 
-def _strategy(raw: Mapping[str, Any]) -> Any:
-    """The data strategy of `raw`, whose `parallel.data` is a dict."""
-    return raw["parallel"]["data"].get("strategy", "replicate")
-
-
 def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Mapping[str, Any]) -> str:
     """The mistake in one value, in pydantic's words unless we have our own."""
     kind = errors[0]["type"]
     if kind == "extra_forbidden":
         others = [n for n, keys in strategy_keys().items() if path[-1] in keys] if path[:-1] == DATA else []
         if others:
-            return f"only strategy={others[0]!r} has it, and the strategy is {_strategy(raw)!r}; remove it"
+            strategy = raw["parallel"]["data"].get("strategy", "replicate")
+            return f"only strategy={others[0]!r} has it, and the strategy is {strategy!r}; remove it"
         return "unknown key" + _suggest(path[-1], path[:-1], raw, "")
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])

@@ -42,12 +42,10 @@ def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequ
     if isinstance(source, Config) and not overrides:
         return source
     raw, hint = read_raw(source)
-    name = _name(source) + (f" with {', '.join(overrides)}" if overrides else "")
-    return build(override(raw, overrides) if overrides else raw, name, hint)
-
-
-def _name(source: object) -> str:
-    return str(source) if isinstance(source, (str, Path)) else "the config"
+    name = str(source) if isinstance(source, (str, Path)) else "the config"
+    if overrides:
+        raw, name = override(raw, overrides), f"{name} with {', '.join(overrides)}"
+    return build(raw, name, hint)
 
 
 def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:

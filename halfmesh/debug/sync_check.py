@@ -6,6 +6,7 @@ It finds mistakes, and is slow: all tensors are copied to the host and digested.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,17 +39,16 @@ Values = Iterator[tuple[str, Any, Hashable]]
 and `among`: ranks that have the name with the same `among` should have the same value."""
 
 
+@dataclass(eq=False, repr=False)
 class SyncCheck(EngineHook):
     """Compares, and raises the same SyncError on all ranks."""
 
-    def __init__(
-        self, state: ShardedState, context: ParallelContext, progress: Progress, loader: EngineDataLoader | None
-    ) -> None:
-        self._sharded = state
-        self._context = context
-        self._progress = progress
-        self._loader = loader
-        self._step = 0  # the last step after which all was equal
+    _sharded: ShardedState
+    _context: ParallelContext
+    _progress: Progress
+    _loader: EngineDataLoader | None
+    _step: int = 0
+    """The last step after which all was equal."""
 
     def after_step(self, result: StepResult) -> None:
         step = self._progress.global_step

@@ -163,9 +163,7 @@ class FailureWatch:
         self._end("lost" if is_lost else "failed", f"[{self._name}] {lines}")
         if is_lost:
             self._wait_for_others(ANSWER_S, or_failure=True)
-            error.add_note(text := f"[{self._name}] {self._report()}")
-            sys.stderr.write(f"{text}\n")  # in one go: other ranks write, too
-            sys.stderr.flush()
+            error.add_note(f"[{self._name}] {self._say(self._report())}")
             if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun shows any of the errors that it finds together
                 time.sleep(max(0.0, until - time.monotonic()))
         with contextlib.suppress(type(error)):
@@ -215,10 +213,9 @@ class FailureWatch:
                 since = float("inf")
                 self._exchange(tells_calls=True)
             if since == float("inf") and not is_compared and len(self._calls) == self._names.world_size:
-                is_compared, text = True, self._compare_calls()
-                if text:
-                    sys.stderr.write(f"[{self._name}] {text}\n")
-                    sys.stderr.flush()
+                is_compared = True
+                if text := self._compare_calls():
+                    self._say(text)
         self._exchange("" if self._ending.is_set() else "running")
         for _ in range(int(GRACE_S / POLL_S)):
             if self._ending.wait(POLL_S):
@@ -228,10 +225,14 @@ class FailureWatch:
         self._dump(f"{late}; {self._report()}")
         os._exit(1)
 
+    def _say(self, text: str) -> str:
+        sys.stderr.write(f"[{self._name}] {text}\n")  # in one go: other ranks write, too
+        sys.stderr.flush()
+        return text
+
     def _dump(self, why: str) -> None:
         sys.stdout.flush()
-        sys.stderr.write(f"[{self._name}] {why}\nThis rank is at:\n")
-        sys.stderr.flush()
+        self._say(f"{why}\nThis rank is at:")
         faulthandler.dump_traceback(file=2)
 
 

@@ -89,7 +89,7 @@ class WeightAverage:
         if self._update.found_inf is not None and self.every == 1:  # else updates before it were taken
             weight = (1 - self._update.found_inf) * weight
         limit = bucket_bytes(self._update.device, sum(map(torch.Tensor.numel, sources.values())))
-        for keys in by_bytes(sources, limit, lambda key: sources[key].numel()):  # bounds the memory of differences
+        for keys in by_bytes(sources, limit, lambda key: 4 * sources[key].numel()):  # bounds the memory of differences
             _lerp_([self.values[key] for key in keys], [sources[key] for key in keys], weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -170,12 +170,12 @@ def bucket_bytes(device: torch.device, numel: int) -> int:
     return max(25 * _MIB, min(4 * numel // 16, 512 * _MIB)) if device.type == "cuda" else 25 * _MIB
 
 
-def by_bytes(items: Iterable[_T], limit: float, numel: Callable[[_T], int]) -> list[list[_T]]:
-    """Consecutive buckets of `items` of at most `limit` bytes in fp32; a larger item has its own."""
+def by_bytes(items: Iterable[_T], limit: float, nbytes: Callable[[_T], int]) -> list[list[_T]]:
+    """Consecutive buckets of `items` of at most `limit` bytes; a larger item has its own."""
     buckets: list[list[_T]] = []
     room = 0.0
     for item in items:
-        size = 4 * numel(item)
+        size = nbytes(item)
         if size > room or not buckets:
             buckets.append([])
             room = limit

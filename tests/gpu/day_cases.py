@@ -63,7 +63,7 @@ def sweep_buckets(page: Page) -> None:
             found = statistics.median(time_step(contender) for _ in range(3 if page.rehearses else 9))
         params = list(contender.model.parameters())
         numel = sum(param.numel() for param in params)
-        parts = by_bytes(params, limited(page.device, numel), torch.Tensor.numel)
+        parts = by_bytes(params, limited(page.device, numel), lambda param: 4 * param.numel())
         contender.close()
         seconds["default" if limit is None else f"{limit:g}"] = found
         bound = gpu.update_bytes(numel, masters=True) / bandwidth
