@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Stepper:
         switched: the indices of the groups that were made fused here.
         divides_in: the dtype of the divisor: fp32, all that fused kernels take; float64 if parameters are in float64,
             and then gradients are divided before the kernel.
+        scope: of each call of an optimizer's step.
         used: on a CPU the gradients of the last update, until the next backward. (Freed at once, malloc returns them
             to the system and takes them again page by page: a tenth of a small ViT's step.)
     """
@@ -54,6 +56,7 @@ class Stepper:
     def __init__(self, masters: MasterWeights, device: torch.device, allow_fused: bool) -> None:
         self.optimizer = masters.optimizer
         self.parts = parts_of(masters.optimizer)
+        self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self.used: list[torch.Tensor] = []
         self.switched: set[int] = set()
         self._allow_fused = allow_fused
@@ -210,7 +213,8 @@ class Stepper:
             for part in self.parts if fuses_unscale else ():
                 vars(part).update(grad_scale=divisor, found_inf=found_inf)
                 _seed_momentum(part)
-            self.optimizer.step()
+            with self.scope():
+                self.optimizer.step()
         finally:
             self._stepping = False
             for part in self.parts:
@@ -237,7 +241,11 @@ def is_stepped(optimizer: optim.Optimizer) -> bool:
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Return True if several calls of `step`, each with some of the gradients, do the same as one call with all."""
-    return type(optimizer) in _ELEMENTWISE and _has_own_step(optimizer)
+    return (
+        type(optimizer) in _ELEMENTWISE
+        and _has_own_step(optimizer)
+        and getattr(optimizer, "unit", "element") == "element"
+    )
 
 
 def _has_own_step(optimizer: optim.Optimizer) -> bool:

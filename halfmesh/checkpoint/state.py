@@ -285,11 +285,12 @@ class ShardedState:
                 f"{kind} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it in the groups"
             )
         plain: dict[str, dict[str, Any]] = {}
-        for shard, name in self.trained():
-            target, placement = masters.target(shard), self.parallel_model.placement(shard)
-            for key, value in state.get(target, {}).items() if 0 not in placement.shape else ():
+        for name, (shard, placement) in self._stepped().items():
+            target = masters.target(shard)
+            shape = placement.shape if placement.is_whole else target.shape
+            for key, value in state.get(target, {}).items():
                 is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor and value.shape == target.shape and key != "step" and not is_compound(value):
+                if is_tensor and value.shape == shape and key != "step" and not is_compound(value):
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
                 elif is_tensor and (placement.is_whole or value.numel() == 1):
                     for inner, tensor in split_compound(key, value, plain.setdefault(name, {})):
@@ -304,13 +305,22 @@ class ShardedState:
                     )
         return shards, plain
 
+    def _stepped(self) -> dict[str, tuple[ParamShard, Placement]]:
+        """Those of `trained` whose state this rank may hold, and where that lies; of tensors with elements."""
+        found = {name: (shard, self.parallel_model.state_placement(shard)) for shard, name in self.trained()}
+        return {
+            name: (shard, placement)
+            for name, (shard, placement) in found.items()
+            if placement is not None and 0 not in placement.shape
+        }
+
     def state_targets(
         self, saved: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Shards, dict[str, dict[str, Any]]]:
         """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and all of
         that state by parameter and key, with values that are no tensors."""
         masters, shards = self.update.master_weights, Shards()
-        own = {name: shard for shard, name in self.trained() if 0 not in self.parallel_model.placement(shard).shape}
+        own = self._stepped()
         values = {name: dict(plain.get(name, {})) for name in own}
         for full, tensor in saved.items():
             kind, key, name = [*full.split(".", 2), "", ""][:3]
@@ -320,12 +330,15 @@ class ShardedState:
             if f"{kind}." == COUNTERS:
                 memory, placement = torch.empty(tensor.size, dtype=dtype), whole(tensor.size)
             else:
-                target, placement = masters.target(own[name]), self.parallel_model.placement(own[name])
+                shard, placement = own[name]
+                target = masters.target(shard)
+                shape = placement.shape if placement.is_whole else target.shape
                 if dtype.is_floating_point and target.is_floating_point():
                     dtype = target.dtype  # as torch does
                 memory = masters.optimizer.state.get(target, {}).get(key)
-                if not isinstance(memory, torch.Tensor) or (memory.shape, memory.dtype) != (target.shape, dtype):
-                    memory = torch.empty_like(target, dtype=dtype)
+                if not isinstance(memory, torch.Tensor) or (memory.shape, memory.dtype) != (shape, dtype):
+                    like = torch.empty_like(target, dtype=dtype)
+                    memory = like if shape == like.shape else like.new_empty(shape)
             shards[full] = TensorShard(memory.detach(), placement)
             values[name][key] = shards[full].tensor
         return shards, values

@@ -195,6 +195,7 @@ def _make_engine(
     precision, options, data = _precision(config, recipe, context.device), _update_options(config), parallel_model.data
     update = convert(model, given.optimizer, shards, precision, context, options, data.update_device, data.publisher)
     ends.callback(update.close, undo=not parallel_model.divides)
+    parallel_model.step_whole(update)
     trained, reductions = update.master_weights.trained, list[Reduction]()
     scaled, weighted = update.loss_scales.scale is not None, config.loss_reduction == "weighted"
     withholds = scaled or weighted or bool(parallel_model.axes)

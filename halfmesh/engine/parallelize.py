@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
+from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import kept_by_name
 from ..amp.recipe import Recipe
 from ..amp.stepper import is_elementwise
@@ -29,8 +30,9 @@ from ..parallel.reducer import ReduceOptions, Reduction
 from ..parallel.registries import AXES
 from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state
 from ..parallel.shard_spec import Placement, whole
-from ..parallel.trial import find_optimizer_problem
-from ..utils.optimizer_state import parts_of
+from ..parallel.trial import find_unit
+from ..parallel.whole_steps import WholeSteps
+from ..utils.optimizer_state import cast, move_state, parts_of
 from ..utils.param_shard import ParamShard
 from . import compilation
 from .deferred import Materializer
@@ -58,6 +60,8 @@ class Plans:
     """Names of the modules that are compiled; "" is the model itself."""
     recomputed: tuple[str, ...]
     """Names of the modules whose activations are recomputed."""
+    whole_steps: tuple[optim.Optimizer, ...] = ()
+    """The optimizers that step parameters as a whole, of which ranks hold shards."""
 
 
 def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, setup: Setup) -> Plans:
@@ -79,10 +83,14 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         problems += more
     if dims.grad_ranks > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
         problems += _find_limited_rows(model)
+    whole_steps: list[optim.Optimizer] = []
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     for part in parts_of(optimizer) if splits_params else ():
-        problem = None if is_elementwise(part) else find_optimizer_problem(part)  # of a third party's: by trying it
-        problems += [] if problem is None else [problem]
+        try:
+            if not is_elementwise(part) and find_unit(part) != "element":  # of a third party's: by trying it
+                whole_steps.append(part)
+        except InputError as error:
+            problems.append(str(error))
     compiled: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     checkpoints = config.activation_checkpoint.enabled
@@ -99,7 +107,7 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         some = [key for key, is_used in keys.items() if is_used] or ["parallel.data"]
         raise IncompatibleConfigError(problems, f"{' and '.join(some)} with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
-    return Plans(axes, strategy, partition, blocks, compiled, recomputed)
+    return Plans(axes, strategy, partition, blocks, compiled, recomputed, tuple(whole_steps))
 
 
 def _find_limited_rows(model: nn.Module) -> Iterator[str]:
@@ -182,6 +190,12 @@ class ParallelModel:
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Python's and numpy's random numbers where ranks call the same layers, or different stages of one model."""
         self.same_layers = any(kind.same_rng for kind in kinds)
+        self._whole_states: dict[nn.Parameter, Any] = {}  # that were given, until the owners have it
+        for part in plans.whole_steps:
+            part.unit = "matrix"  # type: ignore[attr-defined]
+            self._whole_states |= part.state
+            part.state.clear()
+        self._whole_steps: WholeSteps | None = None
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
             inputs = AxisInputs(model, optimizer, plan, context)
@@ -268,6 +282,36 @@ class ParallelModel:
             if (split := axis.splits.get(shard.model_param)) is not None:
                 region = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
         return region if shard.source is None else self.data.placement(shard, region)
+
+    def state_placement(self, shard: ParamShard) -> Placement | None:
+        """The region of the full model's parameter for which this rank holds the optimizer's state; None: another rank
+        holds all of it."""
+        if self._whole_steps is None or (owns := self._whole_steps.owns(shard)) is None:
+            return self.placement(shard)
+        return whole(self.placement(shard).shape) if owns else None
+
+    def step_whole(self, update: MixedPrecisionOptimizer) -> None:
+        """Let the optimizers step whole parameters that need these. All ranks together."""
+        if not self.plans.whole_steps:
+            return
+        masters = update.master_weights
+        kinds = [AXES.get(name) for name in self.plans.axes]
+        axes = {"dp" if kind.replica_dim else kind.dim for kind in kinds if kind.splits_params}
+        axes |= {*self._context.dims.grad_axes} if self.data.shards_state else set()
+        group = self._context.group(*sorted(axes)) if self._context.size_of(*axes) > 1 else None
+        made = self._whole_steps = WholeSteps(
+            self.plans.whole_steps, masters.shards, masters.target, self.placement, group, self._context.device
+        )
+        for shard in masters.shards:
+            state, target = self._whole_states.pop(shard.model_param, None), masters.target(shard)
+            if state is not None and made.owns(shard):
+                update.optimizer.state[target] = {
+                    name: cast(value, shard.param.dtype, target.dtype) if torch.is_tensor(value) else value
+                    for name, value in state.items()
+                }
+        self._whole_states.clear()
+        move_state(update.optimizer)
+        update.stepper.scope = made.scope
 
     def first_names(self, model: nn.Module) -> dict[str, str]:
         """For each name of a parameter or buffer in the full model, the first name of the same tensor there."""

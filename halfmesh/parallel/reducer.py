@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Bucket:
     Attributes:
         group: the ranks over which they are summed.
         bytes: of the gradients.
+        offsets: where the gradient of each begins in the flat tensor.
         sent: the flat tensor, once it is sent.
         missing: the parameters whose gradients have not arrived yet.
         absent: indices of the shards that had no gradient on this rank.
@@ -63,7 +65,8 @@ class Bucket:
         self.shards = shards
         self.group = group
         self.params = [shard.param for shard in shards]
-        self.numel = sum(param.numel() for param in self.params)
+        self.offsets = [0, *itertools.accumulate(param.numel() for param in self.params)]
+        self.numel = self.offsets.pop()
         self.dtype = dtype
         self.bytes = self.numel * dtype.itemsize
         self._layout: tuple[list[Any], list[Any]] = [], []  # the parameters' strides, and those of their gradients
@@ -117,11 +120,8 @@ class Bucket:
         strides = [param.stride() for param in self.params]
         if strides != self._layout[0]:
             self._layout = strides, [torch.empty_like(param, device="meta").stride() for param in self.params]
-        views, offset = [], 0
-        for param, stride in zip(self.params, self._layout[1], strict=True):
-            views.append(flat.as_strided(param.shape, stride, offset))
-            offset += param.numel()
-        return views
+        places = zip(self.params, self._layout[1], self.offsets, strict=True)
+        return [flat.as_strided(param.shape, stride, offset) for param, stride, offset in places]
 
 
 def give_grads(given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -151,6 +151,7 @@ def make_buckets(
     group_of: Callable[[nn.Parameter], dist.ProcessGroup],
     make: Callable[[list[ParamShard], torch.dtype, dist.ProcessGroup], _B],
     kind: Callable[[nn.Parameter], Any] = lambda param: None,
+    room_for: Callable[[nn.Parameter], int] = lambda param: 0,
 ) -> list[_B]:
     """Buckets of one dtype, device and group each, in reverse order of the model: about the order in which gradients
     arrive. A shard of more than `options.bucket_bytes` gets a separate one.
@@ -158,6 +159,7 @@ def make_buckets(
     Args:
         group_of: the ranks over which the gradient of a parameter is summed.
         kind: equal for parameters that may share a bucket.
+        room_for: bytes that a bucket with this parameter may have, if more than the options'.
     """
     made: list[tuple[list[ParamShard], torch.dtype, dist.ProcessGroup]] = []
     last: dict[Any, tuple[list[ParamShard], int]] = {}
@@ -166,7 +168,7 @@ def make_buckets(
         key, size = (dtype, param.device, group, kind(param)), param.numel() * dtype.itemsize
         held, room = last.get(key, ([], -1))
         if size > room:
-            held, room = [], options.bucket_bytes
+            held, room = [], max(options.bucket_bytes, room_for(param))
             made.append((held, dtype, group))
         held.append(shard)
         last[key] = held, room - size

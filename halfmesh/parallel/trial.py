@@ -4,9 +4,8 @@ outputs, and whether an optimizer may step a shard of a parameter."""
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,64 +77,98 @@ def find_gap(expected: Any, found: Any) -> float:
     return max(gaps)
 
 
+_UNITS = ("element", "row", "matrix")
+_MATRIX = {
+    *("torch.Muon", "torch.Adafactor"),
+    *(f"timm.{name}" for name in ("Muon", "Adafactor", "AdafactorBigVision", "Lars", "AdamP", "SGDP")),
+}
+"""Optimizers that are not tried: some look at all of a parameter only with some weights and settings."""
 _STEPS = 2
 _SIDE = 256  # of the matrix; some optimizers look at rows and columns of large ones only
 
 
-def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:
-    """The reason why `optimizer` cannot step sharded parameters; None if it can.
+def find_unit(optimizer: optim.Optimizer) -> str:
+    """What a rank has to hold so that `optimizer` steps it as in one process: any "element" of a parameter, or the
+    whole "matrix", as for Muon (singular values), LAMB (norms) and Adafactor (rows and columns).
 
-    LAMB, Adafactor and Muon, for example, use a parameter's norm, rows or singular values: for two halves of a matrix
-    their steps differ from that for the full matrix. So a matrix is stepped both ways, and the results are compared.
+    An optimizer declares it by its attribute `unit`, which may also be "row"; of other ones than torch's it is tried:
+    two halves of a matrix, or two matrices, are stepped together and apart, and the results are compared.
+
+    Raises:
+        InputError: it steps several parameters by what it reads of all, or could not be tried.
     """
-    if inner := inner_optimizers(optimizer):  # its step is theirs, with the real parameters: it cannot be tried itself
-        return next(filter(None, map(find_optimizer_problem, inner)), None)
     name = type(optimizer).__name__
+    unit = getattr(optimizer, "unit", None)
+    if unit is None and f"{type(optimizer).__module__.split('.')[0]}.{name}" in _MATRIX:
+        unit = "matrix"
+    if unit is not None:
+        if unit not in _UNITS:
+            raise InputError(f"optimizer: {name} has unit={unit!r}; allowed: {', '.join(map(repr, _UNITS))}")
+        return "element" if unit == "element" else "matrix"
+    if inner := inner_optimizers(optimizer):  # its step is theirs, with the real parameters: it cannot be tried itself
+        for other in inner:
+            if find_unit(other) != "element":
+                raise InputError(
+                    f"optimizer: {name} steps {type(other).__name__}, which steps a parameter as a whole (its norm, "
+                    f"rows or columns count), and a rank holds shards; pass {type(other).__name__} without {name}, or "
+                    "use tensor=1 and data='replicate'"
+                )
+        return "element"
+    groups = optimizer.param_groups
     try:
         with no_side_effects((), CPU), torch.enable_grad():
-            cells = itertools.product(optimizer.param_groups, (0, 1))
-            differs = any(_differs(optimizer, group, dim) for group, dim in cells)
+            if not any(_differs(optimizer, group, dim, cuts=True) for group in groups for dim in (0, 1)):
+                return "element"
+            couples = any(_differs(optimizer, group, 0, cuts=False) for group in groups)
     except Exception as error:
-        return (
+        raise InputError(
             f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
             f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense matrices"
+        ) from error
+    if couples:
+        raise InputError(
+            f"optimizer: {name} steps a parameter by what it reads of others (a norm of all gradients, one estimate "
+            "for all), of which a rank has some only. If it clips by a norm of its own (LAMB's max_grad_norm), switch "
+            "that off and use the config's clip_grad_norm; else use tensor=1 and data='replicate'"
         )
-    if differs:
-        return (
-            f"optimizer: {name} steps a parameter as a whole (its norm, rows or columns count), so a shard would get "
-            "another step; use an elementwise one (SGD, Adam, AdamW), or tensor=1 and data='replicate'"
-        )
-    return None
+    return "matrix"
 
 
-def _differs(optimizer: optim.Optimizer, group: dict[str, Any], dim: int) -> bool:
+def _differs(optimizer: optim.Optimizer, group: dict[str, Any], dim: int, cuts: bool) -> bool:
+    """Return True if two halves of a matrix along `dim` are stepped otherwise together than apart.
+
+    Args:
+        cuts: together they are one parameter; else two of one group.
+    """
     generator = torch.Generator().manual_seed(0)
-    start, *grads = tensors = [torch.randn(_SIDE, _SIDE, generator=generator) for _ in range(_STEPS + 1)]
+    tensors = [torch.randn(_SIDE, _SIDE, generator=generator) for _ in range(_STEPS + 1)]
     # Halves of different magnitude, or their norms would hardly differ; another one in the weights than in gradients.
     for tensor in tensors:
-        tensor.narrow(dim, 0, _SIDE // 2).mul_(3.0 if tensor is start else 9.0)
-    whole = _stepped(optimizer, group, start, grads)
-    parts = zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True)
-    halves = [_stepped(optimizer, group, part, list(grads)) for part, *grads in parts]
-    return not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-4, atol=1e-6)
+        tensor.narrow(dim, 0, _SIDE // 2).mul_(3.0 if tensor is tensors[0] else 9.0)
+    halves = list(zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True))
+    together = _stepped(optimizer, group, [tensors] if cuts else halves)
+    apart = [stepped for half in halves for stepped in _stepped(optimizer, group, [half])]
+    return not torch.allclose(torch.cat(apart, dim), torch.cat(together, dim), rtol=1e-4, atol=1e-6)
 
 
 def _stepped(
-    optimizer: optim.Optimizer, group: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
-) -> torch.Tensor:
-    """`start` after a step with each of `grads`, by a copy of `optimizer` with the settings of `group`."""
-    param = nn.Parameter(start.clone())
+    optimizer: optim.Optimizer, group: dict[str, Any], given: Sequence[Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Parameters, each `given` as its start and the gradients of its steps, after these steps by a copy of `optimizer`
+    with the settings of `group`."""
+    params = [nn.Parameter(start.clone()) for start, *_ in given]
     trial = copy.copy(optimizer)
     # Not the group's learning rate, which may be 0 at the start of a warm-up.
     lr = torch.tensor(0.1) if isinstance(group.get("lr"), torch.Tensor) else 0.1
-    trial.state, trial.param_groups = defaultdict(dict), [{**group, "lr": lr, "params": [param]}]
+    trial.state, trial.param_groups = defaultdict(dict), [{**group, "lr": lr, "params": params}]
     for name, value in vars(optimizer).items():  # settings that an optimizer keeps outside of its groups
         if isinstance(value, (bool, int, float, str)):
             vars(trial).setdefault(name, value)
-    for grad in grads:
-        param.grad = grad.clone()
+    for grads in zip(*(grads for _, *grads in given), strict=True):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
         type(optimizer).step(trial)  # not the instance's: a scheduler may have wrapped it
-    for key, value in trial.state[param].items():
+    for key, value in (pair for param in params for pair in trial.state[param].items()):
         if is_compound(value):
             raise InputError(f"it keeps {key!r} as a {type(value).__name__}, in blocks that shards would cut elsewhere")
-    return param.detach()
+    return [param.detach() for param in params]

@@ -55,6 +55,12 @@ def kinds_of(optimizer: optim.Optimizer) -> str:
     return " and ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
+def steps_whole(optimizer: optim.Optimizer) -> bool:
+    """Return True if `optimizer` has declared that it steps a parameter as a whole; `initialize` declares it for those
+    that it has tried (`halfmesh.parallel.trial.find_unit`)."""
+    return getattr(optimizer, "unit", "element") != "element"
+
+
 def change_state(
     optimizer: optim.Optimizer, param: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -158,8 +164,8 @@ def _find_inner(held: Iterable[Any], seen: set[int]) -> Iterator[Any]:
 
 def refuse_other_state(optimizer: optim.Optimizer) -> None:
     """Raise InputError if `optimizer`, whose parameters are shards, holds state of another shape: fused optimizers
-    would read beyond the shard's memory."""
-    for param, state in optimizer.state.items():
+    would read beyond the shard's memory. Those that step whole parameters keep state of these."""
+    for param, state in () if steps_whole(optimizer) else optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
                 raise InputError(

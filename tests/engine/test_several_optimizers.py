@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.optim import lr_scheduler as lr
 
 import halfmesh
-from halfmesh.errors import ConfigError, InputError
+from halfmesh.errors import InputError
 from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS
 from tests.support.ranks import here, rank_device, run_ranks
 
@@ -407,22 +407,6 @@ def test_layouts_train_as_a_plain_loop_and_resume(layout, which, mode, tmp_path)
     for found, weights in run_ranks(trained, LAYOUTS[layout][0], layout, which, mode, str(tmp_path)):
         assert found == pytest.approx(norms, rel=max(tolerance, 1e-5))
         assert gap(weights, expected) <= tolerance
-
-
-def refused(rank: int, world_size: int, layout: str) -> str:
-    try:
-        start(muon_and_adamw, {"parallel": LAYOUTS[layout][1]})
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["zero1", "fsdp", "tensor"])
-def test_the_one_that_needs_whole_parameters_is_refused_by_name(layout):
-    for said in run_ranks(refused, 2, layout):
-        assert "Muon steps a parameter as a whole" in said
-        assert "AdamW steps" not in said
 
 
 def one_stage_without(rank: int, world_size: int) -> list[int]:

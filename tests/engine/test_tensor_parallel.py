@@ -263,10 +263,13 @@ class PerHead(Divisible):
 
 
 class Lamb(torch.optim.SGD):
+    """Clips by the norm of all gradients."""
+
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            norm = torch.stack([param.grad.norm() for param in group["params"]]).norm()
             for param in group["params"]:
-                param.data.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+                param.data.sub_(param.grad / norm, alpha=group["lr"])
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
@@ -292,7 +295,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_would_be_silently_wrong_is_refused():
     words = {
-        "optimizer": "Lamb steps a parameter as a whole",
+        "optimizer": "Lamb steps a parameter by what it reads of others",
         "second engine": "model: this rank holds a part of it for another engine",
         "whole state": "has 'exp_avg' of shape (16, 8) for a parameter of which this rank holds (8, 8)",
         "undeclared": "the gradients of each.weight, each.bias differ",

@@ -8,8 +8,9 @@ replicated data parallelism. Rajbhandari et al., "ZeRO" (2020), section 5.1.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, shorten
-from ...utils.optimizer_state import refuse_other_state, repoint
+from ...utils.optimizer_state import parts_of, refuse_other_state, repoint, steps_whole
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
@@ -49,11 +50,21 @@ class Zero1(DataStrategy):
             if not is_dense(shard.param):  # a view of a larger tensor: they are split in memory order
                 shard.param.data = shard.param.data.contiguous()
 
+        parts = [part for part in parts_of(optimizer) if steps_whole(part)]
+        wholes = {param for part in parts for group in part.param_groups for param in group["params"]} - {*inputs.tied}
+
         def kind(param: nn.Parameter) -> Any:
             """Of one dtype also after a cast; frozen ones need not be sent; other stages shard `tied` ones, too."""
-            return id(param) if param in inputs.tied else (param.dtype, param.requires_grad)
+            return id(param) if param in inputs.tied else (param.dtype, param.requires_grad, param in wholes)
 
-        self.buckets = make_buckets(mine, inputs.reduce, inputs.group_of, SliceBucket, kind)
+        def room_for(param: nn.Parameter) -> int:
+            """So that each rank can get one of the largest whole parameters, within limits."""
+            ranks, itemsize = inputs.group_of(param).size(), inputs.reduce.dtype.itemsize
+            return min(ranks * largest * itemsize, inputs.reduce.INFLIGHT_BYTES) if param in wholes else 0
+
+        largest = max((param.numel() for param in wholes), default=0)
+        make = partial(SliceBucket, wholes=wholes, load=Counter())
+        self.buckets = make_buckets(mine, inputs.reduce, inputs.group_of, make, kind, room_for)
         shard_of = {part.source: part for bucket in self.buckets for part in bucket.slices}
         self.shards = [shard_of.get(shard, shard) for shard in inputs.shards]
         self._pairs = [(shard, shard_of[shard], shard.param.stride()) for shard in mine]
@@ -154,30 +165,52 @@ class SliceBucket(Bucket):
     A rank steps all of some parameters, a slice of at most two, and nothing of the others. It holds a slice of each,
     often an empty one, so that the optimizer's groups are equal on all ranks.
 
+    Args:
+        wholes: parameters that optimizers step as a whole: a bucket of these has no others, and splits none, if chunks
+            can be filled so that at most half of the bytes are padding. (`WholeSteps` puts the slices of others
+            together.)
+        load: elements of whole parameters that each rank has already.
+
     Attributes:
         slices: those of `shards`, in the same order, that this rank steps.
         chunk: elements of a chunk.
     """
 
-    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        super().__init__(shards, dtype, group)
+    def __init__(
+        self,
+        shards: list[ParamShard],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        wholes: Collection[nn.Parameter] = (),
+        load: Counter[int] | None = None,
+    ) -> None:
         size = group.size()
-        self.chunk = -(-self.numel // size)
+        by_rank = _share_out(shards, size, load) if load is not None and shards[0].param in wholes else []
+        super().__init__([shard for some in by_rank for shard in some] or shards, dtype, group)
+        self.chunk = max(map(_numel, by_rank), default=-(-self.numel // size))
+        self._padding = [slice(self.numel, None)]
+        if by_rank:
+            ends = [rank * self.chunk + _numel(some) for rank, some in enumerate(by_rank)]
+            self._padding = [slice(end, (rank + 1) * self.chunk) for rank, end in enumerate(ends)]
+            self.offsets = [
+                rank * self.chunk + _numel(some[:place])
+                for rank, some in enumerate(by_rank)
+                for place in range(len(some))
+            ]
         self._withheld: list[WithheldGradient] = []
         self.slices: list[ParamShard] = []
-        offset = -group.rank() * self.chunk
-        for shard in shards:
-            numel = shard.param.numel()
-            start, stop = (min(max(edge, 0), numel) for edge in (-offset, self.chunk - offset))
-            offset += numel
+        for shard, offset in zip(self.shards, self.offsets, strict=True):
+            first, numel = group.rank() * self.chunk - offset, shard.param.numel()
+            start, stop = (min(max(edge, 0), numel) for edge in (first, first + self.chunk))
             memory = in_memory_order(shard.param.data)[start:stop]  # `.data`: writes are counted separately
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.slices.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
     def pack(self) -> torch.Tensor:
         flat, _ = self._take_grads(self.chunk * self.group.size())
-        if len(flat) > self.numel:
-            flat[self.numel :].zero_()
+        for padding in self._padding:
+            if len(rest := flat[padding]):
+                rest.zero_()
         return flat
 
     def start(self, flat: torch.Tensor) -> Any:
@@ -217,6 +250,23 @@ class SliceBucket(Bucket):
             rest.zero_()
         flat = torch.empty(self.chunk * self.group.size(), dtype=own.dtype, device=own.device)
         return all_gather(flat, own, group=self.group, async_op=True), flat
+
+
+def _numel(shards: Sequence[ParamShard]) -> int:
+    return sum(shard.param.numel() for shard in shards)
+
+
+def _share_out(shards: Sequence[ParamShard], ranks: int, load: Counter[int]) -> list[list[ParamShard]]:
+    """The shards that each rank steps as a whole: the largest first, each to the rank with the fewest elements. None if
+    more than half of what is sent would be padding."""
+    given: list[list[ParamShard]] = [[] for _ in range(ranks)]
+    for shard in sorted(shards, key=lambda shard: -shard.param.numel()):
+        min(enumerate(given), key=lambda pair: (_numel(pair[1]), load[pair[0]]))[1].append(shard)
+    sizes = list(map(_numel, given))
+    if max(sizes) * ranks > 2 * sum(sizes):
+        return []
+    load.update(dict(enumerate(sizes)))
+    return given
 
 
 class Zero1Reducer(Reducer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.errors import IncompatibleConfigError, InputError
+from halfmesh.errors import InputError
 from halfmesh.parallel.data_strategy import WithheldGradient
 from tests.support.models import said
 from tests.support.ranks import here, run_ranks
@@ -162,23 +162,3 @@ def test_a_hook_that_fails_leaves_equal_weights(mode, fails):
     first, second = run_ranks(fails_in_a_hook, 2, mode, fails)
     assert first == second
     assert {"first.weight", "last.weight"} <= first[0], "the update was taken"
-
-
-class Normed(torch.optim.SGD):
-    """Looks at a parameter as a whole."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.sub_(param.grad / (param.grad.norm() + 1e-6), alpha=group["lr"])
-
-
-def refused(rank, world_size, strategy):
-    with pytest.raises(IncompatibleConfigError, match=r"Normed steps a parameter as a whole.*data='replicate'"):
-        make_engine(strategy, optimizer=partial(Normed, lr=0.1))
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_optimizers_that_need_whole_parameters_are_refused(strategy):
-    run_ranks(refused, 2, strategy)

@@ -1,4 +1,4 @@
-"""Which optimizers may step parts of a parameter: found by trying, which leaves no trace."""
+"""What optimizers step by: elements, or whole parameters; found by trying, which leaves no trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from halfmesh.parallel.trial import find_optimizer_problem
+from halfmesh.errors import InputError
+from halfmesh.parallel.trial import find_unit
 from tests.support.updates import OPTIMIZERS
 
 
@@ -30,9 +31,9 @@ def test_elementwise_ones_pass(name):
     optimizer = {**OPTIMIZERS, **MORE}[name](make_params())
     if optimizer.state:
         pytest.skip("this torch gives it state when it is built, which a trial lacks; of torch's own it is not asked")
-    assert find_optimizer_problem(optimizer) is None
+    assert find_unit(optimizer) == "element"
     optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step
-    assert find_optimizer_problem(optimizer) is None
+    assert find_unit(optimizer) == "element"
 
 
 class Own(optim.SGD):
@@ -69,8 +70,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_those_that_look_at_a_whole_parameter_are_found(name):
-    found = find_optimizer_problem(WHOLE[name](make_params(), lr=0.1)) or ""
-    assert "steps a parameter as a whole (its norm, rows or columns count)" in found
+    assert find_unit(WHOLE[name](make_params(), lr=0.1)) == "matrix"
 
 
 def test_one_group_of_many_is_enough():
@@ -82,31 +82,59 @@ def test_one_group_of_many_is_enough():
                     param.data.sub_(param.grad / scale, alpha=group["lr"])
 
     groups = [{"params": [param], "normalizes": bool(index)} for index, param in enumerate(make_params())]
-    assert "Mixed steps a parameter as a whole" in (find_optimizer_problem(Mixed(groups, lr=0.1)) or "")
+    assert find_unit(Mixed(groups, lr=0.1)) == "matrix"
     groups[1]["normalizes"] = False
-    assert find_optimizer_problem(Mixed(groups, lr=0.1)) is None
+    assert find_unit(Mixed(groups, lr=0.1)) == "element"
+
+
+def test_an_optimizer_may_declare_its_unit():
+    optimizer = WHOLE["norm"](make_params(), lr=0.1)
+    for unit, found in (("element", "element"), ("row", "matrix"), ("matrix", "matrix")):
+        optimizer.unit = unit
+        assert find_unit(optimizer) == found
+    optimizer.unit = "column"
+    with pytest.raises(InputError, match=r"Whole has unit='column'; allowed: 'element', 'row', 'matrix'"):
+        find_unit(optimizer)
+
+
+class OfAll(optim.SGD):
+    """Clips by the norm of all of its gradients, as LAMB does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            norm = torch.stack([param.grad.norm() for param in group["params"]]).norm()
+            for param in group["params"]:
+                param.data.sub_(param.grad / norm.clamp(min=1.0), alpha=group["lr"])
+
+
+def test_one_that_looks_at_several_parameters_is_refused():
+    with pytest.raises(InputError, match=r"OfAll steps a parameter by what it reads of others .* clip_grad_norm; else"):
+        find_unit(OfAll(make_params(), lr=0.1))
 
 
 def test_what_cannot_be_tried():
     for make in (optim.LBFGS, optim.SparseAdam):
-        words = f"could not test on a matrix whether {make.__name__} can step sharded parameters"
-        assert words in (find_optimizer_problem(make(make_params())) or "")
+        with pytest.raises(InputError, match=f"could not test on a matrix whether {make.__name__} can step sharded"):
+            find_unit(make(make_params()))
 
 
 TIMM = {
-    "lamb": "Lamb steps a parameter as a whole",
-    "adafactorbv": "AdafactorBigVision steps a parameter as a whole",
-    "lion": "",
-    "nadamw": "",
+    **dict.fromkeys(("adafactorbv", "adafactor", "lars", "muon", "adamp", "sgdp", "novograd"), "matrix"),
+    **dict.fromkeys(("lion", "nadamw"), "element"),
 }
 
 
 @pytest.mark.parametrize("name", TIMM)
 def test_optimizers_of_timm(name):
     timm_optim = pytest.importorskip("timm.optim")
-    found = find_optimizer_problem(timm_optim.create_optimizer_v2(nn.Linear(4, 4), opt=name, lr=0.01)) or ""
-    assert TIMM[name] in found
-    assert bool(found) == bool(TIMM[name])
+    assert find_unit(timm_optim.create_optimizer_v2(nn.Linear(4, 4), opt=name, lr=0.01)) == TIMM[name]
+
+
+def test_lamb_clips_by_the_norm_of_all():
+    lamb = pytest.importorskip("timm.optim").Lamb
+    assert find_unit(lamb(make_params(), max_grad_norm=None)) == "matrix"
+    with pytest.raises(InputError, match=r"Lamb steps a parameter by what it reads of others .*LAMB's max_grad_norm"):
+        find_unit(lamb(make_params()))
 
 
 def test_the_optimizer_given_is_not_touched():
@@ -121,7 +149,7 @@ def test_the_optimizer_given_is_not_touched():
     before = copy.deepcopy((optimizer.state_dict(), params))
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     with torch.no_grad():
-        assert find_optimizer_problem(optimizer) is None
+        assert find_unit(optimizer) == "element"
     assert ran == []
     torch.testing.assert_close((optimizer.state_dict(), params), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), generators[0])
@@ -144,8 +172,9 @@ class Counting(optim.Optimizer):
 
 def test_of_an_optimizer_over_another_the_inner_one_is_tried():
     plain, whole = (Counting(kind(make_params(), lr=0.1)) for kind in (optim.AdamW, WHOLE["norm"]))
-    assert find_optimizer_problem(plain) is None
-    assert "Whole steps a parameter as a whole" in (find_optimizer_problem(whole) or "")
+    assert find_unit(plain) == "element"
+    with pytest.raises(InputError, match=r"Counting steps Whole, which steps a parameter as a whole"):
+        find_unit(whole)
     assert {group["count"] for each in (plain, whole) for group in each.param_groups} == {0}
 
 
@@ -164,5 +193,5 @@ class Quantised(optim.SGD):
 
 def test_state_in_blocks_is_refused_by_name():
     pytest.importorskip("torchao")
-    found = find_optimizer_problem(Quantised(make_params(), lr=torch.tensor(0.01)))
-    assert "it keeps 'exp_avg' as a OptimState8bit, in blocks that shards would cut elsewhere" in found
+    with pytest.raises(InputError, match=r"it keeps 'exp_avg' as a OptimState8bit, in blocks that shards would cut"):
+        find_unit(Quantised(make_params(), lr=torch.tensor(0.01)))

@@ -1,0 +1,239 @@
+"""Steps of parameters as a whole, for optimizers whose unit is a matrix, where each rank holds a shard of them.
+
+Each matrix has an owner among the ranks that hold its shards. For a step the shards of its gradient and weight are sent
+to the owner, which holds the optimizer's state of the matrix and steps it; then the shards of the new weight are sent
+back. Owners are balanced by bytes, and messages to all of them are one all-to-all. Where one rank holds all of a
+parameter (zero1 gives ranks whole ones) nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from ..utils.param_shard import ParamShard
+from ..utils.torch_private import foreach_copy_
+from .collectives import send_rows
+from .comm import gather_objects, is_simulated
+from .shard_spec import Box, Placement
+
+_ROUND_BYTES = 64 * 2**20
+"""So many bytes of weights, for each rank, are in flight at a time."""
+
+
+@dataclass(eq=False)
+class _Matrix:
+    """A parameter that is stepped as a whole.
+
+    Attributes:
+        shard: this rank's.
+        placement: of `shard`.
+        pieces: what this rank gets as the owner, by rank; empty on other ranks.
+        owner: the rank that steps it for this one; None: this rank holds nothing of it.
+        is_sent: its shards are at several ranks. The same on all ranks.
+        param: the whole parameter, during a step on its owner.
+    """
+
+    shard: ParamShard
+    placement: Placement
+    pieces: Mapping[int, Sequence[Box]] = field(default_factory=dict)
+    owner: int | None = None
+    is_sent: bool = False
+    param: nn.Parameter | None = None
+
+    @property
+    def numel(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.placement.shape)
+
+    def give(self, value: torch.Tensor, grad: torch.Tensor) -> None:
+        """Make the whole `param`."""
+        self.param = nn.Parameter(value)
+        self.param.grad = grad
+
+
+class WholeSteps:
+    """Gives optimizers whole parameters during their step.
+
+    Args:
+        parts: the optimizers that need these; they hold `target(shard)` of shards.
+        shards: every parameter of this rank.
+        target: the tensor that an optimizer holds for a shard.
+        placement: the region of the full parameter that a shard holds.
+        group: the ranks over which parameters are sharded; None: this rank alone.
+        device: where messages are sent from.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[optim.Optimizer],
+        shards: Sequence[ParamShard],
+        target: Callable[[ParamShard], nn.Parameter],
+        placement: Callable[[ParamShard], Placement],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._parts, self._shards, self._target, self._placement = parts, shards, target, placement
+        self._group, self._device = group, device
+        self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._matrices: dict[nn.Parameter, _Matrix] = {}
+        self._plan()
+
+    def owns(self, shard: ParamShard) -> bool | None:
+        """True if this rank steps the whole parameter of `shard`, and holds its state; None: it is not stepped so."""
+        matrix = self._matrices.get(self._target(shard))
+        return None if matrix is None else matrix.owner == self._rank
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """The scope of a step: the optimizers hold whole parameters with whole gradients, each on its owner. All ranks
+        together, also after an error in it."""
+        held = self._held()
+        if any(target not in self._matrices for target in held):
+            self._plan()  # of a group that was added
+        given = [self._matrices[target] for target in held if target.grad is not None]
+        rounds = list(self._rounds([matrix for matrix in given if matrix.is_sent]))
+        swaps = [(group, group["params"]) for part in self._parts for group in part.param_groups]
+        for matrix in given:
+            if matrix.owner == self._rank and not matrix.is_sent:
+                (box,), target = matrix.placement.regions, self._target(matrix.shard)
+                assert target.grad is not None
+                matrix.give(box.view(target.detach()), box.view(target.grad))
+        for some in rounds:
+            self._gather(some)
+        for part in self._parts:
+            for group in part.param_groups:
+                params = [self._matrices[target].param for target in group["params"]]
+                group["params"] = [param for param in params if param is not None]
+            for target, matrix in self._matrices.items():
+                if matrix.param is not None and target in part.state:
+                    part.state[matrix.param] = part.state.pop(target)
+        try:
+            yield
+        finally:
+            for group, params in swaps:
+                group["params"] = params
+            for target, matrix in self._matrices.items():
+                for part in self._parts:
+                    if matrix.param in part.state:
+                        part.state[target] = part.state.pop(matrix.param)
+            for some in rounds:
+                self._scatter(some)
+            for matrix in given:
+                matrix.param = None
+
+    def _held(self) -> list[nn.Parameter]:
+        return [param for part in self._parts for group in part.param_groups for param in group["params"]]
+
+    # -- the plan ----------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Find the owner of each parameter in the groups. All ranks together."""
+        shard_of = {self._target(shard): shard for shard in self._shards}
+        made = [_Matrix(shard_of[target], self._placement(shard_of[target])) for target in self._held()]
+        own = {matrix.shard.name: matrix.placement.regions for matrix in made}
+        by_rank = [own] if self._group is None else gather_objects(own, self._group)
+        load = [0] * self._ranks
+        for matrix in sorted(made, key=lambda matrix: -matrix.numel):  # the largest first
+            self._assign(matrix, [regions.get(matrix.shard.name, ()) for regions in by_rank], load)
+        self._matrices = {self._target(matrix.shard): matrix for matrix in made}
+
+    def _assign(self, matrix: _Matrix, regions: Sequence[Sequence[Box]], load: list[int]) -> None:
+        """Set the owner of `matrix`, and its pieces there. Several ranks may hold the same shard: the first holders of
+        each are one copy, which has an owner, the second ones another."""
+        holders: dict[Any, list[int]] = {}
+        for rank, boxes in enumerate(regions):
+            if boxes:
+                holders.setdefault(tuple((box.at, box.sizes) for box in boxes), []).append(rank)
+        copies = list(zip(*holders.values(), strict=True))
+        held = sum(math.prod(sizes) for boxes in holders for _, sizes in boxes)
+        if self._group is not None and is_simulated(self._group) and held < matrix.numel:
+            copies = [tuple(range(self._ranks))] if copies else []  # each rank seems to hold what this one does
+        if not copies:
+            return
+        matrix.is_sent = sum(map(len, holders)) > 1  # also one rank's, if it has it in several boxes
+        place = min(range(len(copies[0])), key=lambda n: load[copies[0][n]])
+        for copy in copies:
+            load[copy[place]] += matrix.numel
+            if self._rank in copy:
+                matrix.owner = copy[place]
+                matrix.pieces = {rank: regions[rank] for rank in copy} if matrix.owner == self._rank else {}
+
+    # -- what is sent ------------------------------------------------------------------------------------------
+
+    def _rounds(self, sent: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
+        """`sent`, of which shards are at several ranks, in parts of one dtype and a limited size; those of the group
+        are alike."""
+        some, size = list[_Matrix](), 0
+        for matrix in sent:
+            dtype = self._target(matrix.shard).dtype
+            if some and (size > self._ranks * _ROUND_BYTES or self._target(some[0].shard).dtype != dtype):
+                yield some
+                some, size = [], 0
+            some.append(matrix)
+            size += matrix.numel * dtype.itemsize
+        if some:
+            yield some
+
+    def _gather(self, some: Sequence[_Matrix]) -> None:
+        """Give the owners the whole of `some`."""
+        own = [matrix for matrix in some if matrix.owner == self._rank]
+        wholes = []
+        for kind in (torch.Tensor.detach, lambda target: target.grad):
+            shards = {matrix: kind(self._target(matrix.shard)) for matrix in some}
+            first = shards[some[0]]
+            made = {m: torch.empty(m.placement.shape, dtype=first.dtype, device=first.device) for m in own}
+            self._send(first.dtype, self._views(some, shards), self._pieces(own, made))
+            wholes.append(made)
+        for matrix in own:
+            matrix.give(wholes[0][matrix], wholes[1][matrix])
+
+    def _scatter(self, some: Sequence[_Matrix]) -> None:
+        """Send the shards of the new weights back."""
+        made = {matrix: matrix.param.detach() for matrix in some if matrix.param is not None}
+        shards = {matrix: self._target(matrix.shard).detach() for matrix in some}
+        self._send(self._target(some[0].shard).dtype, self._pieces(list(made), made), self._views(some, shards))
+
+    def _views(self, some: Sequence[_Matrix], shards: Mapping[_Matrix, torch.Tensor]) -> list[list[torch.Tensor]]:
+        """For each rank the boxes of this rank's `shards` whose owner it is."""
+        views: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
+        for matrix in some:
+            if matrix.owner is not None:
+                views[matrix.owner] += [box.view(shards[matrix]) for box in matrix.placement.regions]
+        return views
+
+    def _pieces(self, own: Sequence[_Matrix], made: Mapping[_Matrix, torch.Tensor]) -> list[list[torch.Tensor]]:
+        """For each rank the boxes that it holds of this rank's whole parameters."""
+        return [
+            [_box_of(made[matrix], box) for matrix in own for box in matrix.pieces.get(rank, ())]
+            for rank in range(self._ranks)
+        ]
+
+    def _send(
+        self,
+        dtype: torch.dtype,
+        sent: Sequence[Sequence[torch.Tensor]],
+        received: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        """Copy the tensors `sent` to each rank into those `received` there, in order."""
+        sizes = [[sum(tensor.numel() for tensor in each) for each in side] for side in (sent, received)]
+        into = [tensor for each in received for tensor in each]
+        out = [tensor.reshape(-1).to(self._device) for each in sent for tensor in each]
+        flat = torch.cat(out) if out else torch.empty(0, dtype=dtype, device=self._device)
+        found = flat if self._group is None else send_rows(flat, *sizes, self._group)
+        parts = found.split([tensor.numel() for tensor in into])
+        if into:
+            foreach_copy_(into, [part.view(tensor.shape) for part, tensor in zip(parts, into, strict=True)])
+
+
+def _box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
+        full = full.narrow(dim, start, size)
+    return full
