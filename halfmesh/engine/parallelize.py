@@ -190,7 +190,7 @@ class ParallelModel:
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Python's and numpy's random numbers where ranks call the same layers, or different stages of one model."""
         self.same_layers = any(kind.same_rng for kind in kinds)
-        self._whole_states: dict[nn.Parameter, Any] = {}  # that were given, until the owners have it
+        self._whole_states: dict[torch.Tensor, Any] = {}  # that were given, until the owners have it
         for part in plans.whole_steps:
             part.unit = "matrix"  # type: ignore[attr-defined]
             self._whole_states |= part.state

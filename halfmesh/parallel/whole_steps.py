@@ -83,6 +83,7 @@ class WholeSteps:
         self._parts, self._shards, self._target, self._placement = parts, shards, target, placement
         self._group, self._device = group, device
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._load = [0] * self._ranks  # elements that each rank steps
         self._matrices: dict[nn.Parameter, _Matrix] = {}
         self._plan()
 
@@ -93,12 +94,10 @@ class WholeSteps:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """The scope of a step: the optimizers hold whole parameters with whole gradients, each on its owner. All ranks
-        together, also after an error in it."""
-        held = self._held()
-        if any(target not in self._matrices for target in held):
-            self._plan()  # of a group that was added
-        given = [self._matrices[target] for target in held if target.grad is not None]
+        """The scope of a step: the optimizers hold whole parameters with their gradients, each on its owner; on other
+        ranks their shards, without. All ranks together, also after an error in it."""
+        self._plan()
+        given = [self._matrices[target] for target in self._held() if target.grad is not None]
         rounds = list(self._rounds([matrix for matrix in given if matrix.is_sent]))
         swaps = [(group, group["params"]) for part in self._parts for group in part.param_groups]
         for matrix in given:
@@ -108,26 +107,30 @@ class WholeSteps:
                 matrix.give(box.view(target.detach()), box.view(target.grad))
         for some in rounds:
             self._gather(some)
-        for part in self._parts:
-            for group in part.param_groups:
-                params = [self._matrices[target].param for target in group["params"]]
-                group["params"] = [param for param in params if param is not None]
-            for target, matrix in self._matrices.items():
-                if matrix.param is not None and target in part.state:
-                    part.state[matrix.param] = part.state.pop(target)
+        wholes = {}
+        for matrix in given:
+            target = self._target(matrix.shard)
+            target.grad = None
+            if matrix.param is not None:
+                wholes[target] = matrix.param
+        for group, params in swaps:
+            group["params"] = [wholes.get(target, target) for target in params]
+        self._move_state(wholes)
         try:
             yield
         finally:
             for group, params in swaps:
                 group["params"] = params
-            for target, matrix in self._matrices.items():
-                for part in self._parts:
-                    if matrix.param in part.state:
-                        part.state[target] = part.state.pop(matrix.param)
+            self._move_state({param: target for target, param in wholes.items()})
             for some in rounds:
                 self._scatter(some)
             for matrix in given:
                 matrix.param = None
+
+    def _move_state(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for part in self._parts:
+            for param in part.state.keys() & new.keys():
+                part.state[new[param]] = part.state.pop(param)
 
     def _held(self) -> list[nn.Parameter]:
         return [param for part in self._parts for group in part.param_groups for param in group["params"]]
@@ -135,17 +138,19 @@ class WholeSteps:
     # -- the plan ----------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Find the owner of each parameter in the groups. All ranks together."""
+        """Find an owner for each parameter in the groups that has none. All ranks together."""
+        targets = [target for target in self._held() if target not in self._matrices]
+        if not targets:
+            return
         shard_of = {self._target(shard): shard for shard in self._shards}
-        made = [_Matrix(shard_of[target], self._placement(shard_of[target])) for target in self._held()]
+        made = [_Matrix(shard_of[target], self._placement(shard_of[target])) for target in targets]
         own = {matrix.shard.name: matrix.placement.regions for matrix in made}
         by_rank = [own] if self._group is None else gather_objects(own, self._group)
-        load = [0] * self._ranks
         for matrix in sorted(made, key=lambda matrix: -matrix.numel):  # the largest first
-            self._assign(matrix, [regions.get(matrix.shard.name, ()) for regions in by_rank], load)
-        self._matrices = {self._target(matrix.shard): matrix for matrix in made}
+            self._assign(matrix, [regions.get(matrix.shard.name, ()) for regions in by_rank])
+        self._matrices |= {self._target(matrix.shard): matrix for matrix in made}
 
-    def _assign(self, matrix: _Matrix, regions: Sequence[Sequence[Box]], load: list[int]) -> None:
+    def _assign(self, matrix: _Matrix, regions: Sequence[Sequence[Box]]) -> None:
         """Set the owner of `matrix`, and its pieces there. Several ranks may hold the same shard: the first holders of
         each are one copy, which has an owner, the second ones another."""
         holders: dict[Any, list[int]] = {}
@@ -159,9 +164,9 @@ class WholeSteps:
         if not copies:
             return
         matrix.is_sent = sum(map(len, holders)) > 1  # also one rank's, if it has it in several boxes
-        place = min(range(len(copies[0])), key=lambda n: load[copies[0][n]])
+        place = min(range(len(copies[0])), key=lambda n: self._load[copies[0][n]])
         for copy in copies:
-            load[copy[place]] += matrix.numel
+            self._load[copy[place]] += matrix.numel
             if self._rank in copy:
                 matrix.owner = copy[place]
                 matrix.pieces = {rank: regions[rank] for rank in copy} if matrix.owner == self._rank else {}
