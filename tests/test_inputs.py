@@ -243,7 +243,7 @@ def test_a_loader_may_hold_an_iterator_of_something_else():
 
 
 def test_no_config():
-    with pytest.raises(InputError, match=r"no config was given to initialize; .*config=\{\} trains in fp32"):
+    with pytest.raises(InputError, match="a config is a path"):
         halfmesh.initialize(MLP(), sgd)
 
 

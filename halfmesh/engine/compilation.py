@@ -104,14 +104,13 @@ def find_blocks(model: nn.Module) -> Iterator[str]:
 def _compile_in_place(module: nn.Module, recompiles: int, arguments: dict[str, Any]) -> None:
     """`module.compile()`, also for classes of torch (Sequential, TransformerEncoderLayer), whose `forward` torch before
     2.15 silently does not compile."""
-    call: Any = module._call_impl
-    if type(module).forward.__module__.partition(".")[0] == "torch":
-        inner = module._call_impl
+    own: Callable[..., Any] = module._call_impl
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return inner(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
 
-    module._compiled_call_impl = _compiled(call, recompiles, arguments)
+    is_torchs = type(module).forward.__module__.partition(".")[0] == "torch"
+    module._compiled_call_impl = _compiled(call if is_torchs else own, recompiles, arguments)
 
 
 def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -182,9 +181,9 @@ def _find_matches(
 
 
 def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
-    passed_by = not_called(model, partition)
+    passed_by = {"", *not_called(model, partition)}
     called = (name for name, module in model.named_modules() if is_called(module) and name not in passed_by)
-    general = list(dict.fromkeys(generalise(name) for name in called if name))
+    general = list(dict.fromkeys(map(generalise, called)))
     whole = "" if partition is None else " that a stage of the pipeline calls as a whole"
     example = general[0] if general else "encoder"
     return (

@@ -179,7 +179,7 @@ class Materializer:
 
     Args:
         tensors: by their names in the full model. Values go to the device of `context`.
-        check: is called with the name and value of each tensor of this rank; raises if the value cannot be used.
+        check: is called with the name and value of each tensor of this rank; returns why it cannot be used, or None.
 
     Attributes:
         description: where the values come from, for the effective plan.
@@ -187,7 +187,10 @@ class Materializer:
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], context: ParallelContext, check: Callable[[str, torch.Tensor], None]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        context: ParallelContext,
+        check: Callable[[str, torch.Tensor], str | None],
     ) -> None:
         self.description = f"made where they are held, one of {len(tensors)} tensors at a time"
         self.cuts: Mapping[Any, Callable[[torch.Tensor], torch.Tensor]] = {}
@@ -203,10 +206,8 @@ class Materializer:
                 value = self.cuts[tensor](value) if tensor in self.cuts else value
                 if value.untyped_storage().nbytes() > value.numel() * value.element_size():
                     value = value.clone(memory_format=torch.preserve_format)
-                try:
-                    self._check(self._names[id(tensor)], value)
-                except InputError as error:
-                    self._problems.append(str(error))
+                if problem := self._check(self._names[id(tensor)], value):
+                    self._problems.append(problem)
                 _give(tensor, value.to(self._context.device, tensor.dtype))
 
     def finish(self) -> None:
@@ -216,11 +217,11 @@ class Materializer:
             InputError: on all ranks, if a value cannot be used.
         """
         for problem in (problem for theirs in self._context.everyone(self._problems) for problem in theirs):
-            raise InputError(problem)
+            raise InputError(f"model: {problem}")
 
 
 def make_materializer(
-    model: nn.Module, context: ParallelContext, check: Callable[[str, torch.Tensor], None]
+    model: nn.Module, context: ParallelContext, check: Callable[[str, torch.Tensor], str | None]
 ) -> Materializer | None:
     """Make the source of values for the tensors of `model`; None if they have them. All ranks together.
 

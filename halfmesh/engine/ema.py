@@ -20,8 +20,6 @@ from ..utils.tensors import bucket_bytes, by_bytes
 from ..utils.torch_private import foreach_copy_, foreach_mul_
 
 if TYPE_CHECKING:
-    from ..checkpoint.state import ShardedState
-    from .accumulation import Accumulation
     from .engine import Engine
 
 _log = get_logger(__name__)
@@ -120,22 +118,14 @@ class AveragedModel:
     are any: 4 bytes for each weight that this rank steps. Checkpoints hold the average.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        state: ShardedState,
-        accumulation: Accumulation,
-        decay: float,
-        every: int = 1,
-        buffers: bool = False,
-    ) -> None:
+    def __init__(self, engine: Engine, decay: float, every: int, buffers: bool) -> None:
         refuse_below(1, every=every)
         self._engine = engine
-        self._state = state
-        self._accumulation = accumulation
-        self._average = average = state.average
+        self._state = engine._state
+        self._accumulation = engine._accumulation
+        self._average = average = self._state.average
         self.decay = decay
-        average.every, average.buffers = every, state.float_buffers() if buffers else ()
+        average.every, average.buffers = every, self._state.float_buffers() if buffers else ()
         for key in average.values.keys() - average.sources().keys():  # of a checkpoint, and not wanted here
             del average.values[key]
         average.restart(besides=average.values)

@@ -16,7 +16,7 @@ from ..checkpoint import export
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
-from ..errors import InputError, NonFiniteError, refuse_closure, show
+from ..errors import InputError, NonFiniteError, refuse_closure
 from ..utils.engine_hook import Hooks, Progress
 from .ema import AveragedModel
 from .executor import DirectExecutor
@@ -117,7 +117,7 @@ class Engine:
         ranks compute together: each has to call as many layers as the others.
 
         Raises:
-            InputError: the model has no such method, or only a stage of it is here (pipeline).
+            InputError: only a stage of the model is here (pipeline); or, with `parallel.context`, gradients are on.
         """
         return self._run(method, self._executor.method(method), args, kwargs)
 
@@ -201,8 +201,6 @@ class Engine:
         """
         if closure is not None:
             refuse_closure("engine.step", closure)
-        if not isinstance(last, bool):
-            raise InputError(f"engine.step(last={show(last)}): expected True or False")
         self._refuse_if_closed()
         accumulation, progress = self._accumulation, self._progress
         lr = None if self._lr.scheduler is None else self._lr
@@ -590,7 +588,7 @@ class Engine:
                 f"{self._average.decay}; set the decay of what the first call returned"
             )
         with self._guard:
-            return AveragedModel(self, self._state, self._accumulation, decay, every, buffers)
+            return AveragedModel(self, decay, every, buffers)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

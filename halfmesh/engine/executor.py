@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..config.composition import Setup
-from ..errors import InputError, did_you_mean
+from ..errors import InputError
 from ..utils.engine_hook import EngineHook
 from ..utils.tensors import tensors_of
 from .accumulation import Accumulation
@@ -76,19 +76,14 @@ class DirectExecutor:
         """The method `name` of the model, to be called as `forward` is.
 
         Raises:
-            InputError: there is none; or, with `parallel.context`, gradients are on.
+            InputError: with `parallel.context`, gradients are on.
         """
-        model = self._model
-        if not callable(getattr(model, name, None)):
-            raise InputError(
-                f"engine.call({name!r}): {type(model).__name__} has no such method{did_you_mean(name, dir(model))}"
-            )
         if self._sequences is not None and torch.is_grad_enabled():
             raise InputError(
                 f"engine.call({name!r}): under parallel.context only forward is trained with each rank's tokens; call "
                 "it under torch.no_grad(), or compute what trains in forward"
             )
-        return partial(self._call, self._data.method(model, name))
+        return partial(self._call, self._data.method(self._model, name))
 
     def _call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         for ranks in self._same:

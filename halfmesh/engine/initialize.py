@@ -119,7 +119,7 @@ def initialize(
 
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
     launch = config if isinstance(config, Launch) else None
-    settings = launch.config if launch is not None else _load(config)
+    settings = launch.config if launch is not None else load_config(config)
     device = launch.device if launch is not None and device is None else launchers.choose_device(device)
     setup = Setup.of(settings, launchers.expected_world_size())
     compat.raise_for(compat.check_setup(setup, device.type))
@@ -285,15 +285,6 @@ def _make_engine(
     if eval_loader is not None:
         even_out(eval_loader, engine)
     return engine
-
-
-def _load(config: Any) -> Config:
-    if config is None:
-        raise InputError(
-            "no config was given to initialize; pass a path, a dict, or what launch_from_torch(config) returned "
-            "(config={} trains in fp32)"
-        )
-    return load_config(config)
 
 
 def _build(given: _Given, undo: ExitStack, setup: Setup, device: torch.device) -> None:

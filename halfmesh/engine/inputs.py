@@ -252,17 +252,11 @@ def find_other_problems(
         )
 
 
-def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
-    """A function (name, value) that raises InputError if the recipe casts the tensor `name` to a dtype that cannot hold
-    the value."""
+def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], str | None]:
+    """A function (name, value) that returns the problem if the recipe casts the tensor `name` to a dtype that cannot
+    hold the value."""
     cast = {name for name, _ in tensors_to_cast(model, recipe)}
-
-    def check(name: str, value: torch.Tensor) -> None:
-        problem = find_overflow(name, value, recipe.param_dtype) if name in cast else None
-        if problem is not None:
-            raise InputError(f"model: {problem}")
-
-    return check
+    return lambda name, value: find_overflow(name, value, recipe.param_dtype) if name in cast else None
 
 
 def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:

