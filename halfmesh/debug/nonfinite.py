@@ -178,7 +178,7 @@ class NonFiniteProbes(Probes):
     # -- events of the loop ------------------------------------------------------------------------------------
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.attached and self._model.training and not self._accumulation.holds_gradients:
+        if self.attached and self._model.training and not self._accumulation.update.has_gradients:
             for index, (name, param) in enumerate(self._model.named_parameters()):
                 self._look("weight", param.to(compute_dtype(param)), index, name)
 

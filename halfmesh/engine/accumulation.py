@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
@@ -69,11 +71,6 @@ class Accumulation:
         self.clear()  # gradients older than the engine
 
     @property
-    def holds_gradients(self) -> bool:
-        """True if there are gradients that no update has used yet."""
-        return self.update.has_gradients
-
-    @property
     def position(self) -> str:
         """The current microbatch, for messages: "2 of 4"."""
         return f"{self.index + self.has_backward} of {self.length}"
@@ -125,11 +122,7 @@ class Accumulation:
             if reduces and reducer is not None:
                 reducer.finish()
             self._guard.after_backward()
-        except BaseException as error:
-            if self.index:
-                error.add_note(
-                    f"this was microbatch {self.position}; the gradients of those before it are cleared, too"
-                )
+        except BaseException:
             self.clear()  # a partial gradient is worse than none: the next backward begins a new cycle
             raise
 
@@ -230,7 +223,7 @@ class Accumulation:
     def refuse_incomplete(self, call: str, last: bool) -> None:
         """Raise InputError if `call` needs the gradients of an update before its last backward. With `last` the cycle
         ends here, if it has begun."""
-        if last and self.holds_gradients:
+        if last and self.update.has_gradients:
             self._ends_here = self.is_last_microbatch = True
         if not self.is_last_microbatch:
             raise InputError(
@@ -242,7 +235,7 @@ class Accumulation:
     def refuse_unfinished(self, call: str) -> None:
         """Raise InputError if `call` would lose gradients, or take averaged weights for the model's own."""
         self.refuse_averaged(call)
-        if self.holds_gradients:
+        if self.update.has_gradients:
             raise InputError(
                 f"{call} was called after microbatch {self.position} and before the update, whose gradients it does "
                 "not hold; call it after a step that returned a StepResult, or end the cycle first with "
@@ -274,3 +267,37 @@ def _check_scalar(loss: Any) -> None:
             "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
             "parameter that requires gradients was used; compute it from what engine(...) returned"
         )
+
+
+class MixedPrecisionState:
+    """What an engine, and the optimizer of `convert_to_amp`, tell of their update."""
+
+    _update: MixedPrecisionOptimizer
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._update.loss_scales.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._update.skip_counter.skipped
+
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """The parameters that the optimizer steps: fp32 masters where there are any, else the model's parameters.
+
+        Raises:
+            InputError: between backward and step, where masters have no gradients yet.
+        """
+        if self._update.has_gradients:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
+            raise InputError(
+                "master_params() was called between backward and step, where masters have no gradients yet; to clip "
+                "call engine.clip_grad_norm_(max_norm), or clip_grad_norm of the optimizer that convert_to_amp gave"
+            )
+        return (param for group in self._update.optimizer.param_groups for param in group["params"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..errors import IncompatibleConfigError, InputError, problem_list, refuse_c
 from ..utils.optimizer_state import join_optimizers
 from ..utils.param_shard import ParamShard
 from . import inputs
-from .accumulation import Accumulation
+from .accumulation import Accumulation, MixedPrecisionState
 from .guards import GradientGuard
 from .hints import UncopiedHook
 from .recording import recording_of
@@ -70,9 +70,7 @@ def convert_to_amp(
     keys = {name: key for key, name in PRECISIONS.items()}
     if dtype not in keys:
         raise InputError(f"dtype={dtype!r} is not the dtype of a precision; allowed: {', '.join(map(repr, keys))}")
-    if "mode" in (amp_config or {}):
-        raise InputError(f"amp_config has a mode, and mode={str(mode)!r} was given; leave one of the two out")
-    config = load_config({keys[dtype]: {"mode": mode, **(amp_config or {})}})
+    config = load_config({keys[dtype]: dict(mode=mode, **(amp_config or {}))})
     assert config.precision is not None
     setup, joined = Setup.of(config, 1), join_optimizers(optimizer)
     recipe, on_ranks = setup.recipe, dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -170,7 +168,7 @@ class AMPCriterion(nn.Module):
         return self._precision.criterion(self.criterion, *args, **kwargs)
 
 
-class AMPOptimizer(optim.Optimizer):
+class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
     """The optimizer of a converted model: the user's optimizer, with scaled losses and checked gradients.
 
     All else is the user's optimizer's: `param_groups`, `state`, `defaults`, hooks.
@@ -186,21 +184,6 @@ class AMPOptimizer(optim.Optimizer):
         self._precision = precision
         self._closed = False
         self._accumulation = Accumulation(update, precision, GradientGuard(update, model))
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
-        return self.loss_scales[0]
-
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        """The current loss scale of each loss. Reads the device."""
-        return self._update.loss_scales.current()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Updates skipped so far because of inf or nan. Reads the device."""
-        return self._update.skip_counter.skipped
 
     def backward(self, loss: torch.Tensor, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar; in place of `loss.backward()`.
@@ -243,19 +226,6 @@ class AMPOptimizer(optim.Optimizer):
         if not self._accumulation.has_backward:
             raise InputError("clip_grad_norm was called before backward(loss): there are no gradients; call it after")
         return self._update.clip_grad_norm_(max_norm)
-
-    def master_params(self) -> Iterator[nn.Parameter]:
-        """The stepped parameters: fp32 masters if there are any, else the model's parameters.
-
-        Raises:
-            InputError: between backward and step, where masters have no gradients yet.
-        """
-        if self._accumulation.has_backward:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
-            raise InputError(
-                "master_params() was called between backward and step, where masters have no gradients yet; to clip "
-                "call optimizer.clip_grad_norm(max_norm)"
-            )
-        return (param for group in self.param_groups for param in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model that the optimizer did not hold so far, as in torch."""

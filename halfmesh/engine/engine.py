@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-from torch import nn, optim
+from torch import optim
 
 from ..amp.o1 import CastTable
 from ..amp.step_result import StepResult
@@ -18,6 +18,7 @@ from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError, refuse_closure
 from ..utils.engine_hook import Hooks, Progress
+from .accumulation import Accumulation, MixedPrecisionState
 from .ema import AveragedModel
 from .executor import DirectExecutor
 from .pipeline_handles import sequences_of
@@ -30,13 +31,12 @@ if TYPE_CHECKING:
     from ..debug.precision import PrecisionReport
     from ..debug.probes import Criterion
     from ..parallel.mesh import ParallelContext
-    from .accumulation import Accumulation
     from .hints import ModelGuard
     from .lr_scheduler import LRAdvance
     from .pipeline_executor import PipelineExecutor
 
 
-class Engine:
+class Engine(MixedPrecisionState):
     """The engine that `halfmesh.initialize` returns. The loop is the same for every precision and layout:
 
         for images, labels in engine.dataloader:
@@ -328,10 +328,6 @@ class Engine:
         """Optimizer steps attempted so far, skipped ones included."""
         return self._progress.global_step
 
-    @global_step.setter
-    def global_step(self, step: int) -> None:
-        self._progress.global_step = step
-
     @property
     def device(self) -> torch.device:
         """The device that this rank trains on."""
@@ -350,37 +346,10 @@ class Engine:
         return self._precision.casts
 
     @property
-    def loss_scale(self) -> float:
-        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
-        return self.loss_scales[0]
-
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        """The current loss scale of each loss. Reads the device."""
-        return self._update.loss_scales.current()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Updates skipped so far because of inf or nan. Reads the device."""
-        return self._update.skip_counter.skipped
-
-    @property
     def grad_norm(self) -> float | None:
         """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
         results = self._progress.results
         return results[-1].grad_norm if results else None
-
-    def master_params(self) -> Iterator[nn.Parameter]:
-        """The parameters that the optimizer steps: fp32 masters where there are any, else the model's parameters.
-
-        Raises InputError between backward and step, where masters have no gradients yet.
-        """
-        if self._accumulation.holds_gradients:
-            raise InputError(
-                "engine.master_params() was called between backward and step, where masters have no gradients yet; "
-                "to clip set clip_grad_norm, or call engine.clip_grad_norm_(max_norm)"
-            )
-        return (param for group in self.optimizer.param_groups for param in group["params"])
 
     # -- reports -----------------------------------------------------------------------------------------------
 

@@ -193,9 +193,8 @@ def test_an_error_in_backward_leaves_no_half_gradient():
     engine = make_engine({"gradient_accumulation": 2})
     step_on(engine, X, Y)
     broken = engine.model.last(Fails.apply(engine.model.norm(engine.model.first(X)))).sum()
-    with pytest.raises(MemoryError) as failed:
+    with pytest.raises(MemoryError):
         engine.backward(broken)
-    assert "the gradients of those before it are cleared, too" in failed.value.__notes__[0]
     for half in HALVES:
         step_on(engine, X[half], Y[half])
     assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5

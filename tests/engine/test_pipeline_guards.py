@@ -184,7 +184,7 @@ MESSAGES = {
     "twice": "engine.backward(loss) was called twice for one output; call engine(...) again before",
     "same output": "the output of engine(...) was not kept",
     "not kept": "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True))",
-    "masters": "engine.master_params() was called between backward and step",
+    "masters": "master_params() was called between backward and step",
     "after": "nothing",
     **{name: message for name, (_, message) in MODELS.items()},
     "different": "the 2 ranks of a pipeline were given different inputs",

@@ -220,7 +220,7 @@ def test_another_run_is_never_overwritten(tmp_path):
 
 def test_a_damaged_line_does_not_stop_a_run_that_is_resumed(tmp_path):
     folder, engine = tmp_path / "run", make()
-    engine.global_step = 5
+    engine._progress.global_step = 5
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 3}\n{"step": 7, "skipped": [4, 6]}\n{"st')
     with halfmesh.RunFolder(engine, folder):
