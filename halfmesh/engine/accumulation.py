@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 LossReduction = Literal["mean", "sum", "weighted"]
 
 
+@dataclass(eq=False, repr=False)
 class Accumulation:
     """Cycles of `length` microbatches, each with one update at its end.
 
@@ -29,15 +31,13 @@ class Accumulation:
     microbatch. `grad_divisor` corrects this for a short cycle, and divides weighted losses by their total weight, which
     is known only at the end. On the last microbatch the gradients are reduced over the data ranks while backward runs.
 
-    Args:
-        guard: of the gradients between backward and step.
-        context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.
-        reducer: completes the gradients; None: they are complete after backward.
-        trained: passes the trained parameters to `reducer`.
-
     Attributes:
         update: takes the update of a cycle.
         precision: of forward, loss and backward.
+        _guard: of the gradients between backward and step.
+        _context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.
+        reducer: completes the gradients; None: they are complete after backward.
+        _trained: passes the trained parameters to `reducer`.
         index: finished microbatches of this cycle.
         seed_divisor: each loss is divided by it in backward.
         has_backward: a backward ran since the last `count_microbatch`.
@@ -46,27 +46,18 @@ class Accumulation:
         averaged: the model holds averaged weights, which are not to be trained or saved as its own.
     """
 
-    def __init__(
-        self,
-        update: MixedPrecisionOptimizer,
-        precision: Precision,
-        guard: GradientGuard,
-        length: int = 1,
-        reduction: LossReduction = "mean",
-        context: ParallelContext | None = None,
-        reducer: Reduction | None = None,
-        trained: SameTrained | None = None,
-    ) -> None:
-        self.length = length
-        self.reduction = reduction
-        self.reducer = reducer
-        self.seed_divisor = float(length) if reduction == "mean" else 1.0
+    update: MixedPrecisionOptimizer
+    precision: Precision
+    _guard: GradientGuard
+    length: int = 1
+    reduction: LossReduction = "mean"
+    _context: ParallelContext | None = None
+    reducer: Reduction | None = None
+    _trained: SameTrained | None = None
+
+    def __post_init__(self) -> None:
+        self.seed_divisor = float(self.length) if self.reduction == "mean" else 1.0
         self.averaged = False
-        self.update = update
-        self.precision = precision
-        self._guard = guard
-        self._context = context
-        self._trained = trained
         self._weight: torch.Tensor | None = None
         self.clear()  # gradients older than the engine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class WeightAverage:
     """The average of the weights that this rank steps: masters, or parameters where there are no masters.
 
@@ -36,13 +38,12 @@ class WeightAverage:
         buffers: names of the buffers that are averaged, too.
     """
 
-    def __init__(self, update: MixedPrecisionOptimizer, model: nn.Module) -> None:
-        self.values: dict[ParamShard | str, torch.Tensor] = {}
-        self.decay: float | None = None
-        self.every = 1
-        self.buffers: Collection[str] = ()
-        self._update = update
-        self._model = model
+    _update: MixedPrecisionOptimizer
+    _model: nn.Module
+    values: dict[ParamShard | str, torch.Tensor] = field(default_factory=dict)
+    decay: float | None = None
+    every: int = 1
+    buffers: Collection[str] = ()
 
     def sources(self) -> dict[ParamShard | str, torch.Tensor]:
         """The tensors that are averaged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .pipeline_executor import PipelineExecutor
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Engine(MixedPrecisionState):
     """The engine that `halfmesh.initialize` returns. The loop is the same for every precision and layout:
 
@@ -53,49 +55,31 @@ class Engine(MixedPrecisionState):
         plan: the effective plan that initialize prints.
     """
 
-    def __init__(
-        self,
-        *,
-        state: ShardedState,
-        criterion: Criterion,
-        context: ParallelContext,
-        config: Config,
-        plan: EffectivePlan,
-        accumulation: Accumulation,
-        executor: DirectExecutor | PipelineExecutor,
-        lr: LRAdvance,
-        dataloader: EngineDataLoader | None,
-        eval_dataloader: EngineDataLoader | None,
-        progress: Progress,
-        guard: ModelGuard,
-        hooks: Hooks,
-        checkpointer: Checkpointer,
-        preemption: PreemptionHook | None,
-        ends: ExitStack,
-    ) -> None:
-        self.model = state.model
-        self.context = context
-        self.config = config
-        self.plan = plan
-        self._state = state
-        self._update = state.update
-        self._parallel = state.parallel_model
-        self._average = state.average
-        self._criterion = criterion
-        self._accumulation = accumulation
-        self._precision = accumulation.precision
-        self._executor = executor
-        self._pipeline = None if isinstance(executor, DirectExecutor) else executor
-        self._forward = state.parallel_model.full_call(state.model, executor.forward)
-        self._lr = lr
-        self._dataloader = dataloader
-        self._eval_dataloader = eval_dataloader
-        self._progress = progress
-        self._guard = guard
-        self._hooks = hooks
-        self._checkpointer = checkpointer
-        self._preemption = preemption
-        self._ends = ends
+    context: ParallelContext
+    config: Config
+    plan: EffectivePlan
+    _state: ShardedState
+    _criterion: Criterion
+    _accumulation: Accumulation
+    _executor: DirectExecutor | PipelineExecutor
+    _lr: LRAdvance
+    _dataloader: EngineDataLoader | None
+    _eval_dataloader: EngineDataLoader | None
+    _progress: Progress
+    _guard: ModelGuard
+    _hooks: Hooks
+    _checkpointer: Checkpointer
+    _preemption: PreemptionHook | None
+    _ends: ExitStack
+
+    def __post_init__(self) -> None:
+        self.model = self._state.model
+        self._update = self._state.update
+        self._parallel = self._state.parallel_model
+        self._average = self._state.average
+        self._precision = self._accumulation.precision
+        self._pipeline = None if isinstance(self._executor, DirectExecutor) else self._executor
+        self._forward = self._parallel.full_call(self.model, self._executor.forward)
         self._closed = False
 
     # -- the loop ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -226,17 +227,17 @@ class SameTrained:
         self._trained = None if self._update.has_gradients else trained
 
 
+@dataclass(eq=False, repr=False)
 class ForwardWrites(EngineHook):
     """Refuses a model whose forward, or loop, writes into its weights what is lost, or what differs between ranks that
     hold the same weights and see other data. Looks before the first `engine.step`, the tenth, the hundredth and so on;
     before an evaluation, which may be meant to be of other weights, it warns of what is lost."""
 
-    def __init__(self, state: ShardedState, context: ParallelContext) -> None:
-        self._state = state
-        self._context = context
-        self._steps = 0
-        self._next = 1  # of the steps, that is looked at
-        self._evaluated = -1  # at which of the steps
+    _state: ShardedState
+    _context: ParallelContext
+    _steps = 0
+    _next = 1  # of the steps, that is looked at
+    _evaluated = -1  # at which of the steps
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._state.model.training and self._evaluated != self._steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,6 +135,7 @@ class ModelGuard:
         self._warn(_DIRECT, does)
 
 
+@dataclass(eq=False, repr=False)
 class CountedBatches(EngineHook):
     """Warns of a loop that accumulates by itself: `step` came after several batches, for the second time. Ends with
     that, or with two steps in turn that came after one batch.
@@ -142,13 +144,12 @@ class CountedBatches(EngineHook):
     not iterated, for each training forward with a backward.
     """
 
-    def __init__(self, model: nn.Module, loader: EngineDataLoader | None, length: int, hooks: Hooks) -> None:
-        self._model = model
-        self._loader = loader
-        self._length = length
-        self._hooks = hooks
-        self._is_new_forward = False
-        self._batches = self._late_steps = self._timely_steps = 0
+    _model: nn.Module
+    _loader: EngineDataLoader | None
+    _length: int
+    _hooks: Hooks
+    _is_new_forward = False
+    _batches = _late_steps = _timely_steps = 0
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_new_forward |= self._model.training
@@ -168,14 +169,14 @@ class CountedBatches(EngineHook):
             _log.warning(_COUNTED, batches, self._length, batches)
 
 
+@dataclass(eq=False, repr=False)
 class SameInputs(EngineHook):
     """Warns after the first update if the user's own loader gives all data ranks the same batches."""
 
-    def __init__(self, model: nn.Module, context: ParallelContext, hooks: Hooks) -> None:
-        self._model = model
-        self._context = context
-        self._hooks = hooks
-        self._inputs: Any = None
+    _model: nn.Module
+    _context: ParallelContext
+    _hooks: Hooks
+    _inputs: Any = None
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trains = self._model.training and torch.is_grad_enabled()

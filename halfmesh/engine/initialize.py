@@ -263,22 +263,22 @@ def _make_engine(
         preemption = PreemptionHook(config.checkpoint, model, context, progress, is_between_steps, both, checkpointer)
         hooks.add(preemption)
     engine = Engine(
-        state=state,
-        criterion=criterion,
         context=context,
         config=config,
         plan=make_plan(config, context, state, lr, recipe, given.dataloader),
-        accumulation=accumulation,
-        executor=executor,
-        lr=lr,
-        dataloader=train_loader,
-        eval_dataloader=eval_loader,
-        progress=progress,
-        guard=guard,
-        hooks=hooks,
-        checkpointer=checkpointer,
-        preemption=preemption,
-        ends=ends,
+        _state=state,
+        _criterion=criterion,
+        _accumulation=accumulation,
+        _executor=executor,
+        _lr=lr,
+        _dataloader=train_loader,
+        _eval_dataloader=eval_loader,
+        _progress=progress,
+        _guard=guard,
+        _hooks=hooks,
+        _checkpointer=checkpointer,
+        _preemption=preemption,
+        _ends=ends,
     )
     if eval_loader is not None:
         even_out(eval_loader, engine)

@@ -26,7 +26,7 @@ from ..parallel.comm import is_simulated, same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..utils.optimizer_state import kinds_of, parts_of, plain_settings
 from ..utils.param_shard import foreign_params
-from ..utils.tensors import dtype_name, is_compound
+from ..utils.tensors import dtype_name, is_compound, tensors_of
 from ..utils.torch_private import call_hooks, is_compiled
 from .deferred import recorded
 from .guards import same_trained
@@ -311,7 +311,8 @@ def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimize
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
     if sparse:
         raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
-    state = list(_state_tensors(optimizer))
+    held = [optimizer.state.get(param) for group in optimizer.param_groups for param in group["params"]]
+    state = tensors_of(held)
     mine = {
         "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
         "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
@@ -330,11 +331,3 @@ def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimize
     for tensor in (*model.parameters(), *model.buffers(), *state):
         if not tensor.is_meta:  # a deferred tensor gets its value later
             context.broadcast(tensor)
-
-
-def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Tensors of the optimizer's state in the order of its parameters."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param in optimizer.state:
-                yield from (v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor))

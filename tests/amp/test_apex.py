@@ -134,7 +134,7 @@ def test_master_params_have_no_gradients_before_the_step():
     assert {p.dtype for p in engine.master_params()} == {FULL}
     x, y = make_data(8)
     engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip set clip_grad_norm, or call"):
+    with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip call engine.clip_grad_norm_"):
         engine.master_params()
     engine.step()
 
