@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,17 +186,19 @@ class GradientGuard:
             _log.warning(text, *details, ranks=self._ranks)
 
 
+@dataclass(eq=False, repr=False)
 class SameTrained:
     """Follows which parameters are trained, and refuses changes of `requires_grad` that are not the same on the ranks
     of a pipeline stage, which hold the same parameters or shards of them. All ranks of `context` make this together.
     """
 
-    def __init__(self, update: MixedPrecisionOptimizer, context: ParallelContext) -> None:
-        self._update = update
-        self._context = context
+    _update: MixedPrecisionOptimizer
+    _context: ParallelContext
+
+    def __post_init__(self) -> None:
         self._trained: list[tuple[int, bool]] | None = self._find()
-        if len(context.stage_ranks) < context.size and len(context.stage_ranks) > 1:
-            _ = context.stage_group  # now: later each stage compares when something has changed there
+        if 1 < len(self._context.stage_ranks) < self._context.size:
+            _ = self._context.stage_group  # now: later each stage compares when something has changed there
 
     def _find(self) -> list[tuple[int, bool]]:
         """The id of each trained shard, and True if its parameter requires gradients now."""
@@ -265,8 +268,10 @@ class ForwardWrites(EngineHook):
             groups.setdefault(data.inputs.group_of(param), set()).add(name)
         values = norms(held.values() if groups else (), context.device)
         for group, same in groups.items():
-            flags = zip(held, differ(values, group).tolist(), strict=True)
-            found.update(name for name, is_other in flags if is_other and name in same)
+            ends = torch.stack([values, -values])
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+            differ = ends.sum(0) > 1e-8 * ends[0].abs()  # by more than the order of a sum
+            found |= same.intersection(compress(held, differ.tolist()))
         return found
 
 
@@ -290,10 +295,3 @@ def same_trained(names: Sequence[str], trained: bytes, group: dist.ProcessGroup 
         f"requires_grad is not the same on all ranks: {names[unlike[0]]!r} is trained on {ranks.names(trains)} and "
         f"frozen on {ranks.names(freezes)}{more}; {_ALIKE}"
     )
-
-
-def differ(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """For each of `values` [n], True if it differs between the ranks of `group` by more than the order of a sum."""
-    ends = torch.stack([values, -values])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-    return ends.sum(0) > 1e-8 * ends[0].abs()

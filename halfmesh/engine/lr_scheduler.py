@@ -36,22 +36,24 @@ def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: 
     """
 
     def call(make: Any, optimizer: Any) -> Any:
+        if not _makes_scheduler(make):
+            return make
         asks = "updates_per_epoch" in parameter_names(make, needed=True)
         return make(optimizer, updates_per_epoch=count_updates()) if asks else make(optimizer)
 
-    if isinstance(given, (list, tuple)):
-        if any(map(_makes_scheduler, given)) and len(given) != len(optimizers):
+    if not isinstance(given, (list, tuple)):
+        if not _makes_scheduler(given):
+            return given
+        made = [call(given, optimizer) for optimizer in optimizers]
+        return made if len(made) > 1 else made[0]
+    if any(map(_makes_scheduler, given)):
+        if len(given) != len(optimizers):
             raise InputError(
                 f"lr_scheduler: a list of {len(given)} was given for {counted(len(optimizers), 'optimizer')}; give one "
                 "for each, in the same order (None for one whose learning rate stays), or one function for all"
             )
-        pairs = zip(given, optimizers, strict=True) if any(map(_makes_scheduler, given)) else ((s, None) for s in given)
-        made = [call(make, optimizer) if _makes_scheduler(make) else make for make, optimizer in pairs]
-        return [scheduler for scheduler in made if scheduler is not None] or None
-    if not _makes_scheduler(given):
-        return given
-    made = [call(given, optimizer) for optimizer in optimizers]
-    return made if len(made) > 1 else made[0]
+        given = list(map(call, given, optimizers))
+    return [scheduler for scheduler in given if scheduler is not None] or None
 
 
 def _makes_scheduler(given: Any) -> bool:

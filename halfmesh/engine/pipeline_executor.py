@@ -58,36 +58,34 @@ class _Forward:
     full: Any
 
 
+@dataclass(eq=False, repr=False)
 class PipelineExecutor:
     """The executor of a rank that holds some stages of the model.
 
-    Args:
-        meets_in_forward: data ranks wait for each other in forward.
+    Attributes:
+        _meets_in_forward: data ranks wait for each other in forward.
     """
 
-    def __init__(
-        self,
-        parallel_model: ParallelModel,
-        model: nn.Module,
-        accumulation: Accumulation,
-        context: ParallelContext,
-        options: PipelineConfig,
-        meets_in_forward: bool,
-    ) -> None:
+    _parallel_model: ParallelModel
+    _model: nn.Module
+    _accumulation: Accumulation
+    _context: ParallelContext
+    _options: PipelineConfig
+    _meets_in_forward: bool
+
+    def __post_init__(self) -> None:
+        parallel_model, model, options = self._parallel_model, self._model, self._options
         params = parallel_model.axes["pipeline"]
         assert isinstance(params, StageParameters)
-        self._accumulation, self._precision, self._update = accumulation, accumulation.precision, accumulation.update
+        self._precision, self._update = self._accumulation.precision, self._accumulation.update
         cast_model(params.meta_model, self._update.recipe)
         forward = ForwardContext(self._precision.autocast, parallel_model.settle, parallel_model.saving(model))
         self._schedule = SCHEDULES.get(options.schedule)
         self._pipeline = Pipeline(model, params, self._schedule, forward)
         self.stages = self._pipeline.stages
-        self._model = model
-        self._options = options
-        self._context = context
         self._scope = partial(random_numbers, parallel_model, model)
-        self._group = context.group("pp")
-        self._data, self._gathers = parallel_model.data, parallel_model.data.shards_model
+        self._group = self._context.group("pp")
+        self._data = parallel_model.data
         self._same = parallel_model.same
         self._sequences = parallel_model.sequences
         self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
@@ -99,7 +97,7 @@ class PipelineExecutor:
         # True: no trial of mixed rows is needed any more.
         self._has_tried = options.microbatches in (None, 1)
         # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
-        self._needs_whole = meets_in_forward or (None if params.tries else False)
+        self._needs_whole = self._meets_in_forward or (None if params.tries else False)
         self._is_half = self._update.recipe.compute_dtype in HALF
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
@@ -177,13 +175,13 @@ class PipelineExecutor:
             return last.finish(output, index)
 
         def on_last(params: Any, rest: bool) -> None:
-            if self._gathers:
+            if self._data.shards_model:
                 self._data.keep_gathered(False, params)
             if reducer is not None and reduces:
                 reducer.expect_last(params, rest)
 
         self._update.before_backward()
-        if self._gathers:
+        if self._data.shards_model:
             self._data.keep_gathered(True)
         with self._scope():
             self._pipeline.train(forward.calls, forward.known, finish, on_last)
