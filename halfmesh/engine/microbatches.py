@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from math import isclose, isfinite, isnan, nan
@@ -26,7 +26,7 @@ from ..utils.log import get_logger
 from ..utils.tensors import full_tensor, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation, LossReduction
-from .pipeline_handles import Handle, PipelineLoss
+from .pipeline_handles import Handle, PipelineOutput
 
 _log = get_logger(__name__)
 
@@ -46,74 +46,59 @@ _NOT_BY_ROWS = (
 )
 
 
-@dataclass
-class CriterionCalls:
-    """The criterion's call of each microbatch, with a handle instead of the output.
+@dataclass(eq=False, repr=False)
+class BatchLoss:
+    """The criterion's call of each microbatch, with a handle instead of the output, and on the last stage their losses.
 
     Attributes:
         given: the call that was split, whose tensors may not change before backward.
         whole: on the last stage, a copy of the call for the full batch, if the losses of the microbatches are compared
             with its loss.
+        full_output: the model's output for that, without memory.
+        outputs: those of the microbatches, if they are kept.
+        params: the first loss is refused if it depends on these other than through the output.
     """
 
+    accumulation: Accumulation
     function: Callable[..., Any]
+    handle: PipelineOutput
     calls: Sequence[Call]
     given: SplitCall
     whole: Call | None
-
-
-class LastStage:
-    """Computes the loss of each microbatch, and keeps the values to send to the other stages.
-
-    Args:
-        params: the first loss is refused if it depends on these other than through the output.
-
-    Attributes:
-        outputs: those of the microbatches, if they are kept.
-    """
-
-    def __init__(
-        self, accumulation: Accumulation, loss: PipelineLoss, keeps_outputs: bool, params: Collection[nn.Parameter]
-    ) -> None:
-        self._precision = accumulation.precision
-        self._accumulation = accumulation
-        self._handle: Handle = loss.output
-        self._criterion: CriterionCalls = loss.call
-        self._full_output = loss.output.batch.full
-        count = len(self._criterion.calls) if accumulation.reduction == "mean" else 1
-        self._divisor = accumulation.seed_divisor * count
-        self._keeps_outputs = keeps_outputs
-        self._params = params
-        self._losses: dict[int, torch.Tensor] = {}
-        self._weights: dict[int, torch.Tensor] = {}
-        self._compared: list[Any] = []
-        self.outputs: list[Any] = []
+    full_output: Any
+    keeps_outputs: bool
+    outputs: list[Any] = field(default_factory=list)
+    params: Collection[nn.Parameter] = ()
+    _losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    _weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    _compared: list[Any] = field(default_factory=list)
 
     def finish(self, output: Any, index: int) -> torch.Tensor:
         """The scaled loss of microbatch `index`, from which backward runs."""
-        output = self._precision.cast_output(output)
-        if self._keeps_outputs:
+        accumulation, output = self.accumulation, self.accumulation.precision.cast_output(output)
+        if self.keeps_outputs:
             self.outputs.append(map_tensors(lambda tensor: full_tensor(tensor).detach(), output))
-        if self._criterion.whole is not None:  # on the host: the device may have no room for all
+        if self.whole is not None:  # on the host: the device may have no room for all
             copied = map_tensors(lambda tensor: full_tensor(tensor).detach().to("cpu", copy=True), output)
             self._compared.append(copied)
-        total, weight = self._accumulation.check_loss(self._value(self._criterion.calls[index], output))
-        if self._params and index == 0:
-            _refuse_other_ways(total, output, {id(param) for param in self._params})
+        total, weight = accumulation.check_loss(self._value(self.calls[index], output))
+        if self.params and index == 0:
+            _refuse_other_ways(total, output, {id(param) for param in self.params})
         self._losses[index] = total.detach()
         if weight is not None:
             self._weights[index] = weight
-        return self._accumulation.update.scaled(total, self._divisor)
+        count = len(self.calls) if accumulation.reduction == "mean" else 1
+        return accumulation.update.scaled(total, accumulation.seed_divisor * count)
 
     def figures(self, device: torch.device) -> torch.Tensor:
         """The batch's loss, its weight if weighted, and if compared the loss computed on the full batch, nan if equal:
         float64 [2] or [3]."""
-        reduction = self._accumulation.reduction
+        reduction = self.accumulation.reduction
         losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
         weights = [weight.to(device) for weight in self._weights.values()]
         weight = torch.stack(weights).sum() if weights else torch.zeros_like(losses[0])
         figures = torch.stack([losses.mean() if reduction == "mean" else losses.sum(), weight])
-        if self._criterion.whole is None:
+        if self.whole is None:
             return figures
         divisor = {"mean": float(len(losses)), "sum": 1.0, "weighted": float(weight) or 1.0}[reduction]
         return torch.cat([figures, figures.new_tensor([self.other_loss(losses.tolist(), divisor)])])
@@ -124,8 +109,8 @@ class LastStage:
         Also nan if the outputs cannot be joined, or the criterion draws random numbers or fails on them. Weighted: its
         sum / its weight.
         """
-        function, device, full_output = self._criterion.function, self._precision.device, self._full_output
-        dims = batch_dims(self._compared, full_output)
+        function, device = self.function, self.accumulation.precision.device
+        dims = batch_dims(self._compared, self.full_output)
         if dims is None:
             return nan
         joined = iter(tensors_of(join(self._compared, dims)))
@@ -135,7 +120,7 @@ class LastStage:
 
         try:
             with no_side_effects(function.modules() if isinstance(function, nn.Module) else (), device) as effects:
-                value = self._value(self._criterion.whole, map_tensors(place, full_output))
+                value = self._value(self.whole, map_tensors(place, self.full_output))
                 if effects.drew():
                     return nan
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
@@ -151,8 +136,8 @@ class LastStage:
     def _value(self, call: Any, output: Any) -> Any:
         """The criterion's value of `output`, which stands for the handle in `call`."""
         arguments = call.args, dict(call.kwargs)
-        args, kwargs = map_tensors(lambda each: output if each is self._handle else each, arguments, Handle)
-        return self._precision.criterion(self._criterion.function, *args, **kwargs)
+        args, kwargs = map_tensors(lambda each: output if each is self.handle else each, arguments, Handle)
+        return self.accumulation.precision.criterion(self.function, *args, **kwargs)
 
 
 def join(outputs: Sequence[Any], dims: Iterable[int] = repeat(0)) -> Any:

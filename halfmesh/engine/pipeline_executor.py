@@ -28,8 +28,7 @@ from ..utils.torch_private import BATCH_NORMS
 from .accumulation import Accumulation
 from .executor import random_numbers
 from .microbatches import (
-    CriterionCalls,
-    LastStage,
+    BatchLoss,
     batch_dims,
     join,
     needs_whole,
@@ -141,7 +140,8 @@ class PipelineExecutor:
         calls = given.split([forward.given.rows // count] * count)
         compares = forward.full is not None and self._pipeline.has_last
         whole = Call(*map_tensors(torch.clone, (args, kwargs))) if compares else None  # it may write into its targets
-        return PipelineLoss(output, CriterionCalls(criterion, calls, given, whole))
+        kept = forward.full, self._options.keep_outputs
+        return PipelineLoss(output, BatchLoss(self._accumulation, criterion, output, calls, given, whole, *kept))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse anything but an unused loss of this pipeline."""
@@ -162,13 +162,12 @@ class PipelineExecutor:
         if retain_graph:
             raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
-        self._refuse_changes(forward, loss.call)
+        last: BatchLoss = loss.call
+        self._refuse_changes(forward, last)
         self._split_batches += len(forward.calls) > 1
         self._try_rows(forward)
-        params = () if self._has_run else tuple(self._model.parameters())
+        last.params = () if self._has_run else tuple(self._model.parameters())
         self._has_run = True
-        keeps_outputs = self._options.keep_outputs
-        last = LastStage(self._accumulation, loss, keeps_outputs, params)
 
         def finish(output: Any, index: int) -> torch.Tensor:
             self._compare_output(output)
@@ -188,7 +187,7 @@ class PipelineExecutor:
         self._update.after_backward(loss_id)
         self._sent = []
         self._send_loss(loss, last, forward)
-        if keeps_outputs:
+        if last.keeps_outputs:
             self._send_output(loss.output, last, forward)
         else:
             loss.output.drop()
@@ -237,7 +236,7 @@ class PipelineExecutor:
         for ranks in self._computing:
             ranks.compare_inputs(self._model.training, args, kwargs, of)
 
-    def _refuse_changes(self, forward: _Forward, criterion: CriterionCalls) -> None:
+    def _refuse_changes(self, forward: _Forward, criterion: BatchLoss) -> None:
         is_same = forward.known.modes == self._pipeline.modes()
         if not is_same or forward.given.was_changed() or criterion.given.was_changed():
             what = "an input or a target was changed in place" if is_same else "the model's mode or attributes changed"
@@ -313,7 +312,7 @@ class PipelineExecutor:
         self._sent += works
         return works
 
-    def _send_loss(self, loss: PipelineLoss, last: LastStage, forward: _Forward) -> None:
+    def _send_loss(self, loss: PipelineLoss, last: BatchLoss, forward: _Forward) -> None:
         compares, reduction = forward.full is not None, self._accumulation.reduction
         if self._pipeline.has_last:
             figures = last.figures(self._context.device)
@@ -342,7 +341,7 @@ class PipelineExecutor:
 
         loss.resolve(value)
 
-    def _send_output(self, handle: PipelineOutput, last: LastStage, forward: _Forward) -> None:
+    def _send_output(self, handle: PipelineOutput, last: BatchLoss, forward: _Forward) -> None:
         tree = join([self._precision.cast_output(forward.known.stages[-1])] * len(forward.calls))
         output, works = self._share(join(last.outputs) if self._pipeline.has_last else None, tree)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
-from halfmesh.engine.microbatches import LastStage
+from halfmesh.engine.microbatches import BatchLoss
 from halfmesh.parallel.pipeline.axis import StageParameters
 from halfmesh.parallel.pipeline.runner import Pipeline
 from halfmesh.parallel.pipeline.stage import StageModule
@@ -58,47 +58,47 @@ def weight_gradients_lost(patch: pytest.MonkeyPatch) -> None:
 
 def last_microbatch_lost(patch: pytest.MonkeyPatch) -> None:
     """The last microbatch has no gradients."""
-    inner = LastStage.finish
+    inner = BatchLoss.finish
 
-    def finish(self: LastStage, output: Any, index: int) -> torch.Tensor:
-        return inner(self, output, index) * (index + 1 < len(self._criterion.calls))
+    def finish(self: BatchLoss, output: Any, index: int) -> torch.Tensor:
+        return inner(self, output, index) * (index + 1 < len(self.calls))
 
-    patch.setattr(LastStage, "finish", finish)
+    patch.setattr(BatchLoss, "finish", finish)
 
 
 def targets_of_another_microbatch(patch: pytest.MonkeyPatch) -> None:
     """The loss of a microbatch takes the targets of the next one."""
-    inner = LastStage.__init__
+    inner = BatchLoss.__init__
 
-    def init(self: LastStage, *args: Any, **kwargs: Any) -> None:
+    def init(self: BatchLoss, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
-        self._criterion.calls = [*self._criterion.calls[1:], self._criterion.calls[0]]
+        self.calls = [*self.calls[1:], self.calls[0]]
 
-    patch.setattr(LastStage, "__init__", init)
-    patch.setattr(LastStage, "other_loss", lambda *args: math.nan)  # else the engine itself sees it
+    patch.setattr(BatchLoss, "__init__", init)
+    patch.setattr(BatchLoss, "other_loss", lambda *args: math.nan)  # else the engine itself sees it
 
 
 def microbatch_weights_lost(patch: pytest.MonkeyPatch) -> None:
     """A weighted loss is divided by the weight of its last microbatch."""
-    inner = LastStage.figures
+    inner = BatchLoss.figures
 
-    def figures(self: LastStage, device: torch.device) -> torch.Tensor:
+    def figures(self: BatchLoss, device: torch.device) -> torch.Tensor:
         self._weights = dict([list(self._weights.items())[-1]])
         return inner(self, device)
 
-    patch.setattr(LastStage, "figures", figures)
+    patch.setattr(BatchLoss, "figures", figures)
 
 
 def loss_of_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
     """The loss that is told is that of the last microbatch."""
-    inner = LastStage.figures
+    inner = BatchLoss.figures
 
-    def figures(self: LastStage, device: torch.device) -> torch.Tensor:
+    def figures(self: BatchLoss, device: torch.device) -> torch.Tensor:
         found = inner(self, device)
         found[0] = list(self._losses.values())[-1]
         return found
 
-    patch.setattr(LastStage, "figures", figures)
+    patch.setattr(BatchLoss, "figures", figures)
 
 
 def border_gradient_doubled(patch: pytest.MonkeyPatch) -> None:
