@@ -160,6 +160,8 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             if (folder := find_resumed(settings, context)) is not None:
                 engine.load(folder)
     except BaseException as error:
+        if plans.axes or plans.strategy.shards_state:
+            error.add_note("model and optimizer were sharded by then: build new ones before you call initialize again")
         ends.__exit__(type(error), error, None)
         raise
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
