@@ -190,8 +190,6 @@ class ThroughputHook(Hook):
         context = trainer.engine.context
         counts = torch.tensor([self._counter.get_total_flops(), rows if context.counts_outputs else 0])
         flops, rows = context.all_reduce(counts.to(context.device)).tolist()
-        if not rows:
-            _log.warning("model FLOP/s are not measured: the second batch has no rows (Outcome.rows)")
         return flops / rows if rows else None
 
 
