@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ..distributed.env import ranks_by_value
 from ..parallel.comm import is_simulated
 from ..parallel.mesh import ParallelContext
 from ..parallel.shard_spec import Shape
-from ..utils.tensors import add_tensor
 from .agreement import gather_results
 
 
@@ -74,29 +71,10 @@ def join_groups(by_rank: Distinct) -> list[list[str]]:
     return [list(names) for names in joined]
 
 
-class _DigestPickler(pickle.Pickler):
-    """Pickles a digest of its bits for a tensor: torch would write the address of its memory."""
-
-    def persistent_id(self, value: Any) -> bytes | None:
-        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided or value.is_nested:
-            return None
-        if value.is_quantized or value.is_conj() or value.is_neg() or value.is_meta:
-            return None
-        found = hashlib.sha256(f"{type(value).__name__} {value.device} {value.requires_grad} ".encode())
-        add_tensor(found, value)
-        return found.digest()
-
-
 def stable_bytes(value: Any) -> bytes:
-    """Bytes that are equal only if values are; and if values are, unless these refer to themselves, or have tensors
-    that are no plain ones (sparse)."""
+    """Bytes that are equal only if values are; and if values are that the same code made."""
     file = io.BytesIO()
-    pickler = _DigestPickler(file)
-    pickler.fast = True  # without it the bytes depend on which equal objects are one object
-    try:
-        pickler.dump(value)
-    except (ValueError, RecursionError):  # a value that refers to itself
-        return pickle.dumps(value)
+    torch.save(value, file)
     return file.getvalue()
 
 

@@ -113,9 +113,8 @@ def test_equal_extra_state_gives_equal_digests_and_other_state_others():
         statistics = _Statistics(torch.full((3,), scale, dtype=dtype))
         return {"x._extra_state": statistics, "y._extra_state": {"words": [" ".join(word.split()) for word in words]}}
 
-    same, word = stable_bytes(extras()), "a b"
+    same = stable_bytes(extras())
     assert stable_bytes(extras()) == same
-    assert stable_bytes(extras() | {"y._extra_state": {"words": [word, word]}}) == same
     others = [extras(scale=2.5), extras(dtype=torch.float64), extras(words=("a b", "a c"))]
     assert len({same, *map(stable_bytes, others)}) == 4
 
@@ -124,12 +123,6 @@ def test_equal_extra_state_gives_equal_digests_and_other_state_others():
 def test_extra_state_with_tensors_of_other_kinds_can_be_told_apart(made):
     changed = {"x": made(torch.tensor([0.0, 1.0])), "y": 1}, {"x": made(torch.tensor([0.0, 2.0])), "y": 2}
     assert stable_bytes(changed[0]) != stable_bytes(changed[1])
-
-
-def test_extra_state_may_refer_to_itself():
-    own = [1]
-    own.append(own)
-    assert pickle.loads(stable_bytes(own))[0] == 1
 
 
 def test_replicated_boxes_are_spread_over_the_ranks_that_hold_them():
