@@ -114,7 +114,7 @@ class JoinedParts:
         if context.size == 1:
             return [part.join([([0], part.value)]) for part in parts]
         by_part = list(zip(*digests, strict=True))
-        holders = list(map(ranks_by_value, by_part))
+        holders = [ranks_by_value(dict(enumerate(of_ranks))) for of_ranks in by_part]
         keys = {n: hashlib.sha256(b"".join(of_ranks)).digest() for n, of_ranks in enumerate(by_part)}
         # Of every rank: one may have been interrupted the last time.
         changed = [n for n, key in keys.items() if any(theirs.get(n) != key for theirs in known)]

@@ -170,7 +170,7 @@ def _find_difference(mine: Sequence[Values], ranks: RankNames, device: torch.dev
 
 def _group_by_digest(digests: Sequence[Any]) -> list[list[int]]:
     """The ranks with each digest, most ranks first, then the lowest; ranks without one are left out."""
-    ranks = ranks_by_value(digests)
+    ranks = ranks_by_value(dict(enumerate(digests)))
     ranks.pop(None, None)
     return sorted(ranks.values(), key=lambda some: (-len(some), some[0]))
 

@@ -160,9 +160,9 @@ def list_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(some) != 1)} {', '.join(words[:SHOWN])}{f' and {rest} more' if rest else ''}"
 
 
-def ranks_by_value(values: Iterable[T] | Mapping[int, T]) -> dict[T, list[int]]:
-    """The ranks that have each of `values`, given by rank or in its order; in order of the first of these."""
+def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """The ranks that have each of `values`, given by rank; in order of the first of these."""
     found: dict[T, list[int]] = {}
-    for rank, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+    for rank, value in values.items():
         found.setdefault(value, []).append(rank)
     return found

@@ -259,7 +259,7 @@ class NamedCalls:
 
     def _compare(self) -> str:
         """What is wrong with the calls of all ranks."""
-        (first, ranks), *rest = ranks_by_value(self._calls().values()).items()
+        (first, ranks), *rest = ranks_by_value(self._calls()).items()
         others = ", and ".join(f"{other} on {list_ranks(theirs)}" for other, theirs in rest)
         advice = "call each on every rank, in the same order"
         return f"{first} was called on {list_ranks(ranks)}, and {others}; {advice}" if others else ""

@@ -175,7 +175,7 @@ def test_names_of_several_ranks():
     assert list_ranks(rank for rank in range(1024) if rank % 8 > 1) == (
         "ranks 2-7, 10-15, 18-23, 26-31, 34-39, 42-47, 50-55, 58-63 and 720 more"
     )
-    assert ranks_by_value("abac") == {"a": [0, 2], "b": [1], "c": [3]}
+    assert ranks_by_value(dict(enumerate("abac"))) == {"a": [0, 2], "b": [1], "c": [3]}
     assert RankNames(8).names([3]) == "rank 3"
 
 
