@@ -7,7 +7,7 @@ communication stay outside of the compiled code (`torch.compiler.disable`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import shorten
+from ..parallel.modules import is_within
 from ..parallel.pipeline.pieces import children_of
 from ..parallel.tensor.plans import generalise, near_names
 from ..utils.torch_private import is_compiled
@@ -141,15 +142,10 @@ def resolve_recomputed(
     """
     problems: list[str] = []
     if options.patterns:
-        names, more = _find_matches(model, options.patterns, partition)
-        problems += more
-    else:
-        blocks = called_blocks(model, partition)
-        names = list(blocks)[:: options.every]
-        if not names:
-            problems.append(_no_blocks(model, partition))
-    inside = [name for name in names if "" in compiled or _is_below(name, set(compiled))]
-    if inside:
+        names = _find_matches(model, options.patterns, partition, problems)
+    elif not (names := list(called_blocks(model, partition))[:: options.every]):
+        problems.append(_no_blocks(model, partition))
+    if inside := [name for name in names if _is_below(name, compiled)]:
         problems.append(
             f"activation_checkpoint: {shorten(inside)} would be inside compiled code, which is entered and left as a "
             "whole; choose whole blocks ('full', or patterns of blocks), or leave compile out"
@@ -158,13 +154,12 @@ def resolve_recomputed(
 
 
 def _find_matches(
-    model: nn.Module, patterns: Sequence[str], partition: Partition | None
-) -> tuple[list[str], list[str]]:
-    """The names of the outermost modules that match, and the problems."""
+    model: nn.Module, patterns: Sequence[str], partition: Partition | None, problems: list[str]
+) -> list[str]:
+    """The names of the outermost modules that match. Adds to `problems`."""
     called = {name: module for name, module in model.named_modules() if name and is_called(module)}
     passed_by = not_called(model, partition)
     found: set[str] = set()
-    problems: list[str] = []
     for pattern in patterns:
         names = {name for name in called if fnmatchcase(name, pattern)}
         why = ""
@@ -177,7 +172,7 @@ def _find_matches(
         if why:
             problems.append(f"activation_checkpoint: the pattern {pattern!r} matches {why}")
         found |= names - passed_by
-    return [name for name in called if name in found and not _is_below(name, found)], problems
+    return [name for name in called if name in found and not _is_below(name, found)]
 
 
 def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
@@ -192,6 +187,5 @@ def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
     )
 
 
-def _is_below(name: str, others: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:count]) in others for count in range(1, len(parts)))
+def _is_below(name: str, others: Iterable[str]) -> bool:
+    return any(is_within(name, other) and name != other for other in others)
