@@ -8,7 +8,7 @@ deferred           models built without memory: their scopes, and how each rank 
 recompute          activations that are computed again in backward; offload: kept on the host until then
 engine             forward, backward, step. Below it:
 accumulation       a cycle of microbatches: backward, reduction, the divisor of the gradients
-executor           forward and criterion in one process; as many calls on each rank in evaluation
+executor           forward and criterion in one process; warnings of other calls of the model; even evaluations
 pipeline_executor  the same under a pipeline, with pipeline_handles and microbatches
 lr_scheduler       advances the scheduler; schedulers with a warm-up
 ema                the moving average of the weights, and the model with it

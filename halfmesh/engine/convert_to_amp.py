@@ -27,8 +27,8 @@ from ..utils.optimizer_state import join_optimizers
 from ..utils.param_shard import ParamShard
 from . import inputs
 from .accumulation import Accumulation, MixedPrecisionState
+from .executor import UncopiedHook
 from .guards import GradientGuard
-from .hints import UncopiedHook
 from .recording import recording_of
 
 

@@ -21,7 +21,7 @@ from ..errors import InputError, NonFiniteError, refuse_closure
 from ..utils.engine_hook import Hooks, Progress
 from .accumulation import Accumulation, MixedPrecisionState
 from .ema import AveragedModel
-from .executor import DirectExecutor
+from .executor import DirectExecutor, ModelGuard
 from .pipeline_handles import sequences_of
 from .summary import EffectivePlan
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ..debug.precision import PrecisionReport
     from ..debug.probes import Criterion
     from ..parallel.mesh import ParallelContext
-    from .hints import ModelGuard
     from .lr_scheduler import LRAdvance
     from .pipeline_executor import PipelineExecutor
 

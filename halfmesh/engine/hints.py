@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 
-from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult
 from ..errors import shorten
 from ..parallel.comm import same_on_ranks
@@ -18,9 +16,8 @@ from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import STATISTICS
 from ..utils.engine_hook import EngineHook, Hooks
 from ..utils.log import get_logger
-from ..utils.tensors import dtype_name, tensors_of
+from ..utils.tensors import tensors_of
 from ..utils.torch_private import edit_stamp, grad_hooks
-from .parallelize import ParallelModel
 
 if TYPE_CHECKING:
     from ..data.loader import EngineDataLoader
@@ -31,12 +28,6 @@ _HOOKED = (
     "hooks on %s run in backward, where gradients are multiplied by the loss scale: a clamp, clip or noise in a hook "
     "has another effect than in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; clip "
     "with clip_grad_norm in the config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
-)
-_DIRECT = "the model itself was called in training, in place of the engine: %s. Write engine(x) in place of model(x)"
-_PARTS = (
-    "%s.state_dict() has this rank's part only; to save all of it call engine.save(path) on every rank, or "
-    "engine.save_weights(path) for the model's weights alone; engine.full_state_dict() returns it; all of them before "
-    "the engine is closed"
 )
 _COUNTED = (
     "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them itself. "
@@ -66,73 +57,6 @@ def _is_users(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return not str(getattr(hook, "__module__", "")).startswith(("halfmesh.", "torch.distributed."))
-
-
-class UncopiedHook:
-    """A hook on a module; in a copy of the module it does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return UncopiedHook, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    """Replaces the hook in a copy."""
-
-
-class ModelGuard:
-    """Warns of calls of `model` in training, and of state dicts of shards, that the engine did not make.
-
-    It is a scope, in which the engine itself calls model or optimizer.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe, parallel_model: ParallelModel
-    ) -> None:
-        self._own_calls = 0
-        self._told: set[str] = set()
-        self._recipe, self._shares_batch = recipe, bool(parallel_model.axes)
-        self.remove: Callable[[], None] = lambda: None
-        """Removes the hook on calls; those on state dicts stay."""
-        casts = bool(recipe.autocast or recipe.param_dtype or recipe.output_dtype)
-        if parallel_model.plans.partition is None and (casts or self._shares_batch):  # stages refuse it themselves
-            self.remove = model.register_forward_pre_hook(UncopiedHook(self._check_call)).remove
-        if parallel_model.divides_model:
-            model.register_state_dict_pre_hook(UncopiedHook(lambda *_: self._warn(_PARTS, "model")))
-        if parallel_model.divides:
-            optimizer.register_state_dict_pre_hook(UncopiedHook(lambda *_: self._warn(_PARTS, "optimizer")))
-
-    def __enter__(self) -> None:
-        self._own_calls += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._own_calls -= 1
-
-    def _warn(self, text: str, what: str) -> None:
-        if not self._own_calls and what not in self._told:
-            self._told.add(what)
-            _log.warning(text, what, ranks=None if text is _DIRECT else (0,))
-
-    def _check_call(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._own_calls:  # compiled code leaves it out
-            return
-        if torch.jit.is_tracing() or not (module.training and torch.is_grad_enabled()):
-            return
-        recipe, dtype = self._recipe, dtype_name(self._recipe.compute_dtype)
-        if self._shares_batch:
-            does = "ranks that compute a batch together draw its dropout from each rank's own generators"
-        elif recipe.param_dtype is not None:
-            does = f"its inputs are not cast to {dtype}, which its weights are in, nor its outputs back"
-        elif any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            return
-        else:
-            does = f"it computes in float32, and not in {dtype} as the config says (engine.autocast() is the scope)"
-        self._warn(_DIRECT, does)
 
 
 @dataclass(eq=False, repr=False)

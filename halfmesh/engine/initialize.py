@@ -47,9 +47,9 @@ from .deferred import (
 )
 from .ema import WeightAverage
 from .engine import Engine
-from .executor import DirectExecutor, even_out
+from .executor import DirectExecutor, ModelGuard, even_out
 from .guards import ForwardWrites, GradientGuard, SameTrained
-from .hints import ChangedBuffers, CountedBatches, ModelGuard, SameInputs
+from .hints import ChangedBuffers, CountedBatches, SameInputs
 from .launch import Launch
 from .lr_scheduler import LRAdvance, make_schedulers
 from .parallelize import ParallelModel, Plans, make_plans

@@ -54,7 +54,7 @@ class Within(nn.Module):
 def call_directly(rank, world_size, parallel):
     """What is logged when the model is called in place of the engine, in fp32."""
     heard = []
-    logging.getLogger("halfmesh.engine.hints").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    logging.getLogger("halfmesh.engine.executor").addFilter(lambda record: heard.append(record.getMessage()) or True)
     engine = make_engine({"parallel": parallel})
     step_on(engine, X, Y)
     assert heard == []
@@ -158,7 +158,7 @@ LAYOUTS = {
 def asks_for_states(rank, world_size, folder):
     """How often each layout tells: by the engine's own calls, and by the loop's."""
     heard, found = [], {}
-    logging.getLogger("halfmesh.engine.hints").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    logging.getLogger("halfmesh.engine.executor").addFilter(lambda record: heard.append(record.getMessage()) or True)
     for layout, (parallel, _, _) in LAYOUTS.items():
         make_engine({"parallel": parallel}).close()
         engine = make_engine({"parallel": parallel})

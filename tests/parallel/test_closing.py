@@ -86,7 +86,7 @@ def left_in_parts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
         heard: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, heard=heard: heard.append(record.getMessage())
-        logging.getLogger("halfmesh.engine.hints").addHandler(handler)
+        logging.getLogger("halfmesh.engine.executor").addHandler(handler)
         model.state_dict()
         again = said(halfmesh.initialize, model, optimizer, nn.MSELoss(), config={}, device=rank_device())
         found[layout] = " ".join(heard), again
