@@ -35,16 +35,9 @@ from ..utils.engine_hook import Hooks, Progress
 from ..utils.log import get_logger
 from ..utils.optimizer_state import join_optimizers, move_state, parts_of
 from ..utils.torch_private import has_no_memory
-from . import inputs
+from . import deferred, inputs
 from . import launch as launchers
 from .accumulation import Accumulation
-from .deferred import (
-    Materializer,
-    build,
-    convert_to_meta,
-    make_materializer,
-    refuse_early_state,
-)
 from .ema import WeightAverage
 from .engine import Engine
 from .executor import DirectExecutor, ModelGuard, even_out
@@ -141,7 +134,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             None if loader is None else ShardedLoader(loader, context, training, sharded=training and given.sharded)
             for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
         ]
-        late = make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
+        late = deferred.make_materializer(given.model, context, inputs.overflow_check(given.model, setup.recipe))
         undo.pop_all()
     inputs.broadcast_initial_state(context, given.model, given.optimizer)
     ends = ExitStack()  # what closes the engine
@@ -180,7 +173,7 @@ def _make_engine(
     context: ParallelContext,
     loaders: list[ShardedLoader | None],
     plans: Plans,
-    late: Materializer | None,
+    late: deferred.Materializer | None,
     ends: ExitStack,
 ) -> Engine:
     """Parallelize and cast the model, and make the engine. From here on the user's objects change; `ends` gives them
@@ -290,13 +283,13 @@ def _make_engine(
 def _build(given: _Given, undo: ExitStack, setup: Setup, device: torch.device) -> None:
     """Call the model, optimizer and scheduler that were given as callables."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
-        given.model = build(given.model)
+        given.model = deferred.build(given.model)
     if isinstance(given.model, nn.Module):
-        convert_to_meta(given.model, given.optimizer, undo)
+        deferred.convert_to_meta(given.model, given.optimizer, undo)
         if callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer):
             made = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
             given.optimizer = join_optimizers(made)
-    refuse_early_state(given.optimizer)
+    deferred.refuse_early_state(given.optimizer)
     if isinstance(given.optimizer, optim.Optimizer):
         count = partial(launchers.count_updates, given.dataloader, setup, device, given.sharded)
         given.lr_scheduler = make_schedulers(given.lr_scheduler, parts_of(given.optimizer), count)

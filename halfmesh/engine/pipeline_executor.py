@@ -27,14 +27,7 @@ from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
 from ..utils.torch_private import BATCH_NORMS
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .microbatches import (
-    BatchLoss,
-    batch_dims,
-    join,
-    needs_whole,
-    refuse_mixed_rows,
-    refuse_other_loss,
-)
+from .microbatches import BatchLoss, batch_dims, join, needs_whole, refuse_mixed_rows, refuse_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 

@@ -166,7 +166,7 @@ class ScriptRun:
         if self.engine is not None:
             raise InputError(f"{self.script.path} makes a second engine; verify can follow one only")
         launch, case, kept = config if isinstance(config, Launch) else None, self.case, list[Kept]()
-        self.config = assembly._load(config) if launch is None else launch.config
+        self.config = load.load_config(config) if launch is None else launch.config
         settings = layout.structure(self.config)
         if not self._keeps:
             settings = case.config.model_copy(update=self.config.user)
