@@ -156,7 +156,8 @@ def _find_difference(mine: Sequence[Values], ranks: RankNames, device: torch.dev
     if not unlike:
         return None
     first = min(unlike, key=lambda key: min(found[key])[0])
-    groups = _group_by_digest([theirs.get(first) for theirs in everyone])
+    holders = ranks_by_value({rank: theirs[first] for rank, theirs in enumerate(everyone) if first in theirs})
+    groups = sorted(holders.values(), key=lambda some: (-len(some), some[0]))  # most ranks first, then the lowest
     _, value = held.get(first, (0, None))
     # A copy: pickle would include all of the memory that a view refers to.
     sent = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
@@ -166,13 +167,6 @@ def _find_difference(mine: Sequence[Values], ranks: RankNames, device: torch.dev
     said = [f"{equal}taken as the reference", *(differences[group[0]] for group in groups[1:])]
     lines = (f"{ranks.names(group)}: {how}" for group, how in zip(groups, said, strict=True))
     return first[0], "\n".join(f"  - {line}" for line in lines)
-
-
-def _group_by_digest(digests: Sequence[Any]) -> list[list[int]]:
-    """The ranks with each digest, most ranks first, then the lowest; ranks without one are left out."""
-    ranks = ranks_by_value(dict(enumerate(digests)))
-    ranks.pop(None, None)
-    return sorted(ranks.values(), key=lambda some: (-len(some), some[0]))
 
 
 def _describe(reference: Any, value: Any) -> str:
