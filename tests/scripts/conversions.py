@@ -11,7 +11,7 @@ import subprocess
 from tests.support.example_runs import ROOT
 
 PAGE = ROOT / "benchmarks/results/conversions.md"
-SCRIPTS = ("mnist", "nanogpt", "imagenet")
+SCRIPTS = ("mnist", "nanogpt", "imagenet", "clm", "dino", "mae", "timm", "modded")
 ROW = re.compile(r"^\| (\w+) \| (\d+) \| (\d+) \| \+(\d+) -(\d+) \|", re.MULTILINE)
 
 
