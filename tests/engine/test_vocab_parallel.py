@@ -13,6 +13,7 @@ from tests.composition.workloads import CONTEXT, WORDS, criterion, find_workload
 from tests.support.proofs import prove
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.tensor_parity import divide, parity, refusal
+from tests.support.versions import TORCH
 
 pytestmark = pytest.mark.distributed
 
@@ -38,9 +39,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp": (config(axes={"data": "fsdp"}), 4),
     "fp16": (config(fp16={"mode": "naive"}), 2),
     "context": (config(axes={"context": 2}), 4),
-    "halves of backward": (config(True, {"pipeline": {"size": 2, "microbatches": 4, **ZBV}}), 4),
     "pipeline": (config(axes={"pipeline": {"size": 2, "microbatches": 2}}), 4),
 }
+if TORCH >= (2, 13):  # before it is refused: torch counts some weights twice
+    LAYOUTS["halves of backward"] = config(True, {"pipeline": {"size": 2, "microbatches": 4, **ZBV}}), 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
