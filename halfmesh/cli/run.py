@@ -8,12 +8,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ..errors import HalfmeshError, bullet_list, counted
 from .check import AsJson, Overrides, load, say
@@ -115,8 +114,7 @@ def verify(
             raise typer.BadParameter(why)
     options: dict[str, Any] = {"updates": updates, "overrides": overrides or (), "shrink": shrink, "timeout": timeout}
     report: Any
-    # The output of configs and models is not part of the answer.
-    with _cleaned_up(), contextlib.redirect_stdout(sys.stderr), _progress(hidden=config is None) as options["progress"]:
+    with _cleaned_up(), contextlib.redirect_stdout(sys.stderr):  # what configs and models print is not the answer
         if config is None or world_size is None:
             from ..verify.machine import verify_machine
 
@@ -125,6 +123,7 @@ def verify(
             from ..verify import VerifyReport, phases
 
             options |= {"device": device or "cpu", "world_size": world_size, "accumulated": accumulated}
+            options["progress"] = lambda text: print(text, file=sys.stderr, flush=True)
             try:
                 if script is not None:
                     report = phases.verify_script(config, script, args or (), **options)
@@ -160,14 +159,3 @@ def _cleaned_up() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _progress(hidden: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows each step: on a terminal one after the other, else in lines."""
-    console = Console(stderr=True)
-    if hidden or not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    with console.status("") as status:
-        yield status.update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..utils.torch_private import BATCH_NORMS
 from . import layout
 from .compare import Comparison, Measures
 from .record import EngineRecorder, Key, Recorder, Sink, Store, loss_value, record_weights
-from .subject import Subject, Undropped, cast, make_subject, perturb
+from .subject import Subject, Undropped, cast, make_subject
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Given:
         """Look at the model, and write weights and batches for all runs. Returns the settled config, whether the
         batches of several ranks can be joined, and the names of BatchNorms. Raises InputError if the builder is wrong.
         """
-        subject = make_subject(self.build, self.optimizer, None, 0)
+        subject = make_subject(self, replace(case, dtype=None))
         if not any(param.requires_grad for param in subject.model.parameters()):
             raise InputError("the model has no parameters that require gradients, so there is nothing to train")
         torch.save((dict(named_tensors(subject.model)), subject.batches), case.start / "model")
@@ -141,25 +141,13 @@ class Given:
         Args:
             calls: of the model, for each update, if this is a reference.
         """
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        subject = self._subject(case, rank)
+        weights, batches = torch.load(case.start / "model", case.device, weights_only=False)
+        subject = make_subject(self, case, weights)
+        subject.batches = batches if case.dtype is None else cast(batches, case.dtype)
         if calls is None or case.dtype is None:
             _train(case, subject, sink, calls)
         else:
             _train_plain(case, subject, sink, calls)
-
-    @torch.no_grad()
-    def _subject(self, case: Case, rank: int) -> Subject:
-        """Built here. Ranks but the first keep the weights that they build: rank 0's count."""
-        subject = make_subject(self.build, self.optimizer, case.dtype, rank)
-        weights, subject.batches = torch.load(case.start / "model", case.device, weights_only=False)
-        if case.dtype is not None:
-            subject.batches = cast(subject.batches, case.dtype)
-        for name, tensor in named_tensors(subject.model) if rank == 0 else ():
-            tensor.copy_(weights[name])
-        if case.eps:
-            perturb(subject.model, case.eps)
-        return subject
 
 
 def find_batch_norms(model: nn.Module) -> list[str]:

@@ -29,13 +29,12 @@ from ..engine.engine import Engine
 from ..engine.launch import Launch
 from ..errors import InputError
 from ..report.folder import RunFolder
-from ..utils.log import rank_and_world_size
 from ..utils.optimizer_state import plain_settings
 from ..utils.tensors import map_tensors, tensors_of
 from . import layout
 from .record import EngineRecorder, Sink
 from .run import Case, find_batch_norms
-from .subject import Undropped, cast, join, perturb, prepare, split_rows
+from .subject import Undropped, cast, join, prepare, split_rows
 
 _EXCHANGES = (
     "in one process the model gets the batches of all data ranks, and verify exchanges only what engine.dataloader "
@@ -192,26 +191,17 @@ class ScriptRun:
             self._recorder.attach()
         return engine
 
-    @torch.no_grad()
     def _prepare(self, given: Any, kept: Sequence[Kept]) -> dict[str, torch.Tensor]:
         """Bring the model to the kept weights, and to the dtype. Returns the weights."""
         model = given.model = given.model if isinstance(given.model, nn.Module) else given.model()
         materialize(model, given.optimizer)
-        named, dtype = dict(named_tensors(model)), self.case.dtype
-        if any(value.is_meta for value in named.values()):
+        if any(value.is_meta for _, value in named_tensors(model)):
             raise InputError(f"{self.script.path}: its model is on the meta device, without values; give it some")
-        prepare(model)
-        if self.case.eps:
-            perturb(model, self.case.eps)
-        for name, value in kept[0].weights.items() if kept and rank_and_world_size()[0] == 0 else ():
-            named[name].copy_(value)
-        weights = {name: value.clone() for name, value in named.items()}
-        if dtype is not None:
-            for module in (one for one in (model, given.criterion) if isinstance(one, nn.Module)):
-                module.to(dtype)
-            for state in given.optimizer.state.values() if isinstance(given.optimizer, optim.Optimizer) else ():
-                state.update(cast(dict(state), dtype))
-        return weights
+        prepare(self.case, model, given.criterion, kept[0].weights if kept else None)
+        if self.case.dtype is not None and isinstance(given.optimizer, optim.Optimizer):
+            for state in given.optimizer.state.values():
+                state.update(cast(dict(state), self.case.dtype))
+        return {name: value.detach().clone() for name, value in named_tensors(model)}
 
     # -- what the engine asks for ------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,11 @@ from ..dry_run.model_spec import call_builder, find_function
 from ..engine.deferred import materialize, named_tensors
 from ..engine.recording import recording_of
 from ..errors import InputError
+from ..utils.log import rank_and_world_size
 from ..utils.tensors import count_rows, map_tensors, tensors_of
 
 if TYPE_CHECKING:
-    from .run import Case
+    from .run import Case, Given
 
 Batch = tuple[Any, tuple[Any, ...]]
 """Inputs, and the criterion's arguments after the output: the targets, or none."""
@@ -63,14 +64,10 @@ class Subject:
         return map_tensors(lambda t: t[order.to(t.device)] if t.dim() and len(t) == whole else t, self.batches[0])
 
 
-def make_subject(
-    build: str | Callable[[], Any],
-    optimizer: str | Callable[[Any], optim.Optimizer] | None,
-    dtype: torch.dtype | None,
-    seed: int,
-) -> Subject:
-    """Call the user's functions. Raises InputError if they return what cannot be trained."""
-    torch.manual_seed(seed)
+def make_subject(given: Given, case: Case, weights: Mapping[str, torch.Tensor] | None = None) -> Subject:
+    """Call the user's functions; `weights`: see `prepare`. Raises InputError if they return what cannot be trained."""
+    build, optimizer = given.build, given.optimizer
+    torch.manual_seed(rank_and_world_size()[0])  # ranks but the first keep the weights that they build: rank 0's count
     name = f"--model {build}" if isinstance(build, str) else getattr(build, "__qualname__", "build")
     built = call_builder(find_function(build) if isinstance(build, str) else build, name, "for real")
     model, criterion = built.model, built.criterion
@@ -83,13 +80,8 @@ def make_subject(
             f"{name}: its model or batch has no values; build the model under halfmesh.deferred_init(), not on the "
             "meta device, and the batch outside of it"
         )
-    prepare(model)
+    prepare(case, model, criterion, weights)
     batches = [(inputs, () if criterion is None else (targets,)) for inputs, targets in built.batches]
-    if dtype is not None:
-        model.to(dtype)
-        batches = cast(batches, dtype)
-        if isinstance(criterion, nn.Module):
-            criterion.to(dtype)
     if isinstance(optimizer, str):
         optimizer = find_function(optimizer, "--optimizer")
     sgd = optimizer or (lambda params: optim.SGD(params, lr=0.05, momentum=0.9))
@@ -129,8 +121,9 @@ def split_rows(tree: Any, pieces: int, piece: int) -> Any:
 
 
 @torch.no_grad()
-def prepare(model: nn.Module) -> None:
-    """Make it comparable: no dropout, no constant parameters, operators that have float64."""
+def prepare(case: Case, model: nn.Module, criterion: Any, weights: Mapping[str, torch.Tensor] | None) -> None:
+    """Make a model comparable: no dropout, no constant parameters, operators that have float64; on rank 0 `weights`, if
+    there are some; and what the case asks for."""
     if callable(choose := getattr(model, "set_experts_implementation", None)):
         choose("eager")  # grouped products have no float64 on a CPU
     for module in model.modules():
@@ -143,6 +136,12 @@ def prepare(model: nn.Module) -> None:
         if param.requires_grad and param.is_floating_point() and param.numel() > 1 and param.min() == param.max():
             noise = torch.randn(param.shape, generator=generator).to(param)
             param.add_(noise * NOISE * param.flatten()[0].abs().clamp_min(1))
+    for name, tensor in named_tensors(model) if weights and rank_and_world_size()[0] == 0 else ():
+        tensor.copy_(weights[name])
+    for module in (one for one in (model, criterion) if isinstance(one, nn.Module)):
+        module.to(dtype=case.dtype)
+    if case.eps:
+        perturb(model, case.eps)
 
 
 def perturb(model: nn.Module, eps: float) -> None:
