@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from ..dry_run.dry_run import DryRun
 
 
+MOST_RANKS = 2**14
+"""The most ranks of a search: a dry run makes the groups of all, and takes minutes with more."""
+
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE: change a key, such as parallel.tensor=2; repeatable.")
 ]
 Device = Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-WorldSize = Annotated[int, typer.Option(help="The number of ranks.")]
 Batch = Annotated[
     list[str] | None, typer.Option(help="An input of one data rank, such as 8,2048:int64; repeatable; with --model.")
 ]
@@ -37,7 +39,7 @@ Picture = Annotated[Path | None, typer.Option(help="Draw what each rank holds, a
 def check(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The config: a .py, .yaml, .yml or .json file.")],
-    world_size: WorldSize,
+    world_size: Annotated[int, typer.Option(help="The number of ranks.")],
     overrides: Overrides = None,
     device: Device = "cuda",
     model: Annotated[str | None, typer.Option(help="package.module:build: dry-run an update of this model.")] = None,
@@ -100,12 +102,12 @@ def check(
 def plan(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="package.module:build, which builds the model and its inputs.")],
-    world_size: WorldSize,
+    world_size: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks.")],
     gpu_memory: Annotated[str, typer.Option(help="Memory of one device, such as 80GB or 80GiB.")],
     config: Annotated[Path | None, typer.Argument(help="The config to begin with; left out, an empty one.")] = None,
     overrides: Overrides = None,
     batch: Batch = None,
-    gpus_per_node: Annotated[int, typer.Option(help="Devices of a node; tensor parallelism stays within one.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of a node, which tensor ranks do not leave.")] = 8,
     device: Device = "cuda",
     out: Annotated[Path | None, typer.Option(help="Write the chosen config to this .py file.")] = None,
     force: Force = False,

@@ -88,11 +88,7 @@ def describe() -> dict[str, list[str]]:
     import torch.distributed as dist
 
     from .. import __version__
-    from ..amp.plugin import AMP_PLUGINS
-    from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
-    from ..trainer.hook import HOOKS
 
-    registries = (AMP_PLUGINS, AXES, DATA_STRATEGIES, TENSOR_STYLES, TENSOR_PLANS, PARTITIONERS, SCHEDULES, HOOKS)
     packages = []
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -102,9 +98,9 @@ def describe() -> dict[str, list[str]]:
         "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)],
         "packages": packages,
         "plugins": [
-            f"{registry.kind} {point.name} = {point.value}"
-            for registry in registries
-            for point in importlib.metadata.entry_points(group=registry.entry_point_group)
+            f"{point.group} {point.name} = {point.value}"
+            for point in importlib.metadata.entry_points()
+            if point.group.startswith("halfmesh.")
         ],
         "variables": [f"{name} {value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)],
     }

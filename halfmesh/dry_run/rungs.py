@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 ROOM = 0.9
 """The fraction of a device's memory that a config may use: a dry run does not count the CUDA context, NCCL's buffers
 and the gaps of the allocator."""
-MOST_RANKS = 2**14
-"""The most ranks: a dry run makes the groups of all, and takes minutes with more."""
 RECOMPUTE = ("selective", "full")
 """Values of activation_checkpoint, by the amount of recomputation."""
 
@@ -43,7 +41,7 @@ class PlanRequest:
         device: cuda or cpu.
 
     Raises:
-        InputError: a number is out of range, or the config cannot run on so many ranks; the message has all reasons.
+        InputError: the config cannot run on so many ranks; the message has all reasons.
     """
 
     config: Config
@@ -55,9 +53,6 @@ class PlanRequest:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        for option, number in (("--world-size", self.world_size), ("--gpus-per-node", self.node)):
-            if not 1 <= number <= MOST_RANKS:
-                raise InputError(f"{option} {number}: it must be from 1 to {MOST_RANKS:,}")
         if findings := check(self.config, self.world_size, self.device):
             title = f"the config cannot run on {counted(self.world_size, 'rank')}, whatever the memory:"
             raise InputError(bullet_list(title, map(str, findings)))

@@ -99,11 +99,7 @@ def read_run(path: Path) -> Run:
     run.precision = _read_json(run, PRECISION) if (path / PRECISION).exists() else {}
     if (path / METRICS).exists():
         run.written = datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC)
-    try:
-        records, unreadable = read_records(path / METRICS)
-    except OSError as error:
-        run.notes.append(_unreadable(METRICS, error))
-        return run
+    records, unreadable = read_records(path / METRICS)
     if unreadable:
         run.notes.append(f"{METRICS}: {counted(unreadable, 'unreadable line')} left out")
     if not records:
@@ -133,12 +129,8 @@ def _read_json(run: Run, name: str) -> dict[str, Any]:
     try:
         return dict(json.loads((run.path / name).read_text()))
     except (OSError, ValueError, TypeError) as error:
-        run.notes.append(_unreadable(name, error))
+        run.notes.append(f"{name} is unreadable, and was skipped ({type(error).__name__})")
         return {}
-
-
-def _unreadable(name: str, error: Exception) -> str:
-    return f"{name} is unreadable, and was skipped ({type(error).__name__})"
 
 
 def _add_records(run: Run, records: list[dict[str, Any]]) -> None:

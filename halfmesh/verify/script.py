@@ -251,8 +251,6 @@ class ScriptRun:
 
     def _exchange(self, kind: str, own: Any, number: int) -> Any:
         """`own`, which is kept; or what was kept in its place."""
-        if self._updates == self.case.updates:
-            raise _Done  # the script caught the first
         if self._keeps:
             getattr(self._kept, kind).append((number, map_tensors(torch.clone, own)))
             return own

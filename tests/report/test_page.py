@@ -208,14 +208,6 @@ def test_a_killed_run(tmp_path):
     assert "loss" in charts_of(page)
 
 
-def test_records_that_cannot_be_read(tmp_path):
-    folder = write_run(tmp_path / "one")
-    (folder / "metrics.jsonl").unlink()
-    (folder / "metrics.jsonl").mkdir()
-    assert data_of(folder)["notes"] == ["metrics.jsonl is unreadable, and was skipped (IsADirectoryError)"]
-    assert "metrics.jsonl is unreadable" in section(page_of(folder), "notes")
-
-
 def test_skipped_updates_without_a_number(tmp_path):
     folder = write_run(tmp_path / "one", records=[{"step": 5, "skipped": [2, 3], "skipped_steps": 3}])
     assert data_of(folder)["notes"][0].startswith("1 of 3 skipped updates have no number: ")
