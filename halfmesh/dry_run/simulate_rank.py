@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +85,15 @@ def simulate_rank(
     Raises:
         InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called with these inputs.
     """
-    with _quiet(rank > 0), _world(rank, world_size), dry_run_mode(), Tracker() as tracker:
+    with ExitStack() as scope:
+        logger = logging.getLogger("halfmesh")
+        scope.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR if rank > 0 else logging.WARNING)  # warnings of one rank; a plan shows the rest
+        if world_size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=world_size)  # sends to nobody
+            scope.callback(dist.destroy_process_group)
+        scope.enter_context(dry_run_mode())
+        tracker = scope.enter_context(Tracker())
         given, pipeline = build_model(model, batch), config.parallel.pipeline
         if given.batches:
             given = given.with_rows(given.rows if rows is None else rows)
@@ -244,27 +251,3 @@ def _bytes(tree: Any) -> int:
     """Bytes of the storages in `tree`; inputs and targets may share one."""
     storages = {id(held := tensor.untyped_storage()): held for tensor in tensors_of(tree)}
     return sum(held.nbytes() for held in storages.values())
-
-
-@contextmanager
-def _world(rank: int, world_size: int) -> Iterator[None]:
-    if world_size == 1:
-        yield
-        return
-    dist.init_process_group("fake", rank=rank, world_size=world_size)  # sends to nobody
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _quiet(warnings_too: bool) -> Iterator[None]:
-    """Silence `initialize`: the plan shows the layout itself, and only one rank's warnings are shown."""
-    logger = logging.getLogger("halfmesh")
-    level = logger.level
-    logger.setLevel(logging.ERROR if warnings_too else logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

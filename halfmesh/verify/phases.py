@@ -155,17 +155,17 @@ class Work:
         options, notes, dims = self.options, list[str](), self.setup.dims
         case = Case(self.given, self.setup.config, dims.dp, options.updates, options.device, folder / "start")
         case.start.mkdir()
-        case, joins = self._survey(case, notes)
+        case = self._survey(case, notes)
         mixes = f"{case.batch_norms[0]} normalises each batch by itself" if case.batch_norms else ""
         why = mixes or ("as asked" if options.accumulated else "")
         calls = case.config.gradient_accumulation if self.given.is_script else 1
-        if why or not joins:
-            calls = case.chunks * case.microbatches if why else case.chunks
-            notes += [f"{why or 'the batches differ in shape'}: {ACCUMULATED}"] if calls > 1 else []
+        if why:
+            calls = case.chunks * case.microbatches
+            notes += [f"{why}: {ACCUMULATED}"] if calls > 1 else []
         try:
             phase = self.structure(folder, case, calls)
         except InputError as error:
-            if not self.given.is_script or calls >= case.chunks:
+            if calls >= case.chunks:
                 raise
             reason = str(getattr(error.__context__, "reason", error))
             notes.append(f"compared with one process that accumulates, since it cannot take the whole batch: {reason}")
@@ -176,9 +176,8 @@ class Work:
         if phase.equal and (case.dtype is not None or case.config.precision):
             yield self.format(folder, case, calls)
 
-    def _survey(self, case: Case, notes: list[str]) -> tuple[Case, bool]:
-        """The case with what the first run finds, and whether the batches of several ranks can be joined. A script runs
-        on all ranks."""
+    def _survey(self, case: Case, notes: list[str]) -> Case:
+        """The case with what the first run finds. A script runs on all ranks."""
         given, ranks = self.given, self.setup.dims.world_size if self.given.is_script else 1
         self.options.progress(f"{counted(ranks, 'rank')}: what is trained")
         try:
@@ -193,9 +192,8 @@ class Work:
                 raise RefusedError(error.refusal) from None
             where = f"{given.path}, rank {error.rank} of the layout"
             raise InputError(f"{where}: {own_frames(error.text)}") from None
-        names = tuple(dict.fromkeys(name for *_, batch_norms in known for name in batch_norms))
-        config, joins, _ = known[0]
-        return replace(case, config=config, batch_norms=names), joins
+        names = tuple(dict.fromkeys(name for _, batch_norms in known for name in batch_norms))
+        return replace(case, config=known[0][0], batch_norms=names)
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
         """In float64: beside one process, whose batch is whole; and beside one that accumulates. In float32, of a

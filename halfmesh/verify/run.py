@@ -114,10 +114,9 @@ class Given:
         """A module, or a function in one, for the server of processes."""
         return self.build if isinstance(self.build, str) else f"{self.build.__module__}:{self.build.__qualname__}"
 
-    def survey(self, case: Case) -> tuple[Config, bool, list[str]]:
-        """Look at the model, and write weights and batches for all runs. Returns the settled config, whether the
-        batches of several ranks can be joined, and the names of BatchNorms. Raises InputError if the builder is wrong.
-        """
+    def survey(self, case: Case) -> tuple[Config, list[str]]:
+        """Look at the model, and write weights and batches for all runs. Returns the settled config, and the names of
+        BatchNorms. Raises InputError if the builder is wrong."""
         subject = make_subject(self, replace(case, dtype=None))
         if not any(param.requires_grad for param in subject.model.parameters()):
             raise InputError("the model has no parameters that require gradients, so there is nothing to train")
@@ -128,12 +127,7 @@ class Given:
                 f"the batch has one row, so {case.chunks} batches of an update would be the same, and prove nothing; "
                 "give it several rows, from which they are drawn, or return a list of batches"
             )
-        try:
-            subject.batch(case, 0, 0, calls=1)
-            joins = True
-        except (RuntimeError, ValueError):
-            joins = False
-        return layout.settle(case.config, rows * case.data_ranks), joins, find_batch_norms(subject.model)
+        return layout.settle(case.config, rows * case.data_ranks), find_batch_norms(subject.model)
 
     def train(self, case: Case, sink: Sink, calls: int | None = None) -> None:
         """Train with an engine, or, for the reference in float64, in a plain loop.

@@ -58,13 +58,13 @@ class Script:
     is_script = True
     preload = "halfmesh.verify.script"
 
-    def survey(self, case: Case) -> tuple[Config, bool, list[str]]:
+    def survey(self, case: Case) -> tuple[Config, list[str]]:
         """The first run, which keeps what the others use. Returns the script's config, without constants, then as that
         of `Given`."""
         run = ScriptRun(case)
         run.run()
         (run.config.model_extra or {}).clear()  # which may be anything, and cannot be sent
-        return run.config, True, find_batch_norms(run.engine.model)
+        return run.config, find_batch_norms(run.engine.model)
 
     def train(self, case: Case, sink: Sink, calls: int | None = None) -> None:
         """See `Given`."""

@@ -107,7 +107,7 @@ def verify(folder: Path) -> Callable[..., dict[str, Any]]:
         ("frozen", "no parameters that require gradients, so there is nothing to train"),
         ("on_meta", "build the model under halfmesh.deferred_init()"),
         ("deferred_data", "and the batch outside of it"),
-        ("lacks_targets", "Expected input batch_size (16) to match target batch_size (5)"),
+        ("lacks_targets", "Expected input batch_size (8) to match target batch_size (5)"),
         ("rihgt", "bad_models.rihgt does not exist; did you mean 'right'?"),
     ],
 )

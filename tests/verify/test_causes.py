@@ -83,6 +83,11 @@ def normalised() -> Any:
     return with_data(nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)))
 
 
+def of_unequal_lengths() -> Any:
+    batches = [(torch.randn(4, length, 8), torch.randn(4, length, 4)) for length in (3, 5)]
+    return Model(), batches, nn.MSELoss()
+
+
 def tensor(**plan: str) -> dict[str, Any]:
     return {"parallel": {"tensor": {"size": 2, "plan": plan}}}
 
@@ -117,6 +122,12 @@ def test_batchnorm_in_a_pipeline_is_compared_by_microbatches():
     config = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
     report = halfmesh.verify(config, normalised, world_size=4, updates=1)
     assert report.equal, str(report)
+
+
+def test_batches_that_cannot_be_joined_are_accumulated_in_one_process():
+    report = halfmesh.verify({}, of_unequal_lengths, world_size=2, updates=1)
+    assert report.equal, str(report)
+    assert "accumulates, since it cannot take the whole batch: RuntimeError: Sizes of" in report.phases[0].notes[0]
 
 
 def test_a_deferred_model_gets_its_values():
