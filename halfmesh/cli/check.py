@@ -66,12 +66,10 @@ def check(
 
     if model is None and (batch or gpu_memory or picture):
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
-    with usage_errors():
-        if picture is not None:
-            refuse_target("--picture", picture, ".svg", force)
-        limit = None if gpu_memory is None else parse_bytes(gpu_memory)
     run: DryRun | None = None
-    with redirect_stdout(sys.stderr):  # the output of a config or a model is not part of the answer
+    with usage_errors():
+        refuse_target("--picture", picture, ".svg", force)
+        limit = None if gpu_memory is None else parse_bytes(gpu_memory)
         loaded, problems = load(config, overrides or ())
         setup = Setup.of(loaded, world_size) if loaded else None
         findings = check_setup(setup, device) if setup else []
@@ -129,9 +127,8 @@ def plan(
     from ..engine.summary import parse_bytes
 
     with usage_errors():
-        for option, path, suffix in (("--out", out, ".py"), ("--picture", picture, ".svg")):
-            if path is not None:
-                rungs.refuse_target(option, path, suffix, force)
+        rungs.refuse_target("--out", out, ".py", force)
+        rungs.refuse_target("--picture", picture, ".svg", force)
         loaded = load_config({} if config is None else config, overrides or ())
         limit, inputs = parse_bytes(gpu_memory), tuple(batch or ())
         asked = rungs.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)

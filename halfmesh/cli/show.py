@@ -99,8 +99,9 @@ def describe() -> dict[str, list[str]]:
         "packages": packages,
         "plugins": [
             f"{point.group} {point.name} = {point.value}"
-            for point in importlib.metadata.entry_points()
-            if point.group.startswith("halfmesh.")
+            for group in sorted(importlib.metadata.entry_points().groups)
+            for point in importlib.metadata.entry_points(group=group)
+            if group.startswith("halfmesh.")
         ],
         "variables": [f"{name} {value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)],
     }

@@ -209,12 +209,14 @@ def _get(config: Config, key: str) -> int:
     return getattr(getattr(config.parallel, axis), name) or 1
 
 
-def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> None:
-    """Check that a file can be written to `path`, before anything is computed for it.
+def refuse_target(option: str, path: Path | None, suffix: str, may_replace: bool) -> None:
+    """Check that a file can be written to `path`, if there is one, before anything is computed for it.
 
     Raises:
         InputError: another suffix, a directory that does not exist, or a file that does and may not be replaced.
     """
+    if path is None:
+        return
     if path.suffix.lower() != suffix:
         raise InputError(f"{option} {path}: give a name that ends in {suffix}")
     if not path.resolve().parent.is_dir():

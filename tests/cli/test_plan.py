@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_trained(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "model", "words"),
     [
-        (("--world-size", "0", "--gpu-memory", "1GB"), SMALL, "0 is not in the range 1<=x<=16384"),
+        (("--world-size", "0", "--gpu-memory", "1GB"), SMALL, "Invalid value for '--world-size'"),
         ((*ARGS, "1GB", "--set", "clip_grad_nrm=1"), SMALL, "clip_grad_nrm: unknown key; did you mean"),
         ((*ARGS, "1GB", "--set", "parallel.tensor=2"), SMALL, "= 2 does not divide the 1 ranks; choose sizes"),
         ((*ARGS, "1GB", "--out", "/none/config.py"), SMALL, "there is no directory /none"),
