@@ -21,7 +21,7 @@ from torch import nn, optim
 from ..utils.param_shard import ParamShard
 from ..utils.torch_private import foreach_copy_
 from .collectives import send_rows
-from .comm import gather_objects, is_simulated
+from .comm import gather_objects
 from .shard_spec import Box, Placement
 
 _ROUND_BYTES = 64 * 2**20
@@ -158,9 +158,6 @@ class WholeSteps:
             if boxes:
                 holders.setdefault(tuple((box.at, box.sizes) for box in boxes), []).append(rank)
         copies = list(zip(*holders.values(), strict=True))
-        held = sum(math.prod(sizes) for boxes in holders for _, sizes in boxes)
-        if self._group is not None and is_simulated(self._group) and held < matrix.numel:
-            copies = [tuple(range(self._ranks))] if copies else []  # each rank seems to hold what this one does
         if not copies:
             return
         matrix.is_sent = sum(map(len, holders)) > 1  # also one rank's, if it has it in several boxes

@@ -19,6 +19,8 @@ FLIPS = 16
 perturbed run shows, and few of a large tensor."""
 ROUNDINGS = 4
 """So many roundings of the weights themselves are allowed, however little an update moves them."""
+ORTHOGONALISED = 2.0**-7
+"""The way of a matrix may differ by so much that Muon steps: it rounds to bf16, and makes more of a last bit."""
 STAGES = {"begin": 0, "input": 1, "output": 1, "grad_output": 1, "gradient": 2, "norm": 3, "verdict": 4}
 STAGES |= {"update": 5, "buffer": 6, "loss": 7}
 """The order of comparison within an update; what modules compute is compared in time order."""
@@ -211,4 +213,7 @@ def estimates(store: Store, moved: Measures, updates: float, reduction: str) -> 
     for key in found if moved.figures.get((0, 0, "bends")) else ():
         if key in store.index and key.what not in ("input", "output"):
             found[key] = max(found[key], math.sqrt(FLIPS / max(1, store.index[key][1].numel())) / 10)
+    for key in found if moved.figures.get((0, 0, "rounds")) else ():
+        if key.what in ("update", "begin") and len(store.index[key][1]) == 2:
+            found[key] = max(found[key], ORTHOGONALISED / 10)
     return found

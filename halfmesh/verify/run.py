@@ -18,7 +18,7 @@ from ..engine.deferred import named_tensors
 from ..engine.initialize import initialize
 from ..errors import InputError
 from ..parallel.shard_spec import whole
-from ..utils.optimizer_state import join_optimizers
+from ..utils.optimizer_state import join_optimizers, parts_of
 from ..utils.tensors import count_rows
 from ..utils.torch_private import BATCH_NORMS
 from . import layout
@@ -223,6 +223,8 @@ def _train(case: Case, subject: Subject, sink: Sink, calls: int | None) -> None:
                 engine.step()
         recorder.detach()
     sink.figure(0, 0, "bends", list(mode.bends))
+    rounds = not case.lifts and any(type(part).__name__ == "Muon" for part in parts_of(engine.optimizer))
+    sink.figure(0, 0, "rounds", rounds)
     engine.close()
 
 

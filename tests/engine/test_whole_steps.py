@@ -12,6 +12,8 @@ import torch
 from torch import nn, optim
 
 import halfmesh
+from halfmesh.parallel import whole_steps
+from halfmesh.verify import verify
 from tests.engine.test_several_optimizers import (
     LAYOUTS as BASE,
 )
@@ -176,3 +178,146 @@ def test_layouts_train_as_one_process_and_resume(which, layout, mode, tmp_path):
     for found in run_ranks(on_ranks, ranks, which, parallel, mode, str(tmp_path)):
         assert found["norms"] == pytest.approx(expected["norms"], rel=max(tolerance, 1e-5))
         compare(found, expected, tolerance)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def resumed(rank: int, world_size: int, which: str, parallel: Any, saved: str, folder: str) -> dict[str, Any]:
+    """Loads what another layout saved, saves it, loads that, and trains on."""
+    for each in (saved, folder):
+        engine, average = begin(which, parallel)
+        train(engine, [7])
+        engine.load(each)
+        engine.save(folder)
+    train(engine, range(SAVED_AFTER, UPDATES))
+    return state_of(engine, average)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("which", "layout"),
+    [
+        ("lamb", "zero1 of 3"),
+        ("adafactor", "fsdp"),
+        ("adafactor", "tensor"),
+        ("muon", "zero1 x tensor"),
+        ("own", "zero1"),
+    ],
+)
+def test_state_is_resharded(which, layout, tmp_path):
+    """From one process to a layout, and from that to one process."""
+    expected, saved = in_one_process(which, "none")
+    ranks, parallel = LAYOUTS[layout]
+    for found in run_ranks(resumed, ranks, which, parallel, saved, str(tmp_path)):
+        compare(found, expected, tolerance_of(which, "none"))
+    compare(resumed(0, 1, which, {}, str(tmp_path), str(tmp_path / "again")), expected, tolerance_of(which, "none"))
+
+
+def with_state(rank: int, world_size: int, parallel: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """An optimizer that has stepped before it is given."""
+    model = make_gpt()
+    optimizers = muon_and_adamw(model.parameters())
+    for param in model.parameters():
+        param.grad = param.detach().sin()
+    for optimizer in optimizers:
+        optimizer.step()
+    config = {"parallel": parallel, "gradient_accumulation": 2, "clip_grad_norm": 0.5}
+    engine = halfmesh.initialize(model, optimizers, criterion, None, config, device=rank_device())
+    train(engine, range(1))
+    return engine.full_state_dict(rank0_only=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["zero1", "fsdp", "tensor"])
+def test_state_that_was_given_goes_to_the_owners(layout):
+    expected = {name.replace(".", "/"): value for name, value in with_state(0, 1, {}).items()}
+    for found in run_ranks(with_state, 2, LAYOUTS[layout][1]):
+        weights = {name.replace(".", "/"): value for name, value in found.items()}
+        assert gap(weights, nn.ParameterDict(expected)) <= ORTHOGONALISED_IN_BF16
+
+
+def held_bytes(rank: int, world_size: int, parallel: Any, count: int) -> tuple[list[int], int]:
+    """The elements of optimizer state on this rank, and those that it sends in an update besides the reductions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count)))
+    engine = halfmesh.initialize(
+        model, optim.Muon(model.parameters(), lr=0.1), nn.functional.mse_loss, None, {"parallel": parallel}
+    )
+    sent, send = [0], whole_steps.send_rows
+
+    def counted(flat: torch.Tensor, sizes: list[int], received: list[int], group: Any) -> torch.Tensor:
+        sent[0] += sum(sizes) - sizes[group.rank()]
+        return send(flat, sizes, received, group)
+
+    whole_steps.send_rows = counted
+    try:
+        engine.backward(engine.criterion(engine(torch.ones(2, 8)), torch.zeros(2, 8)))
+        engine.step()
+    finally:
+        whole_steps.send_rows = send
+    state = [value for values in engine.optimizer.state.values() for value in values.values()]
+    return sum(value.numel() for value in state if value.dim()), sent[0]
+
+
+@pytest.mark.distributed
+def test_owners_have_equal_shares_and_slices_are_sent_once():
+    """Of 8 matrices each of 4 ranks steps 2. zero1 sends nothing more than it does for other optimizers; fsdp sends the
+    slices of gradients and weights that are elsewhere, and back those of new weights."""
+    assert run_ranks(held_bytes, 4, {"data": "zero1"}, 8) == [(2 * 64, 0)] * 4
+    assert run_ranks(held_bytes, 4, {"data": "fsdp"}, 8) == [(2 * 64, (2 * 6 + 2 * 3) * 16)] * 4
+
+
+@pytest.mark.distributed
+def test_a_matrix_that_would_be_mostly_padding_is_cut_and_put_together():
+    """One matrix for 4 ranks: a chunk of it for each would send 4 times as much."""
+    found = run_ranks(held_bytes, 4, {"data": "zero1"}, 1)
+    assert sorted(found) == [(0, 2 * 16), (0, 2 * 16), (0, 2 * 16), (64, 3 * 16)]
+
+
+# -- what may happen in a loop -----------------------------------------------------------------------------------------
+
+
+def in_a_loop(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """A group is added between updates, a frozen parameter is trained from then on, and a hook of the user's fails."""
+    parallel = {} if world_size == 1 else {"tensor": TENSOR}
+    model = make_gpt()
+    matrices = [block.mlp.c_proj.weight for block in model.transformer.h]
+    others = [block.mlp.c_fc.weight for block in model.transformer.h]
+    others[0].requires_grad_(False)
+    optimizer = optim.Muon(matrices, lr=0.02)
+    config = {"parallel": parallel, "gradient_accumulation": 2, "clip_grad_norm": 0.5}
+    engine = halfmesh.initialize(model, optimizer, criterion, None, config, device=rank_device())
+    train(engine, range(1))
+    optimizer.add_param_group({"params": others})
+    train(engine, range(1, 2))
+    others[0].requires_grad_(True)
+    train(engine, range(2, 3))
+    hook = optimizer.register_step_post_hook(lambda *_: [][0])
+    with pytest.raises(IndexError):
+        train(engine, range(3, 4))
+    hook.remove()
+    train(engine, range(4, 5))
+    full = engine.full_state_dict(optimizer=True, rank0_only=False)
+    return full["model"], sorted(full["optimizer"]["state"])
+
+
+@pytest.mark.distributed
+def test_groups_are_followed_and_a_failed_step_keeps_the_state():
+    weights, names = in_a_loop(0, 1)
+    expected = nn.ParameterDict({name.replace(".", "/"): value for name, value in weights.items()})
+    for found, of_rank in run_ranks(in_a_loop, 2):
+        assert gap({name.replace(".", "/"): value for name, value in found.items()}, expected) <= 2e-3
+        assert of_rank == names
+
+
+def build() -> Any:
+    torch.manual_seed(3)
+    ids = torch.randint(WORDS, (8, CONTEXT + 1))
+    return make_gpt(), (ids[:, :-1], ids[:, 1:]), criterion
+
+
+@pytest.mark.distributed
+def test_verify_proves_it():
+    report = verify({"parallel": {"tensor": TENSOR}}, build, world_size=2, optimizer=muon_and_adamw)
+    assert report.equal, str(report)
