@@ -351,13 +351,13 @@ def _thread_name(directory: Path) -> str:
     return f"halfmesh save {directory.resolve()}:"
 
 
+@dataclass(eq=False, repr=False)
 class BackgroundWriter:
     """Writes one checkpoint at a time, from a copy in host memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._written: futures.Future[None] | None = None
-        self._copies: Boxes = {}
+    _device: torch.device
+    _written: futures.Future[None] | None = None
+    _copies: Boxes = field(default_factory=dict)
 
     @torch.no_grad()
     def copy(self, boxes: Boxes) -> Boxes:

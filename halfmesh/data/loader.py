@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .sharding import DataOrder, ShardedLoader
 _END = object()
 
 
+@dataclass(eq=False, repr=False)
 class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and detects the last batch of an epoch.
 
@@ -29,14 +31,12 @@ class EngineDataLoader:
 
     Other attributes are those of the user's loader: `dataset`, `batch_size`, `sampler`, `num_workers`.
 
-    Args:
-        seed: on several ranks, the random numbers of a dataset without workers depend on it, the data rank, epoch and
-            batch.
-        needs_end: `at_end` has to be exact, as gradient accumulation needs it.
-        before_fetch: called when the loop asks for a batch, before anything is drawn for it.
-
     Attributes:
         loader: this rank's shard of the user's loader.
+        _seed: on several ranks, the random numbers of a dataset without workers depend on it, the data rank, epoch and
+            batch.
+        _needs_end: `at_end` has to be exact, as gradient accumulation needs it.
+        _before_fetch: called when the loop asks for a batch, before anything is drawn for it.
         next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
         at_end: the last yielded batch is the last of its epoch. Without look-ahead by the loader's length; False if it
             has none.
@@ -45,29 +45,22 @@ class EngineDataLoader:
         waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
     """
 
-    def __init__(
-        self,
-        loader: ShardedLoader,
-        context: ParallelContext,
-        seed: int,
-        on_epoch_end: Callable[[], None] | None = None,
-        needs_end: bool = False,
-        before_fetch: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.loader = loader
-        self.next_epoch = 0
-        self.at_end = False
-        self.even: Callable[[Iterator[Any], ShardedLoader], Iterator[Any]] | None = None
-        self.waited_s = 0.0
-        self._before_fetch = before_fetch
-        self._context = context
-        self._seed = seed
-        self._on_epoch_end = on_epoch_end
-        self._needs_end = needs_end
-        self._to_device = ToDevice(context.device)
+    loader: ShardedLoader
+    _context: ParallelContext
+    _seed: int
+    _on_epoch_end: Callable[[], None] | None = None
+    _needs_end: bool = False
+    _before_fetch: Callable[[], None] = lambda: None
+    next_epoch: int = 0
+    at_end: bool = False
+    even: Callable[[Iterator[Any], ShardedLoader], Iterator[Any]] | None = None
+    waited_s: float = 0.0
+    _loaded: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._to_device = ToDevice(self._context.device)
         self._state = EpochState()
-        self._loaded: Mapping[str, Any] | None = None
-        loader.compare_lengths(context)
+        self.loader.compare_lengths(self._context)
 
     @property
     def epoch(self) -> int:

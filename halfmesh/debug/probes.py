@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -61,37 +61,30 @@ class Criterion:
     function: Callable[..., Any] | None
 
 
+@dataclass(eq=False, repr=False)
 class Probes(EngineHook):
     """Between `attach` and `detach`, calls the methods below for training forwards and their backwards.
 
     Recomputation by activation checkpointing does not count again. Compiled modules run uncompiled, as hooks need.
 
-    Args:
-        parallel: applied to `model`; None: nothing is.
-        stages: of a pipeline, on this rank.
-        criterion: watched, too.
-
     Attributes:
+        _parallel: applied to `_model`; None: nothing is.
+        _stages: of a pipeline, on this rank.
+        _criterion: watched, too.
         attached: the hooks are registered.
+        _place: stage and microbatch.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parallel: ParallelModel | None = None,
-        stages: Collection[nn.Module] = (),
-        criterion: Criterion | None = None,
-    ) -> None:
-        self._model = model
-        self._parallel = parallel
-        self._stages = stages
-        self._criterion = criterion
-        self._names: dict[nn.Module, str] = {}
-        self.attached = False
-        self._scope = ExitStack()
-        self._order = 0
-        self._place = 0, 0  # stage and microbatch
-        self._open: list[Visit] = []
+    _model: nn.Module
+    _parallel: ParallelModel | None = None
+    _stages: Collection[nn.Module] = ()
+    _criterion: Criterion | None = None
+    attached: bool = False
+    _names: dict[nn.Module, str] = field(default_factory=dict)
+    _scope: ExitStack = field(default_factory=ExitStack)
+    _order: int = 0
+    _place: tuple[int, int] = (0, 0)
+    _open: list[Visit] = field(default_factory=list)
 
     # -- to override -------------------------------------------------------------------------------------------
 

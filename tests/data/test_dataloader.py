@@ -41,7 +41,7 @@ def dataloader(loader, accumulation=1):
 def test_batches_of_any_structure_are_moved(item):
     context = ParallelContext(ParallelConfig().dims(1), torch.device("meta"))
     sharded = ShardedLoader(DataLoader([item] * 4, 2), context, training=True)
-    batch = next(iter(EngineDataLoader(sharded, context, seed=0)))
+    batch = next(iter(EngineDataLoader(sharded, context, 0)))
     tensors = tensors_of(batch)
     assert tensors
     assert all(t.is_meta for t in tensors)
