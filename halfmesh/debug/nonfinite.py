@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from ..amp.step_result import StepResult
 from ..distributed.env import list_ranks
@@ -17,10 +16,9 @@ from ..errors import NonFiniteError, bullet_list
 from ..utils.engine_hook import Progress
 from ..utils.param_shard import compute_dtype
 from ..utils.tensors import dtype_name, tensors_of
-from .probes import CRITERION, Criterion, Probes, TensorStats, Visit, is_finite, largest_number, measure
+from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
 
 if TYPE_CHECKING:
-    from ..checkpoint.state import ShardedState
     from ..config import Config
     from ..engine.accumulation import Accumulation
     from ..parallel.mesh import ParallelContext
@@ -151,34 +149,25 @@ def _advise(fault: Fault | None, was_watched: bool, wider: str) -> str:
     return _RANGE % wider
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class NonFiniteProbes(Probes):
     """Watches the modules in the updates before `max_consecutive_skips` stops the run, or with `debug="nonfinite"` in
     all; a NonFiniteError then reports the source of inf or nan. Watching waits for the device at each module."""
 
-    def __init__(
-        self,
-        state: ShardedState,
-        stages: Collection[nn.Module],
-        criterion: Criterion,
-        accumulation: Accumulation,
-        context: ParallelContext,
-        config: Config,
-        progress: Progress,
-    ) -> None:
-        super().__init__(state.model, state.parallel_model, stages, criterion)
-        self._update = state.update
-        self._accumulation = accumulation
-        self._context = context
-        self._config = config
-        self._progress = progress
-        self._first: Fault | None = None
-        if config.debug == "nonfinite":
+    accumulation: Accumulation
+    context: ParallelContext
+    config: Config
+    progress: Progress
+    _first: Fault | None = None
+
+    def __post_init__(self) -> None:
+        if self.config.debug == "nonfinite":
             self.attach()
 
     # -- events of the loop ------------------------------------------------------------------------------------
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.attached and self._model.training and not self._accumulation.update.has_gradients:
+        if self.attached and self._model.training and not self.accumulation.update.has_gradients:
             for index, (name, param) in enumerate(self._model.named_parameters()):
                 self._look("weight", param.to(compute_dtype(param)), index, name)
 
@@ -187,21 +176,21 @@ class NonFiniteProbes(Probes):
             self._look("loss", tensor, sys.maxsize)
 
     def after_step(self, result: StepResult) -> None:
-        nears_limit = self._update.skip_counter.nears_limit
+        nears_limit = self.accumulation.update.skip_counter.nears_limit
         if self.attached:
             self._first = None
-            if not nears_limit and self._config.debug != "nonfinite":
+            if not nears_limit and self.config.debug != "nonfinite":
                 self.detach()
         elif nears_limit:
             self.attach()
 
     def on_error(self, error: NonFiniteError) -> None:
-        context, progress = self._context, self._progress
-        if self._config.name is not None:
-            error.add_note(f"in the engine named {self._config.name!r}")
-        results, losses = list(progress.results), self._update.loss_scales
+        context, progress = self.context, self.progress
+        if self.config.name is not None:
+            error.add_note(f"in the engine named {self.config.name!r}")
+        results, losses = list(progress.results), self.accumulation.update.loss_scales
         scales = [*(result.loss_scale for result in results), losses.current()[0]] if losses.scalers else []
-        counter, fault = self._update.skip_counter, _first_of_all(context.everyone(self._first))
+        counter, fault = self.accumulation.update.skip_counter, _first_of_all(context.everyone(self._first))
         taken = counter.taken_in_a_row
         error.diagnosis = Diagnosis(
             scales=tuple((scale, len(list(same))) for scale, same in groupby(scales)),
@@ -240,7 +229,7 @@ class NonFiniteProbes(Probes):
         """
         microbatch, stage = (0, 0) if visit is None else (visit.microbatch, visit.stage)
         stage = -stage if kind == "gradient" else stage
-        key = self._accumulation.index, _PHASES.get(kind, 1), microbatch, stage, order
+        key = self.accumulation.index, _PHASES.get(kind, 1), microbatch, stage, order
         if (self._first is not None and self._first.key <= key) or is_finite(tensor):
             return
         inputs, caller = None, ""

@@ -241,7 +241,8 @@ def _make_engine(
         hooks.add(SyncCheck(state, context, progress, train_loader))
     if not any(map(has_no_memory, model.parameters())):  # as in a dry run
         hooks.add(ForwardWrites(state, context))
-    hooks.add(NonFiniteProbes(state, executor.stages, criterion, accumulation, context, config, progress))
+    probed = state.model, state.parallel_model, executor.stages, criterion
+    hooks.add(NonFiniteProbes(*probed, accumulation=accumulation, context=context, config=config, progress=progress))
     if config.gradient_accumulation > 1:
         hooks.add(CountedBatches(model, train_loader, accumulation.length, hooks))
     if context.dp_size > 1:
