@@ -83,7 +83,7 @@ _MATRIX = {
     *(f"timm.{name}" for name in ("Muon", "Adafactor", "AdafactorBigVision", "Lars", "AdamP", "SGDP")),
 }
 """Optimizers that are not tried: some look at all of a parameter only with some weights and settings."""
-_STEPS = 2
+_STEPS = 3
 _SIDE = 256  # of the matrix; some optimizers look at rows and columns of large ones only
 
 

@@ -94,27 +94,32 @@ class WholeSteps:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """The scope of a step: the optimizers hold whole parameters with their gradients, each on its owner; on other
-        ranks their shards, without. All ranks together, also after an error in it."""
+        """The scope of a step: the optimizers hold whole parameters with their gradients, each on its owner; other
+        ranks do not hold these, if something of the group is left then: else their shards, without a gradient. All
+        ranks together, also after an error in it."""
         self._plan()
         given = [self._matrices[target] for target in self._held() if target.grad is not None]
         rounds = list(self._rounds([matrix for matrix in given if matrix.is_sent]))
         swaps = [(group, group["params"]) for part in self._parts for group in part.param_groups]
+        views = {}
         for matrix in given:
             if matrix.owner == self._rank and not matrix.is_sent:
                 (box,), target = matrix.placement.regions, self._target(matrix.shard)
                 assert target.grad is not None
-                matrix.give(box.view(target.detach()), box.view(target.grad))
+                views[matrix] = box.view(target.detach())
+                matrix.give(views[matrix], box.view(target.grad))
         for some in rounds:
             self._gather(some)
-        wholes = {}
+        wholes, others = {}, set()
         for matrix in given:
             target = self._target(matrix.shard)
             target.grad = None
             if matrix.param is not None:
                 wholes[target] = matrix.param
-        for group, params in swaps:
-            group["params"] = [wholes.get(target, target) for target in params]
+            else:
+                others.add(target)
+        for group, params in swaps:  # (an optimizer may look at the first one of a group, or expect a gradient of each)
+            group["params"] = [wholes.get(target, target) for target in params if target not in others] or params
         self._move_state(wholes)
         try:
             yield
@@ -124,6 +129,9 @@ class WholeSteps:
             self._move_state({param: target for target, param in wholes.items()})
             for some in rounds:
                 self._scatter(some)
+            for matrix, view in views.items():
+                if matrix.param is not None and matrix.param.untyped_storage() is not view.untyped_storage():
+                    view.copy_(matrix.param.detach())  # the optimizer sets `param.data`
             for matrix in given:
                 matrix.param = None
 

@@ -58,6 +58,15 @@ class Whitened(optim.SGD):
                 param.data.sub_((root @ grad).view_as(param), alpha=group["lr"])
 
 
+class Brief(optim.SGD):
+    """As people write it for a model of their own: it sets `data`, and expects a gradient of each parameter."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data - group["lr"] * param.grad / (param.grad.norm() + 0.01)
+
+
 def of_timm(name: str, params: Any, **settings: Any) -> list[optim.Optimizer]:
     return [getattr(pytest.importorskip("timm.optim"), name)(list(params), **settings)]
 
@@ -69,6 +78,7 @@ OPTIMIZERS: dict[str, Any] = {
     "lars": partial(of_timm, "Lars", lr=0.05, momentum=0.9, weight_decay=0.01),
     "timm_muon": partial(of_timm, "Muon", lr=0.01),
     "own": lambda params: [Whitened(list(params), lr=0.01)],
+    "brief": lambda params: [Brief(list(params), lr=0.01)],
 }
 UPDATES = 3
 SAVED_AFTER = 2

@@ -119,7 +119,7 @@ def test_what_cannot_be_tried():
 
 
 TIMM = {
-    **dict.fromkeys(("adafactorbv", "adafactor", "lars", "muon", "adamp", "sgdp", "novograd"), "matrix"),
+    **dict.fromkeys(("adafactorbv", "adafactor", "lars", "muon", "adamp", "sgdp", "novograd", "cadopt"), "matrix"),
     **dict.fromkeys(("lion", "nadamw"), "element"),
 }
 
