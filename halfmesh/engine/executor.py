@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-T = TypeVar("T")
 _FEW = (
     "the evaluation loader has no batch for some of the %d data ranks, and each forward needs all of them (fsdp, "
     "expert); evaluate more samples, smaller batches, without drop_last, or on fewer ranks"
@@ -187,7 +186,7 @@ def even_out(loader: EngineDataLoader, engine: Engine) -> EngineDataLoader:
     return loader
 
 
-def _evened(engine_of: weakref.ref[Engine], batches: Iterator[T], loader: ShardedLoader) -> Iterator[T]:
+def _evened(engine_of: weakref.ref[Engine], batches: Iterator[Any], loader: ShardedLoader) -> Iterator[Any]:
     """`batches`; at their end a rank that has fewer repeats the calls of its last one, so that nobody sees what they
     return. (After a `break` it makes none.)
 

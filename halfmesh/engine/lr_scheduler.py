@@ -20,8 +20,6 @@ from ..amp.step_result import StepResult
 from ..errors import InputError, counted
 from ..utils.tensors import parameter_names
 
-LRInterval = Literal["step", "epoch", "manual"]
-
 
 def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: Callable[[], int]) -> Any:
     """`given`, a scheduler or a list of them, with those made that were given as callables `optimizer -> scheduler`: of
@@ -71,7 +69,7 @@ class LRAdvance:
         scheduler: anything with `step()`, or a list of such; or None.
     """
 
-    def __init__(self, scheduler: Any, interval: LRInterval, may_skip: bool) -> None:
+    def __init__(self, scheduler: Any, interval: Literal["step", "epoch", "manual"], may_skip: bool) -> None:
         self.scheduler = scheduler
         self._all = scheduler if isinstance(scheduler, list) else [scheduler]
         self._interval = interval
