@@ -165,15 +165,15 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ),
         (
             {"model": last_layer_in_half(), "config": FP16_TORCH},
-            r"2 parameter.* float16 .* mode='torch' they have to be float32 or float64: .* fp16 = dict\(mode='naive'\)",
+            r"2 parameter.* float16 .* they have to be float32 or float64: .* fp16 = dict\(mode='naive'\)",
         ),
         (
             {"model": MLP().bfloat16()},
-            r"without a precision mode they have to be float32 or float64: .* set bf16 = dict\(mode='naive'\)",
+            r"they have to be float32 or float64: .* set bf16 = dict\(mode='naive'\)",
         ),
         (
             {"model": MLP().bfloat16(), "config": FP16_NAIVE},
-            "with mode='naive' they have to be float16 or float32: .*build the model in float16 or float32$",
+            "they have to be float16 or float32: .*build the model in float16 or float32, or set bf16 = dict",
         ),
         ({"optimizer": 0.1}, "optimizer: a torch.optim.Optimizer .* is needed, but a float was given"),
         (

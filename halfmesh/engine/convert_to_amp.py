@@ -83,7 +83,7 @@ def convert_to_amp(
         )
     params = model.parameters() if isinstance(model, nn.Module) else iter(())
     device = next((param.device for param in params), torch.device("cpu"))
-    if problems := list(inputs.find_problems(model, joined, criterion, recipe, config.precision.mode, device)):
+    if problems := list(inputs.find_problems(model, joined, criterion, recipe, device)):
         raise InputError(problem_list(problems, "what was passed to convert_to_amp"))
     compat.raise_for(compat.check_setup(setup, device.type))
     precision = AMP_PLUGINS.get(config.precision.mode).precision(config.precision.options, recipe, device)

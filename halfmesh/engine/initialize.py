@@ -302,9 +302,8 @@ def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans
     device_problem = inputs.find_device_problem(device, recipe) or _precision(config, recipe, device).find_problem()
     if device_problem:
         raise IncompatibleConfigError([device_problem])
-    mode = config.precision.mode if config.precision else None
     problems = [
-        *inputs.find_problems(given.model, given.optimizer, given.criterion, recipe, mode, device),
+        *inputs.find_problems(given.model, given.optimizer, given.criterion, recipe, device),
         *inputs.find_other_problems(
             given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
         ),

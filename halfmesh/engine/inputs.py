@@ -40,11 +40,9 @@ _REDUCES = re.compile(r"\breduce_scatter\w*\(|\ball_reduce\w*\([^,()]*grad(?!\w*
 _NEEDS_CLOSURE = re.compile(r"\bassert closure\b|\bif (?:closure is None|not closure):\s*raise\b")
 
 
-def find_problems(
-    model: Any, optimizer: Any, criterion: Any, recipe: Recipe, mode: str | None, device: torch.device
-) -> Iterator[str]:
+def find_problems(model: Any, optimizer: Any, criterion: Any, recipe: Recipe, device: torch.device) -> Iterator[str]:
     """Problems of model, optimizer and criterion under this recipe on `device`."""
-    yield from find_model_problems(model, recipe, mode, device)
+    yield from find_model_problems(model, recipe, device)
     if isinstance(model, nn.Module):
         yield from find_optimizer_problems(optimizer, model, recipe)
         yield from find_kept_problems(model, recipe)
@@ -54,7 +52,7 @@ def find_problems(
         yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
 
 
-def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: torch.device) -> Iterator[str]:
+def find_model_problems(model: Any, recipe: Recipe, device: torch.device) -> Iterator[str]:
     """Problems of the model under this recipe on `device`."""
     if not isinstance(model, nn.Module):
         yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
@@ -104,7 +102,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: to
         problem = find_overflow(name, tensor.detach(), recipe.param_dtype)
         if problem is not None:
             yield f"model: {problem}"
-    yield from _find_dtype_problems(params, recipe, mode)
+    yield from _find_dtype_problems(params, recipe)
 
 
 def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Iterator[str]:
@@ -266,7 +264,7 @@ def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
     )
 
 
-def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: str | None) -> Iterator[str]:
+def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe) -> Iterator[str]:
     allowed = {torch.float32, recipe.param_dtype or torch.float64}
     if recipe.keep_batchnorm_fp32:  # fp32 that was rounded before is not fp32
         allowed = {torch.float32}
@@ -274,11 +272,10 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: 
     if not odd:
         return
     dtype = params[odd[0]].dtype
-    what = "without a precision mode" if mode is None else f"with mode={mode!r}"
-    naive = "" if mode == "naive" else f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
+    naive = f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')" if dtype in HALF else ""
     names = " or ".join(sorted(map(dtype_name, allowed)))
     yield (
-        f"model: {counted(len(odd), 'parameter')} in {dtype_name(dtype)} ({shorten(odd)}), but {what} they have to be "
+        f"model: {counted(len(odd), 'parameter')} in {dtype_name(dtype)} ({shorten(odd)}), but they have to be "
         f"{names}: without fp32 masters small updates are lost; build the model in {names}{naive}"
     )
 
