@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from itertools import chain
@@ -120,17 +121,9 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
     for part in parts:
         yield from _find_part_problems(part, model, recipe)
     names = {param: name for name, param in model.named_parameters()}
-    holders: dict[torch.Tensor, list[int]] = {}
-    for number, part in enumerate(parts):
-        for param in {param: None for group in part.param_groups for param in group["params"]}:
-            holders.setdefault(param, []).append(number)
-    if shared := [names.get(param, "a parameter") for param, numbers in holders.items() if len(numbers) > 1]:
-        numbers = next(numbers for numbers in holders.values() if len(numbers) > 1)
-        kinds = " and ".join(f"[{number}] ({type(parts[number]).__name__})" for number in numbers)
-        yield (
-            f"optimizer: {shorten(shared)} {'are' if len(shared) > 1 else 'is'} in several optimizers, {kinds}, each "
-            "of which would step it; give each parameter to one"
-        )
+    held = Counter(p for part in parts for p in {p: None for group in part.param_groups for p in group["params"]})
+    if shared := [names.get(param, "a parameter") for param, count in held.items() if count > 1]:
+        yield f"optimizer: several optimizers would step {shorten(shared)}; give each parameter to one"
 
 
 def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Recipe) -> Iterator[str]:

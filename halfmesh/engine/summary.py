@@ -41,11 +41,6 @@ class StateBytes:
     gradients: int
     """At their peak, with the masters' temporary fp32 gradients."""
 
-    @property
-    def known(self) -> int:
-        """The sum of the known parts."""
-        return self.parameters + self.masters + self.gradients + (self.optimizer or 0)
-
 
 def state_bytes(
     model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None
@@ -139,8 +134,9 @@ def make_plan(
     total = size and size * context.dp_size * cycle
     if total:
         batch += f" = {total} samples per update{' (global_batch_size)' if config.global_batch_size else ''}"
+    known = sum(size or 0 for size in asdict(held).values())
     memory = (
-        f"{readable(held.known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
+        f"{readable(known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
         f"{readable(held.masters)}, gradients {readable(held.gradients)}, optimizer state "
         f"{'?' if held.optimizer is None else readable(held.optimizer)}"
     )
@@ -216,17 +212,15 @@ def _layout(
 
 
 def _compile(config: Config, model: nn.Module, parallel_model: ParallelModel) -> str | None:
-    """The compiled modules of this rank and the options, in words."""
-    options, compiled = config.compile, parallel_model.compiled
+    """The compiled modules of this rank, in words."""
+    compiled = parallel_model.compiled
     if not parallel_model.plans.compiled:
         return None
     what = "the whole model"
     if compiled != [model]:
         kinds = Counter(type(module).__name__ for module in compiled)
         what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nothing on this rank"
-    settings = [f"{key}={value!r}" for key in ("mode", "dynamic") if (value := getattr(options, key)) is not None]
-    settings += ["fullgraph=True"] if options.fullgraph else []
-    return ", ".join([f"{what} with {options.backend}, when first called", *settings])
+    return f"{what} with {config.compile.backend}, when first called"
 
 
 def _activations(config: Config, parallel_model: ParallelModel) -> str | None:
