@@ -252,8 +252,6 @@ def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
         when = {"step": "after each update", "epoch": "after each epoch", "manual": "advanced by the loop"}
         schedulers = lr.scheduler if isinstance(lr.scheduler, list) else [lr.scheduler]
         words.append(f"{' and '.join(type(s).__name__ for s in schedulers)} {when[config.lr_interval]}")
-    if masters.masters and stepper.can_step_in_buckets:
-        words.append("masters' gradients in buckets")
     trainable = sum(param.requires_grad for param in state.model.parameters())
     left = trainable - sum(shard.param.requires_grad for shard in masters.trained)
     if left:
