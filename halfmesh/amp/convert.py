@@ -66,6 +66,8 @@ def convert(
         if name in not_trained:  # taken out one by one, to free GPU memory while the originals go to the host
             update.master_weights.originals.add(tensor, not_trained.pop(name))
     hooks = list(_add_state_hooks(model, update.master_weights, changed))
+    if recipe.split_masters:  # which round ties otherwise than the cast, of what this rank steps
+        update.send_masters()
     update.on_close = lambda: _take_back(model, update, dtypes, hooks)
     return update
 
@@ -155,7 +157,7 @@ def _save_full(full: _FullPrecision, module: nn.Module, state: dict[str, Any], p
 
 @torch.no_grad()
 def _load_full(
-    full: _FullPrecision, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any
+    full: _FullPrecision, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
 ) -> None:
     """Copy what is loaded into `module` into its masters and originals too, in full precision.
 
@@ -176,7 +178,5 @@ def _load_full(
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             continue
         originals.keep(param, value)
-        # A value in the parameter's dtype is no more exact than the parameter: the next step adopts the parameter.
-        if shard is not None and shard.param in masters and value.dtype != param.dtype:
-            master = masters[shard.param].data  # `.data`: not a user's write, the model gets it, too
-            master.copy_(shard.part_of(torch.empty_like(param, dtype=master.dtype).copy_(value)))
+        if shard is not None and shard.param in masters:
+            state[prefix + name] = full.master_weights.set_master(shard, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn, optim
@@ -42,12 +43,15 @@ class MasterWeights:
         grad_params: every parameter that may hold a gradient.
         with_master: those of `trained` that have a master.
         originals: the full precision of tensors that are cast and not trained.
+        layouts: by master, a tensor with the strides that it has in an update, if others do not count.
         stamps: of the tensors that users may write and that have to be equal (masters and the model's parameters that
             they stand for, shards that are stepped in place of a parameter), when they were last published.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
     """
+
+    _stamps = staticmethod(write_stamps)
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class MasterWeights:
         self.enabled = enabled
         self.masters = dict(masters)
         self.originals = Originals()
+        self.layouts: dict[torch.Tensor, torch.Tensor] = {}
         self.stamps: dict[torch.Tensor, WriteStamp] = {}
         self._has_warned = False
         self.sync()
@@ -84,12 +89,34 @@ class MasterWeights:
         ]
         self._model_params: list[torch.Tensor] = [s.model_param for s in self.with_master]
         watched += self._model_params
-        now = dict(zip(watched, write_stamps(watched), strict=True))
+        now = dict(zip(watched, self._stamps(watched), strict=True))
         self.stamps = {tensor: self.stamps.get(tensor, stamp) for tensor, stamp in now.items()}
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """The tensor that the optimizer steps for `shard`: its master, if it has one."""
         return self.masters.get(shard.param, shard.param)
+
+    def joined(self, shards: Iterable[ParamShard] | None = None, writes: bool = True) -> AbstractContextManager[None]:
+        """A scope in which the masters of `shards` (None: all) have memory, which split ones have only there. With
+        `writes` the model has their values in the end. Inside of it `publish` ends it."""
+        return nullcontext()
+
+    def value(self, shard: ParamShard) -> torch.Tensor:
+        """What the optimizer steps for `shard`, to read."""
+        with self.joined([shard], writes=False):
+            return self.target(shard).detach()
+
+    def held(self, target: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that keep the value of `target`, which the optimizer steps, between updates."""
+        return [target.detach()]
+
+    def refuse_split(self, call: str) -> None:
+        """Raise InputError if there are no masters between updates, which `call` would give."""
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors that keep the masters, besides the model."""
+        return list(self.masters.values())
 
     @torch.no_grad()
     def publish(self, shards: Iterable[ParamShard]) -> None:
@@ -102,13 +129,13 @@ class MasterWeights:
         an optimizer that steps without gradients: `changed` finds those.)"""
         tensors = [self.masters.get(shard.param, shard.param) for shard in shards] + self._model_params
         tensors = [tensor for tensor in tensors if tensor in self.stamps]
-        self.stamps.update(zip(tensors, write_stamps(tensors), strict=True))
+        self.stamps.update(zip(tensors, self._stamps(tensors), strict=True))
 
     def changed(self) -> set[torch.Tensor]:
         """The tensors that user code wrote since `mark_published`: masters, other tensors that are stepped in place of
         the model's, and parameters that have masters. Writes through `.data` are not seen: torch does not count them.
         """
-        now = write_stamps(list(self.stamps))
+        now = self._stamps(list(self.stamps))
         return {tensor for (tensor, old), new in zip(self.stamps.items(), now, strict=True) if old != new}
 
     def adopt(self, changed: Container[torch.Tensor]) -> list[str]:
@@ -162,10 +189,20 @@ class MasterWeights:
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy `values`, by the parameter's name, into the masters and the model. See `refuse_unfit`."""
         if values:
-            for shard in self.with_master:
-                self.masters[shard.param].copy_(values[shard.name])
-            self.publish(self.with_master)
+            with self.joined():
+                for shard in self.with_master:
+                    self.masters[shard.param].copy_(values[shard.name])
+                self.publish(self.with_master)
             self.mark_published(self.with_master)
+
+    def set_master(self, shard: ParamShard, value: torch.Tensor) -> torch.Tensor:
+        """Set the master of `shard` to `value`, which the model loads, too, for all of `shard.model_param`. Returns
+        what the model has to load: `value`, or it rounded as the masters are."""
+        # A value in the parameter's dtype is no more exact than the parameter: the next step adopts the parameter.
+        if value.dtype != shard.param.dtype:
+            master = self.masters[shard.param].data  # `.data`: not a user's write, the model gets it, too
+            master.copy_(shard.part_of(torch.empty_like(shard.model_param, dtype=master.dtype).copy_(value)))
+        return value
 
     def refuse_unfit(self, values: Mapping[str, torch.Tensor]) -> None:
         """Raise InputError unless `values` are of these masters, or none: of a mode that has no masters."""

@@ -17,6 +17,8 @@ class NaiveOptions(Options):
 
     loss_scale: Literal["dynamic"] | Scale = "dynamic"
     """A number is a static scale, which never moves. Updates with inf or nan are skipped, as Colossal-AI does."""
+    masters: Literal["float32", "split"] = "float32"
+    """split (bf16 only): keep only the 16 bits that the bf16 weights do not have; the masters are the same."""
     log_num_zeros_in_grad: bool = False
     """Return the number of zeros in the gradient with each step, as `StepResult.num_zeros`."""
     initial_scale: Scale = 2.0**16
@@ -66,6 +68,7 @@ class NaiveAMP(AMPPlugin):
             compute_dtype=dtype,
             param_dtype=dtype,
             master_weights=True,
+            split_masters=options.masters == "split",
             loss_scale=_loss_scale(options) if dtype == torch.float16 else None,
             output_dtype=torch.float32,
             count_zeros=options.log_num_zeros_in_grad,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Real
 from typing import Any
 
@@ -17,6 +18,7 @@ from .grad_norm import GradStats, clip_divisor, grad_stats
 from .loss_scaler import LossScales, widen_grads
 from .master_weights import MasterWeights, held_ids
 from .recipe import HALF, Recipe, UpdateOptions
+from .split_masters import SplitMasters
 from .step_result import SkipCounter, StepResult
 from .stepper import Grads, Stepper
 
@@ -64,7 +66,8 @@ class MixedPrecisionOptimizer:
         self.recipe = recipe
         self.options = options
         self.device = shards[0].param.device if device is None else device
-        self.master_weights = MasterWeights(optimizer, shards, recipe.master_weights, masters)
+        kind = SplitMasters if recipe.split_masters else MasterWeights
+        self.master_weights = kind(optimizer, shards, recipe.master_weights, masters)
         self.stepper = Stepper(self.master_weights, self.device, allow_fused=options.fused == "auto")
         self.loss_scales = LossScales(recipe, self.device, options.name)
         self.skips_nonfinite = options.skips_nonfinite(recipe)
@@ -246,11 +249,13 @@ class MixedPrecisionOptimizer:
         if self.publisher is not None:
             self.publisher.begin()
         pending, bucketed = list(buckets), len(buckets) > 1
+        joined = self.master_weights.joined if self.recipe.split_masters else nullcontext
         if bucketed:
             clear_grads([shard.param for shard in grads])  # each step would take all that are attached
         try:
             while pending:
-                self.stepper.step(pending[0], grads, divisor, found_inf, bucketed)
+                with joined(pending[0] if bucketed else None):
+                    self.stepper.step(pending[0], grads, divisor, found_inf, bucketed)
                 self._publish(pending.pop(0))
         finally:  # also on an error: the other ranks wait for these masters
             for bucket in pending:
@@ -293,10 +298,15 @@ class MixedPrecisionOptimizer:
                     "written since the last update, to different values; write into one of the two only, or load "
                     "weights after it (engine.load_weights)"
                 )
-            self._publish(masters.trained)
-            if publisher is not None:
-                publisher.finish()
+            self.send_masters()
         masters.mark_published(masters.trained)
+
+    @torch.no_grad()
+    def send_masters(self) -> None:
+        """Round all masters into the model, on all ranks that use them. All ranks together."""
+        self._publish(self.master_weights.trained)
+        if self.publisher is not None:
+            self.publisher.finish()
 
     def follow_groups(self) -> None:
         """Follow the optimizer's groups, if they have changed: parameters added or removed, or settings that decide the

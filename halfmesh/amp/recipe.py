@@ -74,6 +74,8 @@ class Recipe:
     embeddings, and tensors that the model keeps in fp32, are not either. None: all are cast."""
     linear: Float8Product | None = None
     """Computes the products of linear layers in a narrower format; None: they are computed as all others."""
+    split_masters: bool = False
+    """Keep of the masters only the 16 bits that parameters in bf16 do not have."""
 
     def __post_init__(self) -> None:
         problem = None
@@ -83,6 +85,8 @@ class Recipe:
             problem = f"has two ways to compute in {self.compute_dtype}: autocast and param_dtype"
         elif self.master_weights and self.param_dtype is None:
             problem = "keeps fp32 masters of fp32 parameters: set param_dtype, or master_weights=False"
+        elif self.split_masters and not self.master_weights:
+            problem = "splits masters and has none: set master_weights=True"
         elif self.cast_lists == "apex" and not (self.autocast and self.compute_dtype == torch.float16):
             problem = "has apex's cast lists, which need autocast=True and compute_dtype=torch.float16"
         if problem is not None:

@@ -88,7 +88,7 @@ class Stepper:
             if index in self.switched and group["fused"] is True and group["foreach"] is False:
                 group["fused"] = group["foreach"] = None
         known = {part: type(part) in _TAKES_GRAD_SCALE and _has_own_step(part) for part in self.parts}
-        exact = [known[part] and _is_exact(group, part) for part in self.parts for group in part.param_groups]
+        exact = [known[part] and self._is_exact(group, part) for part in self.parts for group in part.param_groups]
         self.switched = {index for index, group in enumerate(groups) if exact[index] and self._may_switch(group)}
         for index in self.switched:
             groups[index]["fused"], groups[index]["foreach"] = True, False
@@ -103,6 +103,23 @@ class Stepper:
         # In half precision the kernel rounds once where the plain optimizer rounds after each operation.
         half = any(param.dtype in HALF for param in group["params"])
         return self._allow_fused and not half and group.get("fused") is None and group.get("foreach") is None
+
+    def _is_exact(self, group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
+        """Return True if the fused kernel does the same as the plain one for this group. The CPU's ignore strides: they
+        need dense parameters, and state with the same strides."""
+        dampened = group.get("momentum", 0) != 0 and group.get("dampening", 0) != 0  # the first step is special then
+        kinds = {(p.device, p.dtype) for p in group["params"]}
+        has_kernel = all(device.type in ("cpu", "cuda") and dtype.is_floating_point for device, dtype in kinds)
+        laid_out = all(
+            is_dense(layout := self._masters.layouts.get(param, param))
+            and all(
+                value.stride() == layout.stride()
+                for value in optimizer.state.get(param, {}).values()
+                if isinstance(value, torch.Tensor) and value.shape == param.shape
+            )
+            for param in group["params"]
+        )
+        return not dampened and not group.get("differentiable") and has_kernel and len(kinds) <= 1 and laid_out
 
     def avoid_fused(self) -> None:
         """Leave the choice to torch from now on: gradients are sparse, which fused kernels cannot take."""
@@ -156,10 +173,11 @@ class Stepper:
         converted, sources, copies = [], [], []
         for shard in shards:
             grad, target = grads[shard], self._masters.stepped[shard]
+            layout = self._masters.layouts.get(target, target)
             if grad.layout is not torch.strided:
                 grads[shard] = grad.to(target.dtype)  # these have no strides, and no fused kernels
-            elif grad.dtype != target.dtype or grad.stride() != target.stride():
-                grads[shard] = copy = torch.empty_like(target)
+            elif grad.dtype != target.dtype or grad.stride() != layout.stride():
+                grads[shard] = copy = torch.empty_like(layout, dtype=target.dtype)
                 sources.append(grad)
                 copies.append(copy)
             else:
@@ -251,24 +269,6 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
 def _has_own_step(optimizer: optim.Optimizer) -> bool:
     """Return True if `optimizer.step` is its class's, below the wrappers of torch and its LR schedulers."""
     return inspect.unwrap(optimizer.step) is inspect.unwrap(type(optimizer).step)
-
-
-def _is_exact(group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
-    """Return True if the fused kernel does the same as the plain one for this group. The CPU's ignore strides: they
-    need dense parameters, and state with the same strides."""
-    dampened = group.get("momentum", 0) != 0 and group.get("dampening", 0) != 0  # the first step is special then
-    kinds = {(p.device, p.dtype) for p in group["params"]}
-    has_kernel = all(device.type in ("cpu", "cuda") and dtype.is_floating_point for device, dtype in kinds)
-    laid_out = all(
-        is_dense(param)
-        and all(
-            value.stride() == param.stride()
-            for value in optimizer.state.get(param, {}).values()
-            if isinstance(value, torch.Tensor) and value.shape == param.shape
-        )
-        for param in group["params"]
-    )
-    return not dampened and not group.get("differentiable") and has_kernel and len(kinds) <= 1 and laid_out
 
 
 def _seed_momentum(optimizer: optim.Optimizer) -> None:

@@ -162,7 +162,8 @@ class Checkpointer:
         """Load what `find` has found, but for what `keep` names. The engine has no gradients."""
         context, progress = self.context, self.progress
         with self.own_call:
-            self._load_tensors(stored)
+            with self.state.update.master_weights.joined():
+                self._load_tensors(stored)
             shared = SharedRNG(context.from_first(random_state(CPU)))
             notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared, keep)))
         self._compare_settings(stored, keep)
@@ -276,7 +277,7 @@ class Checkpointer:
     def state_dict(self) -> dict[str, Any]:
         """`Engine.state_dict`."""
         state, schedule = self.state, self.lr.state_dict()  # first: it advances for the last update
-        with self.own_call:
+        with self.own_call, state.update.master_weights.joined(writes=False):
             update, model = state.update.state_dict(), state.model.state_dict()  # first copies the user's writes
         return {
             "model": model,

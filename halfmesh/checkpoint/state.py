@@ -164,8 +164,9 @@ class ShardedState:
         """The model's parameters and buffers in full precision: masters where there are any, others in their original
         dtype. Copied only if they are held in another form."""
         self.update.sync_writes()
-        state = self.model.state_dict()
-        masters = self.update.master_weights.by_name()
+        with self.update.master_weights.joined(writes=False):  # both are the same memory
+            state = self.model.state_dict()
+            masters = self.update.master_weights.by_name()
         found: Shards = {}
         for shard, name in self.names():
             value = masters.get(shard.name, None if shard.source is not None else state.get(shard.name))
@@ -177,8 +178,8 @@ class ShardedState:
         return found
 
     def weight_targets(self) -> Shards:
-        """The tensors to write new weights into, in full precision: masters, originals, or the model's. `publish`
-        follows."""
+        """The tensors to write new weights into, in full precision: masters, which have to be `joined`, originals, or
+        the model's. `publish` follows."""
         masters, originals = self.update.master_weights.masters, self.update.master_weights.originals
         found = {
             name: TensorShard(
@@ -193,10 +194,10 @@ class ShardedState:
         return found
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors that averaged weights overwrite: those that are averaged and, under zero1, the model's
-        weights, shards of which other ranks step."""
+        """The tensors that averaged weights overwrite: those that hold what is averaged and, under zero1, the
+        model's weights, shards of which other ranks step."""
         masters = self.update.master_weights
-        found = [source.detach() for source in self.average.sources().values()]
+        found = [held for source in self.average.sources().values() for held in masters.held(source)]
         if self._gets_weights:
             found += [shard.source.param.detach() for shard in masters.trained if shard.source is not None]
         return found
@@ -337,7 +338,7 @@ class ShardedState:
                     dtype = target.dtype  # as torch does
                 memory = masters.optimizer.state.get(target, {}).get(key)
                 if not isinstance(memory, torch.Tensor) or (memory.shape, memory.dtype) != (shape, dtype):
-                    like = torch.empty_like(target, dtype=dtype)
+                    like = torch.empty_like(masters.layouts.get(target, target), dtype=dtype)
                     memory = like if shape == like.shape else like.new_empty(shape)
             shards[full] = TensorShard(memory.detach(), placement)
             values[name][key] = shards[full].tensor

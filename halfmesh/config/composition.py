@@ -191,6 +191,9 @@ def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _check_rest(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     selective = config.activation_checkpoint.selective
+    if recipe.split_masters and recipe.param_dtype != torch.bfloat16:
+        message = "'split' needs weights that are the upper half of fp32, as only those of bf16 are; use bf16, or leave"
+        yield f"{config.precision_key}.masters", f"{message} masters out"
     if config.loss_reduction == "weighted" and recipe.num_losses > 1:
         losses = recipe.num_losses
         yield "loss_reduction", f"'weighted' joins batches of one loss, not of num_losses={losses}; use 'mean' or 'sum'"

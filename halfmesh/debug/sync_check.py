@@ -110,13 +110,13 @@ class SyncCheck(EngineHook):
 
     def _weights(self) -> Values:
         """The weights that the model computes with, then the masters."""
-        parallel_model, masters = self._sharded.parallel_model, self._sharded.update.master_weights.masters
+        parallel_model, masters = self._sharded.parallel_model, self._sharded.update.master_weights
         for shard, name in self._sharded.names():
             full = shard if shard.source is None or shard.original is not None else shard.source  # fsdp shards both
             yield f"the weight {name}", full.param.detach(), parallel_model.placement(full)
         for shard, name in self._sharded.names():
-            if shard.param in masters:
-                yield f"the fp32 master of {name}", masters[shard.param].detach(), parallel_model.placement(shard)
+            if shard.param in masters.masters:
+                yield f"the fp32 master of {name}", masters.value(shard), parallel_model.placement(shard)
 
     def _buffers(self) -> Values:
         """Buffers that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""

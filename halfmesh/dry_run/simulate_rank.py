@@ -173,7 +173,7 @@ class _Simulation:
     def _label_held(self) -> dict[str, int]:
         """Label the memory that is kept from one update to the next in the tracker. Returns its bytes."""
         tracker, engine = self._tracker, self._engine
-        tracker.label(self._master_weights.masters.values(), "masters")
+        tracker.label(self._master_weights.kept, "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
         tracker.label(tensors_of(list(engine.optimizer.state.values())), "optimizer")
         return {name: tracker.alive[name] for name in ("parameters", "masters", "optimizer")}

@@ -284,8 +284,9 @@ class MixedPrecisionState:
         """The parameters that the optimizer steps: fp32 masters where there are any, else the model's parameters.
 
         Raises:
-            InputError: between backward and step, where masters have no gradients yet.
+            InputError: between backward and step, where masters have no gradients yet, and with masters="split".
         """
+        self._update.master_weights.refuse_split("master_params()")
         if self._update.has_gradients:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
             raise InputError(
                 "master_params() was called between backward and step, where masters have no gradients yet; to clip "

@@ -58,15 +58,18 @@ class WeightAverage:
     def restart(self, besides: Container[ParamShard | str] = ()) -> None:
         """Restart the average from the current weights, except for the shards and buffers in `besides`."""
         self._update.sync_writes(adopt=True)
+        masters = self._update.master_weights
         for key, source in self.sources().items():
             if key not in besides:
-                self.make(key, source).copy_(source)
+                average = self.make(key, source)
+                average.copy_(source if isinstance(key, str) else masters.value(key))
 
     def make(self, key: ParamShard | str, source: torch.Tensor) -> torch.Tensor:
         """The average of `source`, allocated if there is none."""
         if key not in self.values:
             dtype = torch.float32 if source.dtype in HALF else source.dtype
-            self.values[key] = torch.empty_like(source, dtype=dtype, requires_grad=False)
+            layout = self._update.master_weights.layouts.get(source, source)
+            self.values[key] = torch.empty_like(layout, dtype=dtype, requires_grad=False)
         return self.values[key]
 
     @torch.no_grad()
@@ -89,7 +92,9 @@ class WeightAverage:
             weight = (1 - self._update.found_inf) * weight
         limit = bucket_bytes(self._update.device, sum(map(torch.Tensor.numel, sources.values())))
         for keys in by_bytes(sources, limit, lambda key: 4 * sources[key].numel()):  # bounds the memory of differences
-            _lerp_([self.values[key] for key in keys], [sources[key] for key in keys], weight)
+            shards = [key for key in keys if not isinstance(key, str)]
+            with self._update.master_weights.joined(shards, writes=False):
+                _lerp_([self.values[key] for key in keys], [sources[key] for key in keys], weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The average by the name of the parameter or buffer; not copied."""
@@ -159,10 +164,10 @@ class AveragedModel:
         written = state.written()
         kept = [tensor.clone() for tensor in written]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), state.update.master_weights.joined():
                 for key, source in average.sources().items():
                     source.copy_(average.values[key])
-            state.publish()
+                state.publish()
             accumulation.averaged = True
             yield
         finally:

@@ -516,7 +516,7 @@ class Engine(MixedPrecisionState):
         names or shapes do not fit; nothing has changed then.
         """
         self._before_call("engine.load_weights()")
-        with self._guard:
+        with self._guard, self._update.master_weights.joined():
             export.load_weights(self._state, self.context, Path(path))
 
     def averaged_model(self, decay: float, *, every: int = 1, buffers: bool = False) -> AveragedModel:

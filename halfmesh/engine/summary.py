@@ -36,6 +36,7 @@ class StateBytes:
 
     parameters: int
     masters: int
+    """At their peak: with the memory of split masters in an update."""
     optimizer: int | None
     """None for an optimizer whose state is not known."""
     gradients: int
@@ -55,7 +56,8 @@ def state_bytes(
     trained = sum(s.param.numel() for s in update.master_weights.trained if s.param.requires_grad)
     receivers = [parts.get(s.param, s.param) for s in update.master_weights.receivers if s.param.requires_grad]
     grads = sum(param.numel() * param.element_size() for param in receivers)
-    temporary = 0
+    limit = bucket_bytes(update.device, trained) if update.stepper.can_step_in_buckets else trained * 4
+    masters, temporary = update.master_weights, 0
     cuts = update.publisher is not None and not parts
     if reduce_dtype is not None and cuts:  # of all parameters, and reduced ones of this rank's shards
         temporary = trained * reduce_dtype.itemsize
@@ -63,15 +65,15 @@ def state_bytes(
         grads = max(grads, trained * reduce_dtype.itemsize)
     elif update.loss_scales.several:  # the sum in fp32, and the gradients of one backward
         temporary = trained * 4
-    elif update.master_weights.masters:
-        limit = bucket_bytes(update.device, trained) if update.stepper.can_step_in_buckets else trained * 4
+    elif masters.masters:
         temporary = min(trained * 4, limit)
+    joined = min(trained * 4, limit) if update.recipe.split_masters else 0
     trained_ids = {id(target) for s, target in update.master_weights.stepped.items() if s.param.requires_grad}
     states = [_state_bytes(part, trained_ids) for part in update.stepper.parts]
     known = [size for size in states if size is not None]
     return StateBytes(
         parameters=sum(p.numel() * p.element_size() for p in params),
-        masters=sum(m.numel() * 4 for m in update.master_weights.masters.values()),
+        masters=sum(m.numel() * m.element_size() for m in masters.kept) + joined,
         optimizer=sum(known) if len(known) == len(states) else None,
         gradients=grads + temporary,
     )
@@ -169,7 +171,8 @@ def _precision(config: Config, context: ParallelContext, model: nn.Module, recip
     params = "as given" if recipe.param_dtype is None else dtype_name(recipe.param_dtype)
     how = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}[recipe.cast_lists] if recipe.autocast else ""
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
-    masters = ", fp32 masters" if recipe.master_weights else ""
+    split = ", of which 16 bits are in the parameters" if recipe.split_masters else ""
+    masters = f", fp32 masters{split}" if recipe.master_weights else ""
     linear = "" if recipe.linear is None else f", {recipe.linear.describe(model, context.device)}"
     return f"mode {mode}, compute {dtype_name(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
 

@@ -222,7 +222,7 @@ class EngineRecorder(Recorder):
         with. (A state dict would let fsdp free what it gathered.)"""
         parallel_model, masters = self._engine._parallel, self._engine._update.master_weights
         for shard, name in self._state.names():
-            held = masters.target(shard).detach()
+            held = masters.value(shard)
             if what == "begin":
                 shard = shard if shard.source is None or shard.original is not None else shard.source
                 held = shard.param.detach()
