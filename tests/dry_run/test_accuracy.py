@@ -25,6 +25,10 @@ LAYOUTS = {
     "naive fp16": (1, {"fp16": {"mode": "naive"}}),
     "naive fp16, dp 2 zero1": (2, {"fp16": {"mode": "naive"}, "parallel": {"data": "zero1"}}),
     "naive bf16, checkpointed": (1, {"bf16": {"mode": "naive"}, "activation_checkpoint": "full"}),
+    "naive bf16, split, dp 2 zero1": (
+        2,
+        {"bf16": {"mode": "naive", "masters": "split"}, "parallel": {"data": "zero1"}},
+    ),
     "fp32, dp 2 fsdp": (2, {"parallel": {"data": "fsdp"}}),
     "naive bf16, dp 2 fsdp": (2, {"bf16": {"mode": "naive"}, "parallel": {"data": "fsdp"}}),
     "torch bf16, tp 2 x dp 2 fsdp": (4, {"bf16": {"mode": "torch"}, "parallel": {"tensor": 2, "data": "fsdp"}}),
