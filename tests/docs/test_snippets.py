@@ -211,6 +211,9 @@ def test_precision(run, capsys):
     config = halfmesh.load_config({"bf16": run("precision.md", "denoiser.py", given={})["bf16"]})
     assert config.bf16.options.keep_fp32 == ("timestep", "batch.sigmas", "*fourier.weight")
 
+    config = halfmesh.load_config({"bf16": run("precision.md", "split.py", given={})["bf16"]})
+    assert config.bf16.options.masters == "split"
+
     names = run("precision.md", "average.py")
     assert not torch.equal(names["outputs"], names["engine"](names["images"]))
     assert Path("average.safetensors").exists()

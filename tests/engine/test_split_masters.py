@@ -320,14 +320,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_layout(rank: int, world_size: int, layout: str, folder: Path) -> dict[str, Any]:
+def muon(params: Any) -> list[torch.optim.Optimizer]:
+    """Which steps whole matrices, beside AdamW."""
+    params = list(params)
+    matrices = [param for param in params if param.dim() == 2]
+    return [torch.optim.Muon(matrices, lr=0.02), adamw([param for param in params if param.dim() != 2])]
+
+
+def in_layout(rank: int, world_size: int, layout: str, optimizer: Any, folder: Path) -> dict[str, Any]:
     """By masters: losses, whole weights, and those after another engine has loaded the checkpoint of the other."""
     MasterWeights.publish, kept = round_ties_away, MasterWeights.publish  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     try:
         for masters, config in NAIVE.items():
             config = {**config, "parallel": LAYOUTS[layout], "clip_grad_norm": 1.0, "timeout": 30}
-            engine = make_engine(config, optimizer=adamw)
+            engine = make_engine(config, optimizer=optimizer)
             size = len(X) // engine.context.dp_size
             own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
             x, y = here((X[own], Y[own]))
@@ -367,9 +374,11 @@ def test_all_ranks_of_zero1_round_ties_alike():
 
 @pytest.mark.distributed
 @pytest.mark.sends
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_train_as_with_fp32_masters(layout, tmp_path, same_ties):
-    found = run_ranks(in_layout, 2, layout, tmp_path, timeout=120)[0]
+@pytest.mark.parametrize(
+    ("layout", "optimizer"), [*((layout, adamw) for layout in LAYOUTS), ("zero1", muon), ("tensor", muon)]
+)
+def test_layouts_train_as_with_fp32_masters(layout, optimizer, tmp_path, same_ties):
+    found = run_ranks(in_layout, 2, layout, optimizer, tmp_path, timeout=120)[0]
     for masters in ("float32", "split"):
         norms, weights = found[masters]
         assert norms == found["float32"][0]
@@ -378,7 +387,7 @@ def test_layouts_train_as_with_fp32_masters(layout, tmp_path, same_ties):
         assert norms == found["float32"][0][3:]
         assert same(weights, found["float32"][1])
     for saved, config in (("split", NAIVE["float32"]), ("float32", SPLIT), ("split", SPLIT)):  # in one process
-        engine = make_engine({**config, "clip_grad_norm": 1.0}, optimizer=adamw)
+        engine = make_engine({**config, "clip_grad_norm": 1.0}, optimizer=optimizer)
         engine.load(tmp_path / saved)
         assert same(full_weights(engine), torch.load(tmp_path / "loaded-split.pt"))
         for _ in range(2):
