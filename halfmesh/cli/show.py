@@ -76,16 +76,8 @@ def env() -> None:
     That is versions, devices and environment variables. The report of torch.utils.collect_env comes last; it takes some
     seconds.
     """
-    from torch.utils.collect_env import get_pretty_env_info
-
-    for name, texts in describe().items():
-        print(f"{name}: {', '.join(texts) or 'none'}")
-    print(f"\n{get_pretty_env_info()}")
-
-
-def describe() -> dict[str, list[str]]:
-    """The lines of the report: texts by name."""
     import torch.distributed as dist
+    from torch.utils.collect_env import get_pretty_env_info
 
     from .. import __version__
 
@@ -93,7 +85,7 @@ def describe() -> dict[str, list[str]]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages.append(f"{name} {importlib.metadata.version(name)}")
-    return {
+    found = {
         "halfmesh": [__version__],
         "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)],
         "packages": packages,
@@ -105,3 +97,6 @@ def describe() -> dict[str, list[str]]:
         ],
         "variables": [f"{name} {value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)],
     }
+    for name, texts in found.items():
+        print(f"{name}: {', '.join(texts) or 'none'}")
+    print(f"\n{get_pretty_env_info()}")

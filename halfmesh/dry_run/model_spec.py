@@ -108,10 +108,9 @@ def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
 
 def _where(error: Exception) -> str:
     """The line of the user's own code that `error` comes from; of a library's, if there is none."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if not frame[0].startswith(("<", *_LIBRARIES))]
-    file, line = (own or frames)[-1]
-    return f"{file}:{line}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *_LIBRARIES))]
+    return "{0.filename}:{0.lineno}".format((own or frames)[-1])
 
 
 def read_tensor(text: str) -> torch.Tensor:
