@@ -167,11 +167,11 @@ def _train_plain(case: Case, subject: Subject, sink: Sink, calls: int) -> None:
             record_weights(model, sink, update, "begin")
         optimizer.zero_grad()
         weight = _accumulate(case, subject, recorder, update, calls)
-        trained = {name: param for name, param in model.named_parameters() if param.grad is not None}
-        for name, param in trained.items():
-            param.grad = param.grad.to_dense() / weight
-            sink.parameter(Key(update, 0, "gradient", name), param.grad, whole(param.shape))
-        norm = nn.utils.clip_grad_norm_(trained.values(), clip.max_norm or math.inf, clip.norm_type)
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                param.grad = param.grad.to_dense() / weight
+                sink.parameter(Key(update, 0, "gradient", name), param.grad, whole(param.shape))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip.max_norm or math.inf, clip.norm_type)
         sink.figure(update, 0, "grad_norm", float(norm))
         sink.figure(update, 0, "lr", optimizer.param_groups[0]["lr"])
         optimizer.step()

@@ -136,8 +136,9 @@ def prepare(case: Case, model: nn.Module, criterion: Any, weights: Mapping[str, 
         if param.requires_grad and param.is_floating_point() and param.numel() > 1 and param.min() == param.max():
             noise = torch.randn(param.shape, generator=generator).to(param)
             param.add_(noise * NOISE * param.flatten()[0].abs().clamp_min(1))
-    for name, tensor in named_tensors(model) if weights and rank_and_world_size()[0] == 0 else ():
-        tensor.copy_(weights[name])
+    if weights is not None and rank_and_world_size()[0] == 0:
+        for name, tensor in named_tensors(model):
+            tensor.copy_(weights[name])
     for module in (one for one in (model, criterion) if isinstance(one, nn.Module)):
         module.to(dtype=case.dtype)
     if case.eps:
