@@ -179,6 +179,8 @@ class Comparison:
         has_rows = not self._rows or whole % self._rows == 0
         if count == rows and has_rows:
             yield "rows", row, rows, 1
+            if self._rows and whole > self._rows:  # several batches in one, such as crops of the same images
+                yield f"rows/{whole // self._rows}", row, rows, whole // self._rows
         for axis, (index, size) in self._axes.items():
             if count == rows * size and axis != "tp" and has_rows:
                 yield f"rows/{axis}", row * size + index, count, 1

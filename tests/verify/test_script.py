@@ -43,6 +43,9 @@ class Model(nn.Module):
         self.first, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
         self.drop, self.head = nn.Dropout(0.3), nn.Linear(16, 4)
     def forward(self, x):
+        if kind == "crops": return sum(self.all(torch.cat([x[:, :4].repeat(1, 2), x])).chunk(2))
+        return self.all(x)
+    def all(self, x):
         x = self.drop(self.norm(self.first(x)))
         return self.head(x - x.mean(0) if kind == "mixes" else x)
 
@@ -77,6 +80,9 @@ for x, y in own if has_own_loader else engine.dataloader:
     if kind == "dtypes": output = output @ torch.eye(4)
     loss = F.cross_entropy(output, y) if kind == "unseeded loss" else engine.criterion(output, y)
     engine.backward(loss)
+    if kind == "crops":
+        engine.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(engine.model.parameters(), 0.01)
     engine.step()
     engine.save(here / "checkpoints")
 (here / "reached the end").touch()
@@ -115,6 +121,7 @@ def test_neither_workers_nor_a_loader_of_its_own_matter(verify):
         ("in batch", {}, 2, {"accumulated": True}),
         ("deferred", ZERO1, 2, {}),
         ("muon", {}, 2, {}),
+        ("crops", {}, 2, {}),
     ],
 )
 def test_a_script_is_compared_by_microbatches_by_ranks_and_with_values(verify, kind, config, size, options):
