@@ -130,6 +130,7 @@ for epoch in range(EPOCHS):
         teacher.decay = momentum_schedule[it]
         engine.step()
         if launch.rank == 0:
-            print(f"epoch {epoch} iteration {it}: loss {loss.item():.6f} centre {dino_loss.center.norm():.6f}")
+            wd = engine.optimizer.param_groups[0]["weight_decay"]
+            print(f"epoch {epoch} iteration {it}: loss {loss:.6f} centre {dino_loss.center.norm():.6f} wd {wd:.6f}")
 engine.close()
 launch.close()

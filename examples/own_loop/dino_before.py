@@ -144,6 +144,7 @@ for epoch in range(EPOCHS):
             for param_q, param_k in zip(student.parameters(), teacher.parameters(), strict=True):
                 param_k.mul_(m).add_((1 - m) * param_q)
         if rank == 0:
-            print(f"epoch {epoch} iteration {it}: loss {loss.item():.6f} centre {dino_loss.center.norm():.6f}")
+            wd = optimizer.param_groups[0]["weight_decay"]
+            print(f"epoch {epoch} iteration {it}: loss {loss:.6f} centre {dino_loss.center.norm():.6f} wd {wd:.6f}")
 if world_size > 1:
     dist.destroy_process_group()

@@ -208,8 +208,10 @@ class ScriptRun:
     def call(self, function: Callable[..., Any], is_loss: bool, args: Any, kwargs: Any) -> Any:
         """Return `function` of the arguments that were kept in place of these."""
         args, kwargs = self._give((args, kwargs))
-        with Undropped(self.case.lifts):
+        with Undropped(self.case.lifts) as mode:
             made = function(*args, **kwargs)
+        if self.sink is not None and mode.drawn:
+            self.sink.figure(self._updates, self._microbatches, "drawn", list(mode.drawn))
         self._outputs += tensors_of(made)
         self._has_loss |= is_loss or any(tensor.dim() == 0 for tensor in tensors_of(made))
         return made

@@ -47,6 +47,7 @@ class Model(nn.Module):
         return self.all(x)
     def all(self, x):
         x = self.drop(self.norm(self.first(x)))
+        if kind == "draws": x = x + torch.rand(x.shape)
         return self.head(x - x.mean(0) if kind == "mixes" else x)
 
 generator = None if kind in ("unseeded", "unseeded loss") else torch.Generator().manual_seed(0)
@@ -170,6 +171,12 @@ def test_rows_that_are_mixed_are_found_in_their_module(verify):
     assert "head" in report.first.where
 
 
+def test_random_numbers_are_named(verify):
+    report = verify("draws", updates=1)
+    assert report.first is not None
+    assert report.first.cause == "random numbers: rand was called"
+
+
 @pytest.mark.parametrize(
     ("kind", "updates", "message"),
     [
@@ -237,6 +244,9 @@ SMALL_GPT = ["--max-bytes", "20000", "--context", "16", "--width", "16", "--vali
     [
         ("own_loop/mnist_after.py", [], {"parallel": {"tensor": MLP_PLAN}}, [], ""),
         ("own_loop/nanogpt_after.py", ["--eval-interval", "1"], {"parallel": {"data": "fsdp"}}, [], ""),
+        ("own_loop/dino_after.py", [], {"fp16": {"mode": "torch"}}, [], ""),
+        ("own_loop/timm_after.py", [], {"parallel": {"data": "replicate"}}, [], ""),
+        ("own_loop/modded_after.py", [], {"bf16": {"mode": "torch"}}, [], ""),
         ("own_loop/imagenet_after.py", ["--batch-size", "16"], ZERO1, [], "0.bn1 normalises each batch by itself"),
         ("train_vit.py", ["--limit", "64"], CONFIGS / "torch_bf16.py", ["BATCH_SIZE=8"], "settings depend on the"),
         ("train_gpt.py", SMALL_GPT, CONFIGS / "tensor.py", ["BATCH_SIZE=4"], ""),
