@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
-from typing import Any
 
 import torch
 from torch import nn, optim
@@ -76,7 +75,7 @@ class SplitMasters(MasterWeights):
         masters: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.remainders: dict[nn.Parameter, torch.Tensor] = {}
-        self._shards: dict[torch.Tensor, ParamShard] = {}  # by parameter
+        self._shards: dict[torch.Tensor, ParamShard] = {}  # by master
         self._joined: list[_Memory] = []
         self._stand_ins: dict[torch.device, torch.Tensor] = {}
         super().__init__(optimizer, shards, enabled, masters)
@@ -92,7 +91,8 @@ class SplitMasters(MasterWeights):
                     "of fp32; build the model in fp32 or bf16, or use masters='float32'"
                 )
             self.remainders[param] = torch.empty_like(param, dtype=torch.int16, requires_grad=False)
-            self._shards[param], self.layouts[self.masters[param]] = shard, param
+            master = self.masters[param]
+            self._shards[master], self.layouts[master] = shard, self.remainders[param]
             self._split(self._allocate([param]))
         if new:
             self.mark_published(new)
@@ -131,10 +131,8 @@ class SplitMasters(MasterWeights):
             self._split(self._joined.pop())
 
     def _allocate(self, params: list[nn.Parameter]) -> _Memory:
-        """Memory for the masters of `params`, each with the strides of its remainders, in the same order."""
-        for param in params:
-            if self.remainders[param].stride() != param.stride():  # the user has changed its memory format
-                self.remainders[param] = torch.empty_like(param, dtype=torch.int16).copy_(self.remainders[param])
+        """Memory for the masters of `params`, each with the strides of its remainders, in the same order. (Those of the
+        parameter may change: `model.to(memory_format=...)`.)"""
         sizes = [param.numel() for param in params]
         flat = torch.empty(sum(sizes), device=params[0].device)
         pairs = zip(flat.split(sizes), params, strict=True)
@@ -172,8 +170,8 @@ class SplitMasters(MasterWeights):
     # -- values ------------------------------------------------------------------------------------------------
 
     def held(self, target: torch.Tensor) -> list[torch.Tensor]:
-        param: Any = self.layouts.get(target)
-        return super().held(target) if param is None else [param.detach(), self.remainders[param]]
+        shard = self._shards.get(target)
+        return super().held(target) if shard is None else [shard.param.detach(), self.remainders[shard.param]]
 
     def refuse_split(self, call: str) -> None:
         raise InputError(
@@ -186,8 +184,8 @@ class SplitMasters(MasterWeights):
         return list(self.remainders.values())
 
     def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        shard = self._shards.get(tensor)
-        return super().full_value(tensor) if shard is None else self.value(shard)
+        master = self.masters.get(tensor)  # type: ignore[call-overload]  # a buffer has none
+        return super().full_value(tensor) if master is None else self.value(self._shards[master])
 
     def by_name(self) -> dict[str, torch.Tensor]:
         return {shard.name: self.value(shard) for shard in self.with_master}

@@ -23,6 +23,7 @@ CASES = {
     "sgd": (MODES["torch_fp16"], sgd),
     "fp32_sums": (MODES["naive_bf16"] | WIDE_SUMS | {"gradient_accumulation": 2}, adamw),
     "zeros": ({"fp16": {"mode": "naive", "log_num_zeros_in_grad": True}}, adamw),
+    "split": ({"bf16": {"mode": "naive", "masters": "split"}}, adamw),
 }
 LAYOUTS = {
     "replicate": {"data": {"strategy": "replicate"}},

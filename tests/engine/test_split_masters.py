@@ -68,6 +68,8 @@ def test_it_trains_as_fp32_masters_do(name, same_ties):
         assert all(map(torch.equal, weights, others))
     assert same(*map(full_weights, engines))
     assert results[0].skipped == results[1].skipped == 0
+    fused, other = ([group.get("fused") for group in engine.optimizer.param_groups] for engine in engines)
+    assert fused == other
 
 
 def test_it_trains_as_fp32_masters_do_in_several_buckets(same_ties, monkeypatch):
@@ -198,17 +200,34 @@ def test_a_state_dict_is_loaded_exactly(dtype):
     step_on(engine, X, Y)
 
 
-def test_another_memory_format_after_initialize():
-    conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 4))
-    engine = make_engine(SPLIT, model=conv, optimizer=adamw)
-    images, targets = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
-    step_on(engine, images, targets)
-    before = full_weights(engine)
-    conv.to(memory_format=torch.channels_last)
-    assert conv[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert same(full_weights(engine), before)
-    step_on(engine, images, targets)
-    assert not same(full_weights(engine), before)
+@pytest.mark.parametrize("changed", [0, 2])
+def test_another_memory_format(changed, same_ties):
+    """Before initialize, and after two updates: fused optimizers go through memory, whatever the strides."""
+    found = []
+    for config in NAIVE.values():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 4))
+        images, targets = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
+        if not changed:
+            model.to(memory_format=torch.channels_last)
+        engine = make_engine(config, model=model, optimizer=adamw)
+        for step in range(4):
+            if step == changed:
+                model.to(memory_format=torch.channels_last)
+            step_on(engine, images, targets)
+        assert engine.optimizer.param_groups[0]["fused"]
+        found.append(full_weights(engine))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-6, atol=1e-6)
+
+
+def test_masters_are_read_without_a_trace():
+    engine = make_engine(SPLIT)
+    step_on(engine, X, Y)
+    masters = engine._update.master_weights
+    with masters.joined(writes=False):
+        assert not masters.changed(), "or zero1 sends weights, which other ranks may not wait for"
+    assert not masters.changed()
 
 
 def test_masters_between_updates_are_no_numbers():
