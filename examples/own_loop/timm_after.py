@@ -32,7 +32,7 @@ def make_dataset(count, seed):
 
 def ema_decay(step):
     """The warm-up of ModelEmaV3."""
-    return min(1 - max(step, 1) ** (-2 / 3), EMA_DECAY)
+    return min(1 - step ** (-2 / 3), EMA_DECAY)
 
 
 def train_one_epoch(epoch, engine, model_ema, lr_scheduler, mixup_fn):
