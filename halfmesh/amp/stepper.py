@@ -45,7 +45,7 @@ class Stepper:
     Attributes:
         parts: the optimizers that are stepped, each in its implementation: one, or those that were joined.
         takes_grad_scale: their step can unscale the gradients and skip by itself.
-        switched: the indices of the groups that were made fused here.
+        switched: the groups that were made fused here, each as an optimizer of `parts` and its number there.
         divides_in: the dtype of the divisor: fp32, all that fused kernels take; float64 if parameters are in float64,
             and then gradients are divided before the kernel.
         scope: of each call of an optimizer's step.
@@ -58,7 +58,7 @@ class Stepper:
         self.parts = parts_of(masters.optimizer)
         self.scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self.used: list[torch.Tensor] = []
-        self.switched: set[int] = set()
+        self.switched: set[tuple[optim.Optimizer, int]] = set()
         self._allow_fused = allow_fused
         self._masters = masters
         self._device = device
@@ -83,18 +83,20 @@ class Stepper:
     def sync(self) -> None:
         """Choose the implementation again: fused in the groups where the user left the choice to torch and it is
         exact."""
-        groups = self.optimizer.param_groups
-        for index, group in enumerate(groups):  # the choice made here may not be exact any more
-            if index in self.switched and group["fused"] is True and group["foreach"] is False:
+        groups = {(part, number): group for part in self.parts for number, group in enumerate(part.param_groups)}
+        for place, group in groups.items():  # the choice made here may not be exact any more
+            if place in self.switched and group["fused"] is True and group["foreach"] is False:
                 group["fused"] = group["foreach"] = None
         known = {part: type(part) in _TAKES_GRAD_SCALE and _has_own_step(part) for part in self.parts}
-        exact = [known[part] and self._is_exact(group, part) for part in self.parts for group in part.param_groups]
-        self.switched = {index for index, group in enumerate(groups) if exact[index] and self._may_switch(group)}
-        for index in self.switched:
-            groups[index]["fused"], groups[index]["foreach"] = True, False
+        exact = {place: known[place[0]] and self._is_exact(group, place[0]) for place, group in groups.items()}
+        self.switched = {place for place, group in groups.items() if exact[place] and self._may_switch(group)}
+        for place in self.switched:
+            groups[place]["fused"], groups[place]["foreach"] = True, False
         for part in self.parts:
             _place_step_counters(part)
-        self.takes_grad_scale = all((*known.values(), *exact, *(group.get("fused") for group in groups)))
+        self.takes_grad_scale = all(
+            (*known.values(), *exact.values(), *(group.get("fused") for group in groups.values()))
+        )
         self._settings = self._find_settings()
         dtypes = {target.dtype for target in self._masters.stepped.values()}
         self.divides_in = torch.float64 if torch.float64 in dtypes else torch.float32

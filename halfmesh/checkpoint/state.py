@@ -319,7 +319,8 @@ class ShardedState:
         self, saved: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Shards, dict[str, dict[str, Any]]]:
         """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and all of
-        that state by parameter and key, with values that are no tensors."""
+        that state by parameter and key, with values that are no tensors. All ranks together."""
+        self.parallel_model.find_owners()
         masters, shards = self.update.master_weights, Shards()
         own = self._stepped()
         values = {name: dict(plain.get(name, {})) for name in own}

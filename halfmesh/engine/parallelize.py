@@ -290,6 +290,11 @@ class ParallelModel:
             return self.placement(shard)
         return whole(self.placement(shard).shape) if owns else None
 
+    def find_owners(self) -> None:
+        """Find the owners of whole parameters in groups that were added since the last step. All ranks together."""
+        if self._whole_steps is not None:
+            self._whole_steps.plan()
+
     def step_whole(self, update: MixedPrecisionOptimizer) -> None:
         """Let the optimizers step whole parameters that need these. All ranks together."""
         if not self.plans.whole_steps:

@@ -241,11 +241,10 @@ def _activations(config: Config, parallel_model: ParallelModel) -> str | None:
 def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
     update, max_norm = state.update, config.clip_grad_norm.max_norm
     stepper, masters = update.stepper, update.master_weights
-    kinds, first = list[str](), 0
+    kinds, switched = list[str](), {part for part, _ in stepper.switched}
     for part in stepper.parts:
-        groups = range(first, first := first + len(part.param_groups))
         fused = "fused" if all(group.get("fused") for group in part.param_groups) else "not fused"
-        fused += " by fused='auto'" if stepper.switched.intersection(groups) else ""
+        fused += " by fused='auto'" if part in switched else ""
         fused += ", no host read" if stepper.fuses_unscale else ""
         kinds.append(f"{type(part).__name__} ({fused})")
     words = [" and ".join(kinds)]

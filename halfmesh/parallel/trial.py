@@ -157,6 +157,7 @@ def _stepped(
     """Parameters, each `given` as its start and the gradients of its steps, after these steps by a copy of `optimizer`
     with the settings of `group`."""
     params = [nn.Parameter(start.clone()) for start, *_ in given]
+    group = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     trial = copy.copy(optimizer)
     # Not the group's learning rate, which may be 0 at the start of a warm-up.
     lr = torch.tensor(0.1) if isinstance(group.get("lr"), torch.Tensor) else 0.1

@@ -85,7 +85,7 @@ class WholeSteps:
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._load = [0] * self._ranks  # elements that each rank steps
         self._matrices: dict[nn.Parameter, _Matrix] = {}
-        self._plan()
+        self.plan()
 
     def owns(self, shard: ParamShard) -> bool | None:
         """True if this rank steps the whole parameter of `shard`, and holds its state; None: it is not stepped so."""
@@ -97,7 +97,7 @@ class WholeSteps:
         """The scope of a step: the optimizers hold whole parameters with their gradients, each on its owner; other
         ranks do not hold these, if something of the group is left then: else their shards, without a gradient. All
         ranks together, also after an error in it."""
-        self._plan()
+        self.plan()
         given = [self._matrices[target] for target in self._held() if target.grad is not None]
         rounds = list(self._rounds([matrix for matrix in given if matrix.is_sent]))
         swaps = [(group, group["params"]) for part in self._parts for group in part.param_groups]
@@ -145,7 +145,7 @@ class WholeSteps:
 
     # -- the plan ----------------------------------------------------------------------------------------------
 
-    def _plan(self) -> None:
+    def plan(self) -> None:
         """Find an owner for each parameter in the groups that has none. All ranks together."""
         targets = [target for target in self._held() if target not in self._matrices]
         if not targets:

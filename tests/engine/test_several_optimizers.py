@@ -246,6 +246,22 @@ def test_a_group_that_is_added_to_one_is_trained():
     assert not torch.equal(engine.full_state_dict()[late], before)
 
 
+@pytest.mark.parametrize("make", [sgd_and_adamw, muon_and_adamw])
+def test_a_group_added_to_the_first_leaves_those_of_the_second(make):
+    """The second's were made fused, and are given back."""
+    model = make_gpt()
+    late = model.transformer["h"][1].mlp.c_fc.weight
+    first, second = make(p for p in model.parameters() if p is not late)
+    engine = start(lambda _: [first, second], model=model)
+    assert second.param_groups[0]["fused"] is True
+    first.add_param_group({"params": [late]})
+    before = late.detach().clone()
+    train(engine, range(1))
+    assert not torch.equal(late, before)
+    engine.close()
+    assert second.param_groups[0]["fused"] is None
+
+
 def test_convert_to_amp_takes_a_list():
     expected, norms = plain(sgd_and_adamw)
     model = here(make_gpt())

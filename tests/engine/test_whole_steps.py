@@ -247,6 +247,38 @@ def test_state_that_was_given_goes_to_the_owners(layout):
         assert gap(weights, nn.ParameterDict(expected)) <= ORTHOGONALISED_IN_BF16
 
 
+def with_a_group_added(rank: int, world_size: int, parallel: Any, folder: str) -> dict[str, torch.Tensor]:
+    """The new group's state is saved after its first step, and loaded before it."""
+    found = list[dict[str, Any]]()
+    for loads in (False, True):
+        model = make_gpt()
+        late = list(model.transformer["h"][1].mlp.parameters())
+        others = [param for param in model.parameters() if all(param is not one for one in late)]
+        config = {"parallel": parallel, "gradient_accumulation": 2, "clip_grad_norm": 0.5}
+        engine = halfmesh.initialize(model, Whitened(others, lr=0.01), criterion, None, config, device=rank_device())
+        train(engine, [] if loads else [0])
+        engine.optimizer.add_param_group({"params": late})
+        if loads:
+            engine.load(folder)
+        else:
+            train(engine, [1])
+            engine.save(folder)
+        train(engine, [2])
+        full = engine.full_state_dict(optimizer=True, rank0_only=False)
+        found.append({"model": full["model"], "state": full["optimizer"]["state"]})
+        engine.close()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    return found[0]["model"]
+
+
+@pytest.mark.distributed
+def test_state_of_a_group_that_was_added_goes_to_the_owners(tmp_path):
+    expected = with_a_group_added(0, 1, {}, str(tmp_path / "one"))
+    weights = nn.ParameterDict({name.replace(".", "/"): value for name, value in expected.items()})
+    for found in run_ranks(with_a_group_added, 2, {"tensor": TENSOR}, str(tmp_path / "two")):
+        assert gap({name.replace(".", "/"): value for name, value in found.items()}, weights) <= 2e-6
+
+
 def held_bytes(rank: int, world_size: int, parallel: Any, count: int) -> tuple[list[int], int]:
     """The elements of optimizer state on this rank, and those that it sends in an update besides the reductions."""
     torch.manual_seed(0)

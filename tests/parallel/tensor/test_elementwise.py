@@ -157,6 +157,21 @@ def test_the_optimizer_given_is_not_touched():
     assert all(torch.equal(param.grad, torch.ones_like(param)) for param in params)
 
 
+def test_a_counter_that_a_group_keeps_as_a_tensor_is_not_moved():
+    """As of timm's LAMB: also two trials begin at the same count."""
+
+    class Warming(optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"].add_(1)
+                for param in group["params"]:
+                    param.data.sub_(param.grad / param.grad.norm() * group["count"], alpha=group["lr"])
+
+    optimizer = Warming([{"params": make_params(), "count": torch.tensor(2.0)}], lr=0.1)
+    assert find_unit(optimizer) == "matrix"
+    assert optimizer.param_groups[0]["count"] == 2.0
+
+
 class Counting(optim.Optimizer):
     """Steps another optimizer, and counts in its groups, as Lookahead does."""
 
