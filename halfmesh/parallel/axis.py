@@ -179,7 +179,7 @@ class Axis:
         dim: its short name in the mesh, unique among axes.
         options: its keys; `size` is one of them, and 1 by default.
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
-        splits_params: a rank may hold a shard of a parameter, which other optimizers than elementwise ones do not step.
+        splits_params: a rank may hold a shard of a parameter; optimizers that need whole ones get these.
         same_rng: its ranks compute the same, with the same random numbers.
         replica_dim: if set, the axis is a view of the data ranks, of `replica_dim` x `dim` of them: each has rows of
             its own, and the ranks of `replica_dim` hold the same shards.
