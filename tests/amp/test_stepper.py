@@ -219,6 +219,10 @@ def test_the_optimizer_sees_the_parameters_of_one_bucket_only(monkeypatch):
     assert seen == [[[(7, 5)], []], [[(5,)], []], [[], [(3, 2, 2)]]]
     assert all(group["params"] is own for group, own in zip(update.optimizer.param_groups, held, strict=True))
     assert [len(own) for own in held] == [2, 1]
+    seen.clear()
+    update.optimizer.unit = "matrix"  # ranks send whole parameters to each other, once
+    take(update, params, 1)
+    assert seen == [[[(7, 5), (5,)], [(3, 2, 2)]]]
 
 
 def test_buckets_grow_with_the_model_on_a_gpu():
