@@ -137,8 +137,9 @@ class WholeSteps:
 
     def _move_state(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         for part in self._parts:
-            for param in part.state.keys() & new.keys():
-                part.state[new[param]] = part.state.pop(param)
+            for param, other in new.items():
+                if param in part.state:
+                    part.state[other] = part.state.pop(param)
 
     def _held(self) -> list[nn.Parameter]:
         return [param for part in self._parts for group in part.param_groups for param in group["params"]]
