@@ -90,10 +90,12 @@ class SplitMasters(MasterWeights):
                     f"masters='split': {shard.name!r} stays in {dtype_name(param.dtype)}, which is not the upper half "
                     "of fp32; build the model in fp32 or bf16, or use masters='float32'"
                 )
-            self.remainders[param] = torch.empty_like(param, dtype=torch.int16, requires_grad=False)
             master = self.masters[param]
+            weight = master.detach().clone()
+            self.remainders[param] = split_(weight)
+            param.data.copy_(weight)  # `.data`: not counted, as a forward may be waiting for its backward
             self._shards[master], self.layouts[master] = shard, self.remainders[param]
-            self._split(self._allocate([param]))
+            self._release([param])
         if new:
             self.mark_published(new)
 
@@ -122,7 +124,7 @@ class SplitMasters(MasterWeights):
             for memory in mine:
                 if memory in self._joined:  # else published
                     self._joined.remove(memory)
-                    self._split(memory) if writes else self._release(memory)
+                    self._split(memory) if writes else self._release(memory.params)
 
     @torch.no_grad()
     def publish(self, shards: Iterable[ParamShard]) -> None:
@@ -156,12 +158,13 @@ class SplitMasters(MasterWeights):
         remainders = split_(memory.flat).split([param.numel() for param in memory.params])
         foreach_copy_(self._flat_remainders(memory.params), remainders)
         foreach_copy_(memory.params, memory.views)
-        self._release(memory)
+        self._release(memory.params)
 
-    def _release(self, memory: _Memory) -> None:
-        device = memory.flat.device
+    def _release(self, params: Sequence[nn.Parameter]) -> None:
+        """Free the masters of `params`, of one device."""
+        device = params[0].device
         stand_in = self._stand_ins.setdefault(device, torch.full((), nan, device=device))
-        for param in memory.params:
+        for param in params:
             self.masters[param].data = stand_in.expand(param.shape)
 
     def _flat_remainders(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:

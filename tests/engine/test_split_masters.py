@@ -281,6 +281,26 @@ def test_an_average_is_that_of_the_masters(same_ties):
     assert same(*(engine.state_dict()["average"] for engine in engines))
 
 
+def test_layers_that_are_unfrozen_later(same_ties):
+    """Their masters are made when the update begins, after the forward."""
+    by_masters = []
+    for config in NAIVE.values():
+        model = MLP()
+        model.last.requires_grad_(False)
+        engine = make_engine(
+            config, model=model, optimizer=lambda _, m=model: adamw(p for p in m.parameters() if p.requires_grad)
+        )
+        step_on(engine, X, Y)
+        before = full_weights(engine)
+        model.last.requires_grad_(True)
+        engine.optimizer.add_param_group({"params": list(model.last.parameters())})
+        for _ in range(2):
+            step_on(engine, X, Y)
+        by_masters.append(full_weights(engine))
+        assert not torch.equal(by_masters[-1]["last.weight"], before["last.weight"])
+    assert same(*by_masters)
+
+
 def test_close_gives_the_masters_back():
     engine = make_engine(SPLIT, optimizer=adamw)
     step_on(engine, X, Y)
