@@ -200,6 +200,14 @@ def test_a_state_dict_is_loaded_exactly(dtype):
     step_on(engine, X, Y)
 
 
+def test_weights_are_loaded_from_a_file(tmp_path):
+    engine, other = make_engine(SPLIT), make_engine(NAIVE["float32"], model=MLP(seed=5))
+    step_on(other, X, Y)
+    other.save_weights(tmp_path / "weights.safetensors")
+    engine.load_weights(tmp_path / "weights.safetensors")
+    assert same(full_weights(engine), full_weights(other))
+
+
 @pytest.mark.parametrize("changed", [0, 2])
 def test_another_memory_format(changed, same_ties):
     """Before initialize, and after two updates: fused optimizers go through memory, whatever the strides."""
