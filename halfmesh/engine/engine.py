@@ -311,6 +311,10 @@ class Engine(MixedPrecisionState):
         """Optimizer steps attempted so far, skipped ones included."""
         return self._progress.global_step
 
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._progress.global_step = step
+
     @property
     def device(self) -> torch.device:
         """The device that this rank trains on."""

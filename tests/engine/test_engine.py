@@ -57,6 +57,15 @@ def test_parity_with_a_plain_fp32_loop(mode):
     assert engine.global_step == 10 + int(overflows)
 
 
+def test_the_count_of_updates_can_be_set(tmp_path):
+    """A run that continues the checkpoint of another program goes on counting there."""
+    engine = make_engine({})
+    engine.global_step = 100
+    step_on(engine, X, Y)
+    assert engine.global_step == 101
+    assert engine.save(tmp_path).name == "step-00000101"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_matrix_products_run_in_the_dtype_asked_for(mode):
     engine = make_engine(MODES[mode])
