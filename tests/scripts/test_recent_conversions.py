@@ -46,7 +46,7 @@ PAIRS = {
     "clm": Pair(("accelerate", "transformers"), ("--mixed-precision=bf16", "bf16.mode=torch")),
     "dino": Pair(("timm",), ("--use-fp16", FP16), (REPLICATE, FSDP)),
     "mae": Pair(("timm",), ("--use-fp16", FP16), DATA, rel=1e-4),
-    "modded": Pair((), ("", "bf16.mode=torch"), (REPLICATE,), rel=1e-4, full=("--dtype=float32", "bf16=null")),
+    "modded": Pair((), ("", "bf16.mode=torch"), DATA, rel=1e-4, full=("--dtype=float32", "bf16=null")),
     "timm": Pair(("timm",), ("--amp", FP16), (REPLICATE,)),
 }
 
