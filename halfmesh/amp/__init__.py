@@ -9,6 +9,7 @@ Read in this order:
                     full precision
     optimizer       an update, from a loss to new weights. Below it:
     master_weights  fp32 masters in the user's optimizer, and the full precision of tensors that are not trained
+    split_masters   masters that have memory during an update only
     loss_scaler     how a scale moves, the seed of backward, and several losses
     grad_norm       norm and overflow, the same on all ranks
     stepper         calls `optimizer.step()`, with which implementation
