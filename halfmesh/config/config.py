@@ -16,7 +16,7 @@ from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..errors import ConfigError, did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
-from .schema import PrecisionConfig, Settings, get_plugin, parallel_config, strategy_keys
+from .schema import PrecisionConfig, Settings, data_config, get_plugin, parallel_config, strategy_keys
 from .text import as_python, to_yaml
 
 OWN_NAMES = "; a constant of your own is written in UPPERCASE"
@@ -203,6 +203,8 @@ def _suggest(key: str, parents: tuple[str, ...], raw: Mapping[str, Any], otherwi
     plugin = get_plugin(raw[parents[0]]["mode"]) if is_of_mode else None
     paths = _all_paths() if plugin is None else list(_walk(plugin.options, f"{parents[0]}."))
     here = [name for section, _, name in (path.rpartition(".") for path in paths) if section == ".".join(parents)]
+    if parents == DATA:  # the keys of other strategies are not allowed beside this one
+        here = list(data_config(raw["parallel"]["data"].get("strategy", "replicate")).model_fields)
     if is_of_mode:
         modes = [name for name, keys in _mode_keys().items() if key in keys]
         elsewhere = f"; mode {' and '.join(map(repr, modes))} has it" if modes else ""

@@ -163,8 +163,9 @@ def _expand_precision(value: Any) -> Any:
     if value is None or isinstance(value, PrecisionConfig):
         return value
     if not isinstance(value, Mapping) or "mode" not in value:
+        mode = value.lower() if isinstance(value, str) and value in AMP_PLUGINS else "torch"
         modes = list_names(AMP_PLUGINS)
-        raise ValueError(f"{show(value)} names no mode; write dict(mode='torch', ...); modes: {modes}")
+        raise ValueError(f"{show(value)} names no mode; write dict(mode={mode!r}, ...); modes: {modes}")
     options = dict(value)
     mode = options.pop("mode")
     return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))

@@ -114,7 +114,7 @@ MISTAKES = [
     ({"batch_size": 32}, "batch_size: unknown key; give it to the DataLoader: the batch size of one data rank"),
     # precision
     ({"fp16": True}, f"fp16: True names no mode; write dict(mode='torch', ...); {MODES}"),
-    ({"fp16": "NAIVE"}, f"fp16: 'NAIVE' names no mode; write dict(mode='torch', ...); {MODES}"),
+    ({"fp16": "NAIVE"}, f"fp16: 'NAIVE' names no mode; write dict(mode='naive', ...); {MODES}"),
     ({"fp16": {"mode": "naiv"}}, "fp16: mode='naiv' is not a registered mode; allowed: 'torch', 'naive', 'apex'; did"),
     ({"fp16": {"mode": "naive"}, "bf16": {"mode": "naive"}}, "fp16, bf16: a run has one precision; keep one"),
     ({"bf16": {"mode": "naive", "hysteresis": 2}}, "bf16.hysteresis: bf16 has the range of fp32, so the loss is not"),
@@ -187,6 +187,11 @@ def test_one_mistake_is_one_problem(raw, message):
 def test_a_signal_that_no_program_handles_is_like_no_other():
     problem = "checkpoint.signals: 'SIGKILL' is not a signal that a program can handle"
     assert problems_of(checkpoint={"directory": "x", "signals": ["SIGKILL"]}) == [problem]
+
+
+def test_keys_of_other_strategies_are_not_allowed():
+    problem = "parallel.data.foo: unknown key; allowed: strategy, size, reduce_dtype, bucket_mb, max_inflight"
+    assert problems_of(parallel={"data": {"foo": 1}}) == [problem]
 
 
 def test_all_problems_at_once():
