@@ -100,9 +100,15 @@ class SplitMasters(MasterWeights):
             self.mark_published(new)
 
     def _stamps(self, tensors: Sequence[torch.Tensor]) -> list[WriteStamp]:
-        """Of a master without its memory, which comes and goes."""
-        storages = [_NO_MEMORY if tensor in self.layouts else tensor.untyped_storage() for tensor in tensors]
+        """Of a master without the memory that it has here, which comes and goes."""
+        here = self._memory()
+        storages = [_NO_MEMORY if tensor.untyped_storage() in here else tensor.untyped_storage() for tensor in tensors]
         return list(zip(versions(tensors), storages, strict=True))
+
+    def _memory(self) -> list[torch.UntypedStorage]:
+        """Of stand-ins, and of masters that are joined."""
+        joined = [memory.flat for memory in self._joined]
+        return [tensor.untyped_storage() for tensor in (*self._stand_ins.values(), *joined)]
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -195,10 +201,15 @@ class SplitMasters(MasterWeights):
 
     def adopt(self, changed: Container[torch.Tensor]) -> list[str]:
         if any(master in changed for master in self.layouts):
-            for stand_in in self._stand_ins.values():
-                if not stand_in.isnan():  # by `fill_`, which torch does not refuse
-                    stand_in.fill_(nan)
-                    self.refuse_split("a write into parameters of the optimizer")
+            here = self._memory()
+            moved = [s.param for master, s in self._shards.items() if master.untyped_storage() not in here]
+            filled = [stand_in for stand_in in self._stand_ins.values() if not stand_in.isnan()]
+            for param in moved:  # by `master.data = ...`
+                self._release([param])
+            for stand_in in filled:  # by `fill_`, which torch does not refuse
+                stand_in.fill_(nan)
+            if moved or filled:
+                self.refuse_split("a write into parameters of the optimizer")
         return []  # the weights are the masters' upper halves
 
     def uncounted(self) -> list[str]:

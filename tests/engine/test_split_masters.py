@@ -253,6 +253,12 @@ def test_masters_between_updates_are_no_numbers():
     assert "a write into parameters of the optimizer: with masters='split'" in said(engine, X)
     assert same(full_weights(engine), held)
     assert param.isnan().all()
+    for own in engine.optimizer.param_groups[0]["params"]:  # as an optimizer that swaps weights outside of its step
+        own.data = torch.ones(own.shape)
+    assert "a write into parameters of the optimizer: with masters='split'" in said(engine, X)
+    assert same(full_weights(engine), held)
+    step_on(engine, X, Y)
+    assert not same(full_weights(engine), held)
 
 
 def test_what_an_optimizer_gives_other_memory():
