@@ -121,9 +121,11 @@ def find_unit(optimizer: optim.Optimizer) -> str:
                 return "element"
             couples = any(_differs(optimizer, group, 0, cuts=False) for group in groups)
     except Exception as error:
+        declare = f"or set {name}.unit = 'matrix' if it steps each parameter by itself"
         raise InputError(
             f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
             f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense matrices"
+            + ("" if isinstance(error, InputError) else f", {declare}")
         ) from error
     if couples:
         raise InputError(
