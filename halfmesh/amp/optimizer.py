@@ -256,6 +256,8 @@ class MixedPrecisionOptimizer:
             while pending:
                 with joined(pending[0] if bucketed else None):
                     self.stepper.step(pending[0], grads, divisor, found_inf, bucketed)
+                if self.publisher is not None and not bucketed and not self.stepper.can_step_in_buckets:
+                    self.publisher.follow()  # it may set `param.data`: later this would undo what is loaded meanwhile
                 self._publish(pending.pop(0))
         finally:  # also on an error: the other ranks wait for these masters
             for bucket in pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -307,3 +308,38 @@ def other_place(rank, world_size, strategy):
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_state_of_another_rank_is_refused(strategy):
     run_ranks(other_place, 2, strategy)
+
+
+class SetsData(torch.optim.SGD):
+    """As some optimizers do: `param.data = ...` in the step."""
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.data = param.data - 0.1 * param.grad
+
+
+def load_after_a_step(rank: int, world_size: int, data: str) -> list[bool]:
+    """Are the loaded weights those of the next forward, by what loads them?"""
+    found = []
+    for loads in ("engine", "model"):
+        engine = halfmesh.initialize(
+            here(nn.Linear(4, 4)),
+            lambda params: SetsData(params, lr=0.1),
+            nn.functional.mse_loss,
+            config={"parallel": {"data": data}, "timeout": 30},
+            device=rank_device(),
+        )
+        state = copy.deepcopy((engine if loads == "engine" else engine.model).state_dict())
+        x = here(torch.ones(2, 4))
+        wanted = engine(x).detach()
+        engine.backward(engine.criterion(engine(x), x))
+        engine.step()
+        (engine if loads == "engine" else engine.model).load_state_dict(state)
+        found.append(torch.equal(engine(x).detach(), wanted))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("data", ["zero1", "fsdp"])
+def test_weights_are_loaded_after_an_optimizer_that_sets_data(data):
+    assert run_ranks(load_after_a_step, 2, data) == [[True, True]] * 2
