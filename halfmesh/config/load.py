@@ -55,7 +55,7 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
     if isinstance(source, Mapping):
         return source, OWN_NAMES
     if not isinstance(source, (str, Path)):
-        kinds = f"a path ({', '.join(_READERS)}), a dict or a Config"
+        kinds = f"a path ({', '.join(_READERS)}), a dict ({{}} trains in fp32) or a Config"
         raise ConfigError([f"a {type(source).__name__} was given, but a config is {kinds}"])
     path = Path(source).expanduser()
     suffix = path.suffix.lower()

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
-from ..errors import RegistryError, did_you_mean, shorten, show
+from ..errors import RegistryError, did_you_mean, find_near, shorten, show
 from ..options import DType, Names, Options, PositiveFloat, PositiveInt
 from ..parallel.dims import ParallelDims
 from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
@@ -132,8 +132,8 @@ def _registered(registry: Registry[Any], *more: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _shorthand(key: str, kind: Any = object, none: Any = MappingProxyType({})) -> BeforeValidator:
-    """A validator that reads a value of `kind` as {key: value}, and None as `none`."""
+def _shorthand(key: str, kind: Any = object, allowed: str = "", none: Any = MappingProxyType({})) -> BeforeValidator:
+    """A validator that reads a value of `kind` as {key: value}, and None as `none`; `allowed` is for the message."""
 
     def expand(value: Any) -> Any:
         if value is None:
@@ -144,7 +144,7 @@ def _shorthand(key: str, kind: Any = object, none: Any = MappingProxyType({})) -
             return value
         if isinstance(value, kind):
             return {key: value}
-        raise ValueError(f"{show(value)} is neither a dict nor a value of {key!r}")
+        raise ValueError(f"{show(value)} is not {allowed}")
 
     return BeforeValidator(expand)
 
@@ -156,17 +156,22 @@ def _expand_parallel(value: Any) -> Any:
         return given if kind is ParallelConfig else kind.model_validate(given)
     if isinstance(value, Options):
         return value
-    raise ValueError(f"{show(value)} is not a dict; write for example dict(tensor=2, data='zero1')")
+    is_strategy = isinstance(value, str) and value in DATA_STRATEGIES.names()
+    example = f"data={value!r}" if is_strategy else "tensor=2, pipeline=1, data='replicate'"
+    raise ValueError(f"{show(value)} is not a dict; write for example dict({example})")
 
 
 def _expand_precision(value: Any) -> Any:
     if value is None or isinstance(value, PrecisionConfig):
         return value
-    if not isinstance(value, Mapping) or "mode" not in value:
-        mode = value.lower() if isinstance(value, str) and value in AMP_PLUGINS else "torch"
-        modes = list_names(AMP_PLUGINS)
-        raise ValueError(f"{show(value)} names no mode; write dict(mode={mode!r}, ...); modes: {modes}")
+    if not isinstance(value, Mapping):
+        mode = str(value).lower() if isinstance(value, str) and value in AMP_PLUGINS else "torch"
+        raise ValueError(f"{show(value)} is not a dict; write dict(mode={mode!r}); modes: {list_names(AMP_PLUGINS)}")
     options = dict(value)
+    if "mode" not in options:
+        near = find_near("mode", [key for key in options if isinstance(key, str)])
+        hint = f" (is {near!r} meant to be it?)" if near else ""
+        raise ValueError(f"mode is missing{hint}; write dict(mode='torch', ...); modes: {list_names(AMP_PLUGINS)}")
     mode = options.pop("mode")
     return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
 
@@ -276,7 +281,7 @@ class ParallelConfig(Options):
     data: Annotated[
         SerializeAsAny[DataConfig],
         BeforeValidator(lambda value: _read_data(value) if isinstance(value, dict) else value),
-        _shorthand("strategy", str),
+        _shorthand("strategy", str, "a strategy or a dict; write for example 'zero1' or dict(size=2)"),
     ] = DataConfig()
 
     @property
@@ -365,16 +370,27 @@ class Settings(Options):
         ActivationCheckpointConfig()
     )
     activation_offload: Annotated[bool, BeforeValidator(lambda value: False if value is None else value)] = False
-    compile: Annotated[CompileConfig, _shorthand("enabled", bool, MappingProxyType({"enabled": False}))] = (
-        CompileConfig(enabled=False)
-    )
+    compile: Annotated[
+        CompileConfig,
+        _shorthand(
+            "enabled", bool, "True, False or a dict such as dict(scope='blocks')", MappingProxyType({"enabled": False})
+        ),
+    ] = CompileConfig(enabled=False)
     fused: Literal["auto", False] = "auto"
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
     max_consecutive_skips: PositiveInt = 50
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1024
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
-    checkpoint: Annotated[CheckpointConfig | None, _shorthand("directory", (str, os.PathLike), None)] = None
+    checkpoint: Annotated[
+        CheckpointConfig | None,
+        _shorthand(
+            "directory",
+            (str, os.PathLike),
+            "a folder; write 'checkpoints' (to recompute activations: activation_checkpoint)",
+            none=None,
+        ),
+    ] = None
     debug: Literal["sync", "nonfinite"] | None = None
     """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in
     every update."""

@@ -208,7 +208,8 @@ class Work:
             jobs.append((replace(case, updates=1), parts, case.chunks))
         self._references(jobs)
         self.options.progress(f"float64: {self.setup.dims.world_size} ranks")
-        other, limits = parts if parts.with_suffix(".index").exists() else None, Limits(STRUCTURE, UPDATE, {})
+        accumulates = len(jobs) > 1 and parts.with_suffix(".index").exists()
+        other, limits = parts if accumulates else None, Limits(STRUCTURE, UPDATE, {})
         phase = self._layout(case, whole, calls, other, limits)
         if phase.first is not None and phase.first.difference < ROUNDED:
             self.options.progress("float64: once more, since the difference may be rounding")

@@ -110,7 +110,7 @@ def test_a_config_that_cannot_be_read_is_said_as_it_is(run, tmp_path):
     assert result.exit_code == 1
     assert f"  - {tmp_path}/config.py:1: SyntaxError: invalid syntax" in result.stdout
     result = run("fp16 = '[red]" + "x" * 200 + "'\n", "--world-size", "1")
-    assert "'[red]" + "x" * 200 + "' names no mode" in result.stdout, "not wrapped, and no markup"
+    assert "'[red]" + "x" * 200 + "' is not a dict" in result.stdout, "not wrapped, and no markup"
 
 
 # --- with a model --------------------------------------------------------------------------------------------------

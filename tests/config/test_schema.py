@@ -113,8 +113,8 @@ MISTAKES = [
     ({"dtype": "bfloat16"}, "dtype: unknown key; set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead"),
     ({"batch_size": 32}, "batch_size: unknown key; give it to the DataLoader: the batch size of one data rank"),
     # precision
-    ({"fp16": True}, f"fp16: True names no mode; write dict(mode='torch', ...); {MODES}"),
-    ({"fp16": "NAIVE"}, f"fp16: 'NAIVE' names no mode; write dict(mode='naive', ...); {MODES}"),
+    ({"fp16": True}, f"fp16: True is not a dict; write dict(mode='torch'); {MODES}"),
+    ({"fp16": "NAIVE"}, f"fp16: 'NAIVE' is not a dict; write dict(mode='naive'); {MODES}"),
     ({"fp16": {"mode": "naiv"}}, "fp16: mode='naiv' is not a registered mode; allowed: 'torch', 'naive', 'apex'; did"),
     ({"fp16": {"mode": "naive"}, "bf16": {"mode": "naive"}}, "fp16, bf16: a run has one precision; keep one"),
     ({"bf16": {"mode": "naive", "hysteresis": 2}}, "bf16.hysteresis: bf16 has the range of fp32, so the loss is not"),
@@ -131,9 +131,12 @@ MISTAKES = [
     ({"gradient_accumulation": "2"}, "gradient_accumulation: '2': Input should be a valid integer"),
     ({"gradient_accumulation": True}, "gradient_accumulation: True: Input should be a valid integer"),
     ({"parallel": {"tensor": 0}}, "parallel.tensor: 0: Input should be greater than or equal to 1"),
-    ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write for example dict(tensor=2, data='zero1')"),
-    ({"parallel": {"data": 4}}, "parallel.data: 4 is neither a dict nor a value of 'strategy'"),
-    ({"compile": "no"}, "compile: 'no' is neither a dict nor a value of 'enabled'"),
+    ({"parallel": 2}, "parallel: 2 is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')"),
+    ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write for example dict(data='fsdp')"),
+    (
+        {"parallel": {"data": 4}},
+        "parallel.data: 4 is not a strategy or a dict; write for example 'zero1' or dict(size=2)",
+    ),
     ({"clip_grad_norm": math.nan}, "clip_grad_norm: nan: Input should be a finite number"),
     ({"clip_grad_norm": "1e-3"}, "clip_grad_norm: '1e-3': Input should be a valid number"),
     ({"fused": True}, "fused: True: Input should be 'auto' or False"),
@@ -166,7 +169,10 @@ MISTAKES = [
         "'bf16': Input should be 'float32', 'float16' or 'bfloat16'",
     ),
     # checkpoints
-    ({"checkpoint": True}, "checkpoint: True is neither a dict nor a value of 'directory'"),
+    (
+        {"checkpoint": True},
+        "checkpoint: True is not a folder; write 'checkpoints' (to recompute activations: activation_checkpoint)",
+    ),
     ({"checkpoint": ""}, "checkpoint: '': String should have at least 1 character"),
     ({"compile": {4: 4}}, "compile.4: Keys should be strings"),
     ({"checkpoint": {"every": 3}}, "checkpoint.directory: Field required"),
