@@ -85,7 +85,9 @@ def test_numbers_with_an_exponent_in_yaml(write):
 def test_missing_files_and_wrong_types(tmp_path):
     fails(tmp_path / "config.py", f"there is no such file in {tmp_path}")
     fails(tmp_path / "none" / "config.py", f"there is no such file in {tmp_path}/none")
-    fails([("seed", 3)], "a list was given, but a config is a path (.py, .yaml, .yml, .json), a dict ({} trains in fp32) or")
+    fails(
+        [("seed", 3)], "a list was given, but a config is a path (.py, .yaml, .yml, .json), a dict ({} trains in fp32)"
+    )
 
 
 # --- which names of a .py config are settings ----------------------------------------------------------------------
