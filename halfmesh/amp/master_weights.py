@@ -19,7 +19,7 @@ _log = get_logger(__name__)
 
 _UNCOUNTED = (
     "%s in the model and their fp32 master weights differ: one was written through `.data`, which torch does not "
-    "count. The model and saves use the written values, but the next step trains on the masters. Write without .data, "
+    "count. The model and saves use the model's values, but the next step trains on the masters. Write without .data, "
     "as in `with torch.no_grad(): param.copy_(...)`"
 )
 

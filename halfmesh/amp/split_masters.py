@@ -183,10 +183,11 @@ class SplitMasters(MasterWeights):
         return super().held(target) if shard is None else [shard.param.detach(), self.remainders[shard.param]]
 
     def refuse_split(self, call: str) -> None:
-        raise InputError(
-            f"{call}: with masters='split' there are no fp32 masters between updates; read them in "
-            "model.state_dict(), write into the model's parameters, or use masters='float32'"
-        )
+        if self.masters:  # under fsdp the shards are the masters
+            raise InputError(
+                f"{call}: with masters='split' there are no fp32 masters between updates; read them in "
+                "model.state_dict(), write into the model's parameters, or use masters='float32'"
+            )
 
     @property
     def kept(self) -> list[torch.Tensor]:

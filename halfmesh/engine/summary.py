@@ -67,7 +67,7 @@ def state_bytes(
         temporary = trained * 4
     elif masters.masters:
         temporary = min(trained * 4, limit)
-    joined = min(trained * 4, limit) if update.recipe.split_masters else 0
+    joined = min(sum(p.numel() for p in masters.masters) * 4, limit) if update.recipe.split_masters else 0
     trained_ids = {id(target) for s, target in update.master_weights.stepped.items() if s.param.requires_grad}
     states = [_state_bytes(part, trained_ids) for part in update.stepper.parts]
     known = [size for size in states if size is not None]
@@ -143,7 +143,7 @@ def make_plan(
         f"{'?' if held.optimizer is None else readable(held.optimizer)}"
     )
     rows = {
-        "precision": _precision(config, context, model, recipe),
+        "precision": _precision(config, context, model, recipe, update),
         "loss scale": _loss_scale(recipe),
         **_layout(config, context, model, parallel_model),
         "compile": _compile(config, model, parallel_model),
@@ -165,14 +165,18 @@ def make_plan(
     return EffectivePlan({name: text for name, text in rows.items() if text is not None}, values, config.name)
 
 
-def _precision(config: Config, context: ParallelContext, model: nn.Module, recipe: Recipe) -> str:
+def _precision(
+    config: Config, context: ParallelContext, model: nn.Module, recipe: Recipe, update: MixedPrecisionOptimizer
+) -> str:
     precision = config.precision
     mode = "none" if precision is None else precision.label
     params = "as given" if recipe.param_dtype is None else dtype_name(recipe.param_dtype)
     how = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}[recipe.cast_lists] if recipe.autocast else ""
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
-    split = ", of which 16 bits are in the parameters" if recipe.split_masters else ""
-    masters = f", fp32 masters{split}" if recipe.master_weights else ""
+    masters = ", fp32 masters" if recipe.master_weights else ""
+    if recipe.split_masters:
+        has_some = bool(update.master_weights.masters)
+        masters += ", of which 16 bits are in the parameters" if has_some else ": fsdp's shards, not split"
     linear = "" if recipe.linear is None else f", {recipe.linear.describe(model, context.device)}"
     return f"mode {mode}, compute {dtype_name(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
 
@@ -246,6 +250,7 @@ def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
         fused = "fused" if all(group.get("fused") for group in part.param_groups) else "not fused"
         fused += " by fused='auto'" if part in switched else ""
         fused += ", no host read" if stepper.fuses_unscale else ""
+        fused += ", whole matrices by their owners" if part in state.parallel_model.plans.whole_steps else ""
         kinds.append(f"{type(part).__name__} ({fused})")
     words = [" and ".join(kinds)]
     if max_norm:

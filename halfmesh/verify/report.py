@@ -148,7 +148,7 @@ CAUSES = (
     ("gradient", "rows", "gradients are changed, or lost, before the ranks' are averaged (a hook?)", ""),
     ("norm", "", "a part or a copy of a parameter counts too often in the norm, or not at all", ""),
     ("verdict", "", "the ranks do not agree on an overflow, or the scale moves at another time", ""),
-    ("update", "", "new weights do not reach all ranks, or the optimizer needs whole tensors", "take SGD or AdamW"),
+    ("update", "", "new weights do not reach all ranks, or the optimizer needs whole tensors", "set its unit='matrix'"),
     ("buffer", "", "each data rank changes it by its own batches", "all-reduce it in the model, or expect it"),
     ("loss", "", "the criterion is no mean over samples, or counts other targets", "set loss_reduction"),
 )

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import halfmesh
 from halfmesh import compat
 from halfmesh.cli import app
+from halfmesh.parallel.trial import find_unit
 from halfmesh.report.run import read_run
 from tests.engine.test_vocab_parallel import LLAMA_PLAN
 from tests.support.pages import (
@@ -182,6 +183,17 @@ def test_several_optimizers(run):
     assert [len(part.param_groups[0]["params"]) for part in (names["muon"], names["adamw"])] == [2, 2]
     assert not any(map(torch.equal, before, names["model"].parameters()))
     assert [scheduler.last_epoch for scheduler in engine.lr_scheduler] == [15, 15]
+
+
+def test_an_optimizer_of_ones_own(run):
+    kind = run("loop.md", "unit.py")["NormalizedSGD"]
+    params = [torch.nn.Parameter(torch.ones(4, 4))]
+    assert find_unit(kind(params, lr=0.1)) == "matrix"
+    kind.unit = None
+    assert find_unit(kind(params, lr=0.1)) == "matrix", "the trial finds it, too"
+    params[0].grad = torch.ones(4, 4)
+    kind(params, lr=0.4).step()
+    torch.testing.assert_close(params[0].detach(), torch.full((4, 4), 0.9))
 
 
 def test_several_engines(run, capsys):

@@ -397,6 +397,10 @@ def in_layout(rank: int, world_size: int, layout: str, optimizer: Any, folder: P
             engine.averaged_model(0.5)
             norms += [update().grad_norm for _ in range(2)]
             found[masters] = norms, engine.full_state_dict()
+            if layout == "fsdp":  # its shards are the masters, which nothing splits
+                assert engine.plan.values["bytes"]["masters"] == 0
+                assert ("fsdp's shards, not split" in engine.plan.rows["precision"]) == (masters == "split")
+                assert len(list(engine.master_params())) == len(list(engine.model.parameters()))
             engine.load(folder / "float32")
             engine.save_weights(folder / f"loaded-{masters}.pt", format="torch")
             norms = [update().grad_norm for _ in range(2)]

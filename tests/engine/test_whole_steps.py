@@ -131,6 +131,7 @@ def everything(which: str, parallel: Any, mode: str, folder: str) -> dict[str, A
         train(engine, [9], float("inf"))
         torch.testing.assert_close(state_of(engine, average), before, rtol=0, atol=0)
         assert engine.skipped_steps == 1
+    assert ("whole matrices by their owners" in engine.plan.rows["update"]) == bool(parallel)
     engine.save(folder)
     norms += train(engine, range(SAVED_AFTER, UPDATES))
     found = state_of(engine, average)
