@@ -178,11 +178,21 @@ def tolerance_of(which: str, mode: str) -> float:
 @pytest.mark.parametrize(
     ("which", "layout", "mode"),
     [
-        *((which, layout, "none") for which in OPTIMIZERS for layout in ("zero1", "fsdp", "tensor")),
-        *(("lamb", layout, "none") for layout in list(LAYOUTS)[3:]),
-        *(("muon", layout, "none") for layout in ("zero1 x tensor", "fsdp of 3", "zero1 x pipeline")),
-        *((which, layout, "naive_fp16") for which in ("muon", "lamb") for layout in ("zero1", "fsdp", "tensor")),
-        *(("muon", layout, "torch_bf16") for layout in ("zero1", "fsdp", "tensor")),
+        *((which, layout, "none") for which in ("muon", "lamb", "own") for layout in ("zero1", "fsdp", "tensor")),
+        *(("lamb", layout, "naive_fp16") for layout in ("zero1", "fsdp", "tensor")),
+        ("muon", "fsdp", "torch_bf16"),
+        ("timm_muon", "zero1", "none"),
+        *(("brief", layout, "none") for layout in ("zero1", "fsdp")),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                *((which, layout, "none") for which in ("adafactor", "lars") for layout in ("zero1", "fsdp", "tensor")),
+                ("brief", "tensor", "none"),
+                *(("lamb", layout, "none") for layout in list(LAYOUTS)[3:]),
+                *(("muon", layout, "none") for layout in ("zero1 x tensor", "fsdp of 3", "zero1 x pipeline")),
+                *(("muon", layout, "naive_fp16") for layout in ("zero1", "tensor")),
+            )
+        ),
     ],
 )
 def test_layouts_train_as_one_process_and_resume(which, layout, mode, tmp_path):
