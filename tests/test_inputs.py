@@ -255,6 +255,13 @@ def test_values_that_half_precision_cannot_hold():
     start(model, config=NAIVE_BF16)
 
 
+def test_parameters_on_two_devices(monkeypatch):
+    model = MLP()
+    monkeypatch.setattr(nn.Parameter, "device", property(lambda p: torch.device("cuda" if p.dim() == 1 else "cpu")))
+    with pytest.raises(InputError, match=r"its parameters are on several devices \(cpu, cuda\); load it without dev"):
+        start(model)
+
+
 def test_naive_takes_a_model_built_in_its_own_precision():
     engine = start(MLP().half(), config=FP16_NAIVE)
     assert {p.dtype for g in engine.optimizer.param_groups for p in g["params"]} == {torch.float32}

@@ -86,11 +86,17 @@ def find_model_problems(model: Any, recipe: Recipe, device: torch.device) -> Ite
             f"model: {shorten(sharded)} are {type(params[sharded[0]].data).__name__}s: the model was sharded already; "
             "pass it as it was before fully_shard or parallelize_module, the config says how to shard it"
         )
-    on_meta = [name for name, p in params.items() if p.is_meta and recorded(p) is None]
-    if on_meta:
+    devices = sorted({str(p.device) for p in params.values() if recorded(p) is None})
+    if "meta" in devices:
+        on_meta = [name for name, p in params.items() if p.is_meta and recorded(p) is None]
         yield (
             f"model: {shorten(on_meta)} are on the meta device, without values; build the model on a real device, or "
             "under halfmesh.deferred_init(), without torch.device('meta')"
+        )
+    elif len(devices) > 1:
+        yield (
+            f"model: its parameters are on several devices ({', '.join(devices)}); load it without device_map, or move "
+            "it to one with model.to(device): the config says what each rank holds"
         )
     if recipe.cast_lists == "apex" and any(is_compiled(module) for module in model.modules()):
         yield (
