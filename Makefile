@@ -14,6 +14,7 @@
 #   make bench-overlap    how many bytes are sent while ranks compute
 #   make soak     20,000 steps of a tiny model on 2 ranks: whether anything grows: benchmarks/results/soak.md
 #   make docs     the documentation, into site/       make names   write tests/frozen_names.txt again
+#   make promises   write docs/promises.md again, from the marks on tests
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
@@ -27,7 +28,7 @@ WORKERS ?= 2
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all test-composition test-kills simulated-gpu bench bench-gpu bench-pipeline bench-overlap soak docs names lint format clean
+.PHONY: demo promises test test-all test-composition test-kills simulated-gpu bench bench-gpu bench-pipeline bench-overlap soak docs names lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -87,6 +88,9 @@ docs: $(INSTALLED)
 
 names: $(INSTALLED)
 	$(BIN)/python -m docs_tools.public_names
+
+promises: $(INSTALLED)
+	$(BIN)/python -m docs_tools.promises
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

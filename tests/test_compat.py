@@ -26,6 +26,12 @@ def find(raw, world_size=1, device="cpu"):
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "modes with tensor and pipeline parallelism",
+    "`torch` and `naive` work with both; `apex` is refused with the reason",
+    of="Colossal-AI",
+    page="composition.md",
+)
 @pytest.mark.parametrize("column", get_columns())
 @pytest.mark.parametrize("row", get_rows(), ids=str)
 def test_check_agrees_with_the_table(row, column):
@@ -58,6 +64,7 @@ def test_the_tables_refusals():
     )
 
 
+@pytest.mark.promise("modes with tensor and pipeline parallelism")
 @pytest.mark.parametrize(
     ("parallel", "cell"),
     [
@@ -104,6 +111,7 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
 # --- degrees and devices -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("degrees multiply to the number of ranks")
 @pytest.mark.parametrize(
     ("parallel", "world_size", "message"),
     [
@@ -136,6 +144,12 @@ def test_degrees_that_do_not_fit(parallel, world_size, message):
     assert find({"parallel": parallel}, world_size) == [message]
 
 
+@pytest.mark.promise(
+    "degrees multiply to the number of ranks",
+    "otherwise refused, with the numbers of ranks that would do",
+    of="SageMaker",
+    page="config.md",
+)
 @pytest.mark.parametrize(
     ("parallel", "world_size"),
     [({}, 1), ({}, 7), ({"tensor": 2}, 6), ({"tensor": 2, "data": {"size": 3}}, 6), ({"data": {"size": 1}}, 1)],
@@ -144,6 +158,12 @@ def test_degrees_that_fit(parallel, world_size):
     assert find({"parallel": parallel}, world_size) == []
 
 
+@pytest.mark.promise(
+    "one config",
+    "`parallel`, with the data ranks derived; SageMaker's names get a message with ours",
+    of="SageMaker",
+    page="config.md",
+)
 def test_layout():
     config = load({"parallel": {"tensor": 2, "pipeline": {"size": 3, "microbatches": 3}}})
     assert list(mesh_sizes(config, 12).items()) == [("pp", 3), ("dp", 2), ("tp", 2)]  # outermost first
@@ -160,6 +180,7 @@ def test_devices():
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 
 
+@pytest.mark.promise("batches that microbatches do not divide")
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
@@ -237,6 +258,7 @@ def test_keys_of_another_strategy_may_have_their_defaults():
     assert not hasattr(data, "cpu_offload")
 
 
+@pytest.mark.promise("FSDP mixed precision")
 def test_fsdp_param_dtype_is_the_modes():
     data = {"strategy": "fsdp", "param_dtype": "float16"}
     message = "parallel.data.param_dtype: 'float16' is not the dtype that the mode computes in (bfloat16); remove it"

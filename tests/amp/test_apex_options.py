@@ -26,6 +26,12 @@ def recipe_of(**keys):
     return ApexAMP.recipe(options_of(**keys), HALF)
 
 
+@pytest.mark.promise(
+    "APEX's keys, levels and overrides",
+    "apex's property table, without apex installed",
+    of="Colossal-AI",
+    page="migration/apex.md",
+)
 def test_the_property_table_is_apexs():
     table = {level: tuple(vars(properties).values()) for level, properties in OPT_LEVELS.items()}
     assert table == {
@@ -36,6 +42,7 @@ def test_the_property_table_is_apexs():
     }
 
 
+@pytest.mark.promise("APEX's keys, levels and overrides")
 @pytest.mark.parametrize(
     ("level", "keys", "recipe"),
     [

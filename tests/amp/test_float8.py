@@ -67,6 +67,12 @@ def fp8(**options):
     return {"fp8": {"mode": "torch", **options}}
 
 
+@pytest.mark.promise(
+    "fp8 by torchao",
+    "linear layers multiply in float8, bitwise as torchao's, in every layout",
+    of="PyTorch",
+    page="precision.md",
+)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_equal_to_torchao_by_hand(recipe):
     """Bit by bit. Its layers cast their input under CUDA's autocast only, so here hooks do."""
@@ -259,6 +265,7 @@ def train_whole(rank, world_size):
     return states
 
 
+@pytest.mark.promise("fp8 by torchao")
 @pytest.mark.distributed
 def test_sharded_layers_compute_in_float8():
     """Scales of rows that are powers of two round alike in the parts: the weights end nearer to those of one process

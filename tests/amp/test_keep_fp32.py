@@ -62,6 +62,12 @@ def test_what_patterns_keep_reaches_the_output():
     rounded.close()
 
 
+@pytest.mark.promise(
+    "timesteps and rotary frequencies under `naive`",
+    "frequencies and `keep_fp32` stay in fp32; what the first call rounds is told",
+    of="PyTorch",
+    page="precision.md",
+)
 @pytest.mark.parametrize("mode", [("naive", {}), ("apex", {"opt_level": "O2"}), ("apex", {"opt_level": "O3"})])
 def test_frequencies_that_are_not_trained_stay_in_fp32(mode):
     class Odd(nn.Module):
@@ -130,6 +136,7 @@ def test_patterns_that_match_nothing_are_refused():
         halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), lr=0.1), None, "naive", {"keep_fp32": ["s"]})
 
 
+@pytest.mark.promise("timesteps and rotary frequencies under `naive`")
 @pytest.mark.parametrize(
     ("precision", "name", "value", "text"),
     [

@@ -41,6 +41,7 @@ def run(scaler: LossScaler, overflows: list[bool]) -> list[float]:
     return history
 
 
+@pytest.mark.promise("static and dynamic loss scale, also under tensor and pipeline")
 def test_moves_as_the_rule_says():
     draw = random.Random(0)
     for _ in range(60):
@@ -59,11 +60,14 @@ def test_moves_as_the_rule_says():
         assert run(LossScaler(options, CPU), overflows) == model_of_the_rule(options, overflows), (options, overflows)
 
 
+@pytest.mark.promise("NAIVE's keys")
 def test_hysteresis_example():
     scaler = LossScaler(LossScale(initial=1024.0, hysteresis=2), CPU)
     assert run(scaler, [True, False, False, True, True, True]) == [1024, 1024, 1024, 512, 256, 128]
 
 
+@pytest.mark.promise("the loop with autocast and GradScaler")
+@pytest.mark.promise("TORCH's keys")
 @pytest.mark.parametrize("start", [2.0**16, 1000.1])
 @pytest.mark.parametrize(
     ("growth", "backoff", "interval"), [(2.0, 0.5, 1), (2.0, 0.5, 3), (1.1, 0.9, 2), (3.7, 1e-3, 1)]
@@ -90,6 +94,7 @@ def test_same_rule_as_torch_with_hysteresis_1(start, growth, backoff, interval):
         )
 
 
+@pytest.mark.promise("NAIVE's keys")
 def test_static_scale_never_moves():
     scaler = LossScaler(LossScale(initial=128.0, dynamic=False, growth_interval=1), CPU)
     assert run(scaler, [True, False, False, True]) == [128.0] * 4

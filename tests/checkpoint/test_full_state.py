@@ -46,6 +46,7 @@ def save_twice(rank, world_size, folder, layout):
     return counts, same
 
 
+@pytest.mark.promise("many ranks")
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["zero1", "tp2"])
 def test_a_second_save_compares_digests_only(layout, tmp_path):

@@ -111,6 +111,12 @@ def gather(rank: int, world_size: int, layouts: list[str]) -> Found:
     return found
 
 
+@pytest.mark.promise(
+    "the whole model's state in memory",
+    "lifted: `engine.full_state_dict` gathers it from any layout, with the optimizer's if asked, on rank 0 or on all",
+    of="SageMaker",
+    page="checkpoints.md",
+)
 @pytest.mark.sends
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_is_that_of_one_process(ranks):

@@ -97,6 +97,12 @@ def test_a_checkpoint_goes_from_layout_to_layout(tmp_path):
     assert compare([*itertools.pairwise(cells), (cells[-1], cells[0])], str(tmp_path)) == {}
 
 
+@pytest.mark.promise(
+    "no full optimizer checkpoint under tensor parallelism",
+    "lifted: each layout loads what every other saved; a second job in the folder is refused by name",
+    of="SageMaker",
+    page="checkpoints.md",
+)
 @pytest.mark.sends
 @pytest.mark.slow
 def test_every_layout_loads_what_every_other_saved(tmp_path):
@@ -104,6 +110,7 @@ def test_every_layout_loads_what_every_other_saved(tmp_path):
     assert compare(cells, str(tmp_path)) == {}
 
 
+@pytest.mark.promise("no full optimizer checkpoint under tensor parallelism")
 @pytest.mark.sends
 @pytest.mark.slow
 def test_every_mode_loads_what_every_other_saved(tmp_path):

@@ -62,6 +62,7 @@ def test_in_one_process(tmp_path):
     assert ways(0, 1, "one", tmp_path) == []
 
 
+@pytest.mark.promise("weights are not inherited; loading before wrapping; changed shapes")
 @pytest.mark.distributed
 @pytest.mark.sends  # whole weights go to the rank that writes them
 @pytest.mark.parametrize(

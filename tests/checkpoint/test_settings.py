@@ -94,6 +94,12 @@ def updates(engine, count=4):
             engine.lr_scheduler.step()
 
 
+@pytest.mark.promise(
+    "resuming with other settings",
+    "the checkpoint's are in force; a warning names each with both values",
+    of="PyTorch",
+    page="checkpoints.md",
+)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_each_setting_that_a_load_overwrites_is_told_once(kind, tmp_path, caplog):
     updates(engine := run(kind, 6))
@@ -208,6 +214,12 @@ def now(engine):
     return [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
 
 
+@pytest.mark.promise(
+    "going on with another rate or schedule",
+    "`engine.load(folder, keep=...)`",
+    of="PyTorch",
+    page="checkpoints.md",
+)
 @pytest.mark.parametrize("kind", [kind for kind in [*SCHEDULERS, *TOGETHER] if kind not in ("plateau", "own", "numpy")])
 @pytest.mark.parametrize("loads", ["load", "state"])
 def test_a_schedule_that_is_kept_goes_on_where_the_saved_one_was(kind, loads, tmp_path, caplog):
@@ -251,6 +263,7 @@ def updates_by_step(engine, count=4):
         engine.step()
 
 
+@pytest.mark.promise("going on with another rate or schedule")
 def test_each_of_the_two_may_be_kept_alone(tmp_path, caplog):
     saved = kept_run("linear", 6)
     updates_by_step(saved)

@@ -109,6 +109,12 @@ def loaded(rank, world_size, cells, path):
     return found
 
 
+@pytest.mark.promise(
+    "weights are not inherited; loading before wrapping; changed shapes",
+    "lifted: weights carry over, whole state dicts load into every layout, frozen values come out as they went in",
+    of="SageMaker",
+    page="checkpoints.md",
+)
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize(

@@ -127,6 +127,12 @@ def runs(group: str) -> dict[tuple[Any, bool], list[tuple[str, int, int, int]]]:
     return {cell.forms: run_cell(cell, run, cell, timeout=120) for cell in GROUPS[group]}
 
 
+@pytest.mark.promise(
+    "activation checkpointing and offloading, with the rest",
+    "the same weights, less memory",
+    of="SageMaker",
+    page="memory.md",
+)
 @pytest.mark.parametrize(
     "group", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in GROUPS]
 )

@@ -53,11 +53,13 @@ def test_every_possible_pair_of_values_is_in_a_covering_cell():
     assert {value for pair in possible for value in pair} == values - refused
 
 
+@pytest.mark.promise("tensor parallelism of chosen layers")
 def test_every_mode_divides_every_model():
     divided = {(cell.mode, cell.model) for cell in covering() if cell.tensor > 1 and cell.expert == 1}
     assert divided == {(mode, model) for mode in TRAINED for model in WORKLOADS}
 
 
+@pytest.mark.promise("pipelines take the naive mode only")
 def test_every_mode_cuts_every_model_and_meets_all_parallelism_at_once():
     cut = {(cell.mode, cell.model) for cell in covering() if cell.pipeline != NO_PIPE}
     assert cut == {(mode, model) for mode in TRAINED for model in WORKLOADS}

@@ -68,6 +68,12 @@ def train(
         return close_whole(engine), compiled, compiled.breaks
 
 
+@pytest.mark.promise(
+    "torch.compile",
+    "`compile=True`, with the same weights",
+    of="PyTorch",
+    page="benchmarks.md",
+)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_trains_to_parity(cell):
     """With the same cell without the key, which verify proves."""

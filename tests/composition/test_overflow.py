@@ -25,6 +25,12 @@ CELLS = [
 ]
 
 
+@pytest.mark.promise(
+    "static and dynamic loss scale, also under tensor and pipeline",
+    "all ranks skip together, even if only one overflows",
+    of="SageMaker",
+    page="composition.md",
+)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_every_rank_skips(cell):
     results = run_cell(cell, overflow, cell)

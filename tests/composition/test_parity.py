@@ -85,6 +85,21 @@ OTHERS = [
 ]
 
 
+@pytest.mark.promise("the optimizer must be created after sharding")
+@pytest.mark.promise("parameters shared by stages")
+@pytest.mark.promise("simple and interleaved pipeline schedules")
+@pytest.mark.promise(
+    "pipelines take the naive mode only",
+    "lifted: any mode but `apex`",
+    of="Colossal-AI",
+    page="pipeline.md",
+)
+@pytest.mark.promise(
+    "fp16 does not go with ZeRO",
+    "lifted: `torch` and `naive` train under zero1 and fsdp to the weights of one process",
+    of="Colossal-AI",
+    page="sharding.md",
+)
 @pytest.mark.parametrize(("cell", "seed"), SMALL)
 def test_trains_to_parity(cell, seed):
     """In its mode; without one in float64, too."""
@@ -97,6 +112,7 @@ def test_layouts_train_to_parity_in_float64(cell, seed):
     assert not find_problems(cell, "structure", seed)
 
 
+@pytest.mark.promise("`clip_master_grads`")
 @pytest.mark.parametrize("cell", NORMS, ids=str)
 def test_norms_of_each_type(cell):
     assert not find_problems(cell, "structure")

@@ -123,6 +123,14 @@ def test_on_nonfinite():
         engine.step()
 
 
+@pytest.mark.promise(
+    "NAIVE's keys",
+    "static and dynamic scale, hysteresis, floor and ceiling. The scale starts at 2**16 (from 2**32 some "
+    "20 updates would be lost). A static scale skips inf and nan too. For an fp16 loss a dynamic scale "
+    "above 2**15 backs off, and a static one is refused",
+    of="Colossal-AI",
+    page="config.md",
+)
 @pytest.mark.parametrize(("mode", "skips"), [("naive", True), ("apex", False)])
 def test_a_static_scale_of_naive_skips_as_colossalai_does_and_one_of_apex_steps_as_apex(mode, skips):
     engine = make_engine({"fp16": {"mode": mode, "loss_scale": 8.0}})
@@ -186,6 +194,12 @@ def global_batches(rank, world_size):
     return _updates({"global_batch_size": 32}), _updates({"global_batch_size": 16}, **cut)
 
 
+@pytest.mark.promise(
+    "accumulation as a size",
+    "`global_batch_size` determines `gradient_accumulation`; refused if it does not divide",
+    of="Colossal-AI",
+    page="config.md",
+)
 @pytest.mark.distributed
 def test_global_batch_size():
     """Of all data ranks, which are 1, 2, and 1 where two ranks are a tensor group."""
@@ -196,6 +210,7 @@ def test_global_batch_size():
         assert found == ((2, text.format("2 data ranks", 2, 32), 2), (2, text.format("1 data rank", 2, 16), 4))
 
 
+@pytest.mark.promise("accumulation as a size")
 @pytest.mark.parametrize(
     ("config", "loader", "words"),
     [

@@ -33,6 +33,7 @@ def test_every_file_is_tested():
     assert {path.stem for path in FOLDER.iterdir() if path.suffix} == set(EXPECTED)
 
 
+@pytest.mark.promise("ViT on Caltech101")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_config(name):
     config = load(name)
@@ -47,6 +48,12 @@ def test_config(name):
     assert "import *" not in text, "each stands by itself"
 
 
+@pytest.mark.promise(
+    "three modes, chosen in the config",
+    '`fp16 = dict(mode="torch")`, `"naive"`, `"apex"`, or the enum; the loop stays the same',
+    of="Colossal-AI",
+    page="config.md",
+)
 @pytest.mark.parametrize("name", ["torch_bf16", "torch_fp16", "naive_fp16", "apex"])
 def test_only_the_precision_differs(name):
     ours, others = ({k: v for k, v in load(n).to_dict().items() if k not in ("fp16", "bf16")} for n in (name, "tensor"))

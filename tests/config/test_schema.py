@@ -48,6 +48,7 @@ def test_defaults():
     assert config.user == {}
 
 
+@pytest.mark.promise("three modes, chosen in the config")
 @pytest.mark.parametrize("mode", ["naive", "NAIVE", AMP_TYPE.NAIVE])
 def test_mode_forms(mode):
     config = load_config({"fp16": {"mode": mode, "hysteresis": 4}})
@@ -183,6 +184,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.promise("one config")
 @pytest.mark.parametrize(("raw", "message"), MISTAKES, ids=[message[:45] for _, message in MISTAKES])
 def test_one_mistake_is_one_problem(raw, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
@@ -271,6 +273,7 @@ def test_a_config_prints_as_python():
     assert eval(repr(load_config(names)), {"Config": dict}) == names
 
 
+@pytest.mark.promise("clipping, accumulation and user constants in one config")
 def test_user_constants():
     config = load_config(EVERYTHING)
     assert config.NUM_EPOCHS == 10

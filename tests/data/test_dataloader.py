@@ -236,6 +236,12 @@ def test_an_empty_stream():
     assert list(engine.eval_dataloader) == []
 
 
+@pytest.mark.promise(
+    "`get_dataloader`, LinearWarmupLR, the loop",
+    "the same names",
+    of="Colossal-AI",
+    page="../README.md",
+)
 def test_get_dataloader():
     def order(seed):
         return [y.tolist() for _, y in halfmesh.get_dataloader(data, batch_size=4, shuffle=True, seed=seed)]

@@ -147,6 +147,12 @@ def through_engines(rank: int, world_size: int) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.promise(
+    "seeds",
+    "data order and initial weights are those of one process in every layout; your generators stay yours",
+    of="SageMaker",
+    page="loop.md",
+)
 @pytest.mark.distributed
 def test_the_order_is_that_of_a_plain_loop_in_every_layout():
     """And the user's generators are afterwards where it leaves them, on each rank that drew what rank 0 drew."""
@@ -261,6 +267,7 @@ def losses(rank: int, world_size: int, layout: str) -> tuple[list[float], torch.
     return seen, close_whole(engine)["head.weight"]
 
 
+@pytest.mark.promise("seeds")
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["dp2", "tp2", pytest.param("pp2", marks=pytest.mark.sends), "fsdp"])
 def test_losses_are_those_of_one_process_with_the_whole_batch(layout):
@@ -332,6 +339,7 @@ def draws_alone(rank: int, world_size: int) -> tuple[list[float], dict[Any, Any]
     return [draw() for _ in range(7)], model_draws(0, 1)
 
 
+@pytest.mark.promise("seeds")
 @pytest.mark.distributed
 def test_a_model_draws_from_its_own_sequence_on_several_ranks():
     """Dropout differs between data ranks that were seeded alike, and what the loop draws is the user's."""
@@ -393,6 +401,12 @@ def warnings() -> Iterator[list[str]]:
 SAME = "all 2 data ranks were given the same inputs in the first update"
 
 
+@pytest.mark.promise(
+    "data ranks that train on the same batches",
+    "a warning",
+    of="SageMaker",
+    page="loop.md",
+)
 @pytest.mark.distributed
 def test_a_loop_over_batches_that_are_not_sharded_is_told_once():
     first, second = run_ranks(own_batches, 2)

@@ -66,6 +66,12 @@ def own(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.promise(
+    "data that is sharded already",
+    "taken as it is",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.distributed
 def test_data_of_this_rank_is_taken_as_it_is():
     everyone = run_ranks(own, 2)

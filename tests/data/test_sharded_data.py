@@ -193,6 +193,12 @@ def flat(epoch: list) -> list[int]:
     return [i for batch in epoch for i in (batch if isinstance(batch, list) else [batch])]
 
 
+@pytest.mark.promise(
+    "DistributedSampler, `join`",
+    "any loader is sharded once; uneven ends do not hang",
+    of="SageMaker",
+    page="loop.md",
+)
 def test_every_kind_of_loader_is_sharded_once():
     first, second = run_ranks(shards, 2, timeout=120)
     for name, (_, *expected) in IN_ORDER.items():
@@ -229,6 +235,7 @@ def uneven(rank: int, world_size: int) -> list[int]:
     return [len(x) for x, _ in engine.dataloader] + [len(train(engine))]
 
 
+@pytest.mark.promise("DistributedSampler, `join`")
 def test_uneven_tails_never_hang():
     """They are padded, so that both ranks have 2 batches and nobody waits."""
     assert run_ranks(uneven, 2) == [[2, 2, 2]] * 2

@@ -195,6 +195,12 @@ def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=N
     raise AssertionError("it never ended")
 
 
+@pytest.mark.promise(
+    "inf or nan without a loss scale",
+    "told soon, counted from the first, on all ranks",
+    of="PyTorch",
+    page="health.md",
+)
 @pytest.mark.parametrize("name", UNSCALED)
 def test_the_first_nan_is_told_soon_and_counted(name):
     update, error, told = run_into_nan(UNSCALED[name])
@@ -304,6 +310,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.promise("inf or nan without a loss scale")
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -101,6 +101,12 @@ def test_it_says_what_it_made(verbose, caplog):
     assert [record.getMessage() for record in caplog.records] == (said if verbose else [])
 
 
+@pytest.mark.promise(
+    "launchers",
+    "torchrun, SLURM, Open MPI, the default parser with `--local-rank`",
+    of="Colossal-AI",
+    page="loop.md",
+)
 def test_slurm_and_open_mpi_tell_the_place(variables, monkeypatch):
     variables(SLURM)
     assert launch_from_slurm({}, "host", 1, device="cpu").world_size == 1
@@ -114,6 +120,7 @@ def test_slurm_and_open_mpi_tell_the_place(variables, monkeypatch):
     assert len(joined) == 1
 
 
+@pytest.mark.promise("launchers")
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
@@ -133,6 +140,7 @@ def test_data_ranks_are_known_before_there_is_a_model(parallel, expected, variab
     assert found == expected
 
 
+@pytest.mark.promise("launchers")
 def test_the_default_parser():
     line = "--config c.py --host h --port 5 --world-size 4 --rank 1 --local-rank 1 --backend gloo"
     expected = {"config": "c.py", "host": "h", "port": 5, "world_size": 4, "rank": 1, "local_rank": 1}
@@ -192,6 +200,7 @@ def test_each_local_rank_gets_its_gpu(monkeypatch):
     assert current == [3, 2, 1]
 
 
+@pytest.mark.promise("launchers")
 def test_one_visible_gpu_is_taken_whatever_the_local_rank(monkeypatch):
     """As under srun --gpus-per-task=1."""
     pretend_gpus(monkeypatch, 1)
@@ -315,6 +324,7 @@ def use_torchrun_variables(rank, world_size, port):
     return [*facts, dist.is_initialized()]
 
 
+@pytest.mark.promise("launchers")
 @pytest.mark.distributed
 def test_torchruns_variables_make_a_group_that_the_owner_destroys():
     expected = [[rank, 2, 2, True, False] for rank in range(2)]

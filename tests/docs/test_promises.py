@@ -1,4 +1,4 @@
-"""docs/promises.md: each row names tests that prove it. Tests that any other page names exist, too."""
+"""docs/promises.md is made from the marks on tests. Tests that any page names exist."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from functools import cache
 
 import pytest
 
+from docs_tools import promises
 from halfmesh.compat import composition_table
-from tests.support.pages import DOCS, ROOT, find_rows, read_page
+from tests.support.pages import DOCS, ROOT
 
-PAGE = read_page("promises.md")
-SECTIONS: dict[str, str] = dict(re.findall(r"^## (From .*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
-ROWS = [row for text in SECTIONS.values() for row in find_rows(text, "what")]
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "CONTRIBUTING.md"]
+MARK = "\n@pytest.mark.promise({})\ndef test_it(): ...\n"
 
 
 @cache
@@ -26,16 +25,27 @@ def find_tests(path: str) -> frozenset[str]:
     return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
 
 
-def test_all_three_documents_are_there():
-    assert list(SECTIONS) == ["From Colossal-AI", "From SageMaker", "From PyTorch's guide"]
-    assert len(ROWS) == PAGE.count("\n| ") - len(SECTIONS)
-    assert len(ROWS) > 40
+def test_the_page_is_what_the_marks_say():
+    assert promises.PAGE.read_text() == promises.render(), "make promises"
+    found = promises.read_promises()
+    assert {promise.of for promise in found} == set(promises.SOURCES)
+    assert len(found) > 40
+    assert [promise.what for promise in found if not (DOCS / promise.page).is_file()] == []
 
 
-def test_every_row_names_its_tests_and_nothing_else():
-    for what, _, proven, page in ROWS:
-        assert re.fullmatch(r"`tests/[\w/]+\.py::\w+`(, `tests/[\w/]+\.py::\w+`)*", proven), what
-        assert re.search(r"\]\([\w./-]+\.md\)", page), what
+@pytest.mark.parametrize(
+    ("marks", "message"),
+    [
+        (['"a"'], "no test has the whole mark of 'a'"),
+        (['"a", "b", of="PyTorch"'], "no test has the whole mark of 'a'"),
+        (['"a", "b", of="PyTorch", page="loop.md"'] * 2, "test_1.py::test_it and .*test_0.py::test_it both have"),
+    ],
+)
+def test_an_incomplete_mark_is_an_error(tmp_path, marks, message):
+    for number, mark in enumerate(marks):
+        (tmp_path / f"test_{number}.py").write_text(MARK.format(mark))
+    with pytest.raises(ValueError, match=message):
+        promises.read_promises(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -48,7 +58,7 @@ def test_tests_that_a_page_names_exist(page):
 
 def test_what_is_lifted_is_a_cell_that_trains():
     table = composition_table()
-    lifted = {row[0] for row in ROWS if row[1].startswith("lifted")}
+    lifted = {promise.what for promise in promises.read_promises() if promise.here.startswith("lifted")}
     assert {"fp16 does not go with ZeRO", "pipelines take the naive mode only"} <= lifted
     for mode in ("torch fp16", "naive fp16"):
         assert {table[mode][column] for column in ("pipeline", "zero1", "fsdp")} == {"yes"}

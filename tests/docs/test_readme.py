@@ -28,6 +28,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.promise("`get_dataloader`, LinearWarmupLR, the loop")
 def test_the_loop(folder, capsys):
     names = stand_ins()
     before = names["model"][0].weight.detach().clone()
@@ -61,6 +62,12 @@ def test_the_division_of_a_model():
     assert mesh_sizes(config, 8) == {"pp": 2, "dp": 2, "tp": 2}
 
 
+@pytest.mark.promise(
+    "`hysterisis`, as the tutorial spells it",
+    "refused, with \"did you mean 'hysteresis'?\"",
+    of="Colossal-AI",
+    page="config.md",
+)
 @pytest.mark.parametrize("number", range(2))
 def test_the_mistakes(number, folder):
     assert len(MISTAKES) == README.count("# mistake") == 2

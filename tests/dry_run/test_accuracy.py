@@ -53,6 +53,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.promise("20 bytes per parameter for Adam in fp16")
 @pytest.mark.parametrize("name", CELLS)
 def test_bytes_are_those_of_a_run(name):
     size, config = LAYOUTS[name]

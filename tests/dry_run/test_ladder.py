@@ -47,6 +47,12 @@ def train(rank, world_size, path, rows):
     return seen, engine.context.dp_rank, changed > len(before) / 2
 
 
+@pytest.mark.promise(
+    "help in choosing",
+    "`halfmesh plan`: the simplest change of a config that fits, and what it costs",
+    of="SageMaker",
+    page="planning.md",
+)
 @pytest.mark.parametrize(
     ("room", "changes"),
     [
@@ -130,6 +136,12 @@ def test_models_that_cannot_be_planned(models):
         plan(1, 1, model="some_models:bare")
 
 
+@pytest.mark.promise(
+    "advice on batch size and data loading",
+    "from `halfmesh plan`, and a warning of the throughput hook when training waits for the loader",
+    of="PyTorch",
+    page="benchmarks.md",
+)
 def test_advice_on_the_choice():
     config = {"bf16": {"mode": "torch"}, "parallel": {"data": "fsdp"}}
     (advice,) = [line for line in lines(*reversed(plan(10000, 2, config=config))) if line.startswith("advice: ")]

@@ -87,6 +87,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("averaged weights (`torch.optim.swa_utils`)")
 @pytest.mark.parametrize("mode", MODES)
 def test_it_follows_the_masters(mode, tmp_path):
     """Which a sum of half-precision weights would not: of steps of lr 1e-5 bf16 sees nothing."""
@@ -424,6 +425,12 @@ def in_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str]
     return found
 
 
+@pytest.mark.promise(
+    "averaged weights (`torch.optim.swa_utils`)",
+    "`engine.averaged_model`: of the masters, in every layout, saved and resharded",
+    of="PyTorch",
+    page="precision.md",
+)
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_every_layout_averages_as_one_process_and_goes_on_bit_for_bit(tmp_path):

@@ -80,6 +80,12 @@ def test_one_process(mode):
     assert difference(weights, model) < tolerance
 
 
+@pytest.mark.promise(
+    "criteria that communicate",
+    "`set_context`",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_centre_is_that_of_one_process(layout):

@@ -87,6 +87,7 @@ def compiled_names(engine):
     return [name for name, module in engine.model.named_modules() if is_compiled(module)]
 
 
+@pytest.mark.promise("torch.compile")
 @pytest.mark.parametrize(
     "mode",
     ["torch_fp16", *(pytest.param(m, marks=slow) for m in MODES if m not in ("torch_fp16", "apex_o1"))],

@@ -61,6 +61,12 @@ def train(model, optimizer, criterion, data, max_norm=0.0):
 NAMES = [name for name in MODES if name != "none"]
 
 
+@pytest.mark.promise(
+    "precision without the engine",
+    "`convert_to_amp(model, optimizer, criterion, mode, config)`",
+    of="Colossal-AI",
+    page="precision.md",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_parity_with_a_plain_fp32_loop(name):
     model, optimizer, criterion = converted(name)
@@ -102,6 +108,7 @@ def test_resumes_bitwise(name):
     torch.testing.assert_close(second[0].state_dict(), first[0].state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.promise("precision without the engine")
 def test_it_needs_no_process_group_and_no_config_package(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")  # as under torchrun, with a process group of one's own or none
     train(*converted("naive_fp16"), batches(1))

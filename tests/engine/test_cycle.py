@@ -31,6 +31,18 @@ X, Y = make_data(8)
 HALVES = (slice(0, 4), slice(4, 8))
 
 
+@pytest.mark.promise(
+    "accumulation, and its rest at the end of an epoch",
+    "stepped with its own divisor",
+    of="PyTorch",
+    page="loop.md",
+)
+@pytest.mark.promise(
+    "clipping, accumulation and user constants in one config",
+    "`clip_grad_norm`, `gradient_accumulation`, UPPERCASE names",
+    of="Colossal-AI",
+    page="loop.md",
+)
 @pytest.mark.parametrize(
     ("mode", "max_norm"), [("none", 0.0), ("none", 0.5), ("torch_fp16", 0.5), ("naive_fp16", 0.5), ("naive_fp16", 0.0)]
 )
@@ -200,6 +212,7 @@ def test_an_error_in_backward_leaves_no_half_gradient():
     assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
 
 
+@pytest.mark.promise("accumulation, and its rest at the end of an epoch")
 def test_clip_in_a_short_last_cycle():
     engine = make_engine(
         {"gradient_accumulation": 3}, loader=make_loader(16, 4), optimizer=lambda p: optim.SGD(p, lr=1.0)
@@ -256,6 +269,12 @@ def _each(step, number):
     step(last=(number + 1) % 4 == 0)
 
 
+@pytest.mark.promise(
+    "a loop that counts its accumulated batches itself",
+    "warned at the second such step, with both fixes",
+    of="Colossal-AI",
+    page="loop.md",
+)
 @pytest.mark.parametrize("own_loader", [False, True])
 @pytest.mark.parametrize(
     ("stepping", "accumulation", "tells"),
@@ -286,6 +305,7 @@ def test_a_loop_that_steps_on_its_first_batch_is_told_of_the_batches_that_it_cou
         assert ("engine.step() came after 4 batches" in caplog.text) == (number >= 8)
 
 
+@pytest.mark.promise("a loop that counts its accumulated batches itself")
 @pytest.mark.parametrize("own_loader", [False, True])
 def test_several_forwards_or_losses_of_a_batch_are_no_batches(own_loader, caplog):
     """Two views and one loss; a batch with two losses; one in chunks; a batch that is passed over; a leftover."""

@@ -85,6 +85,12 @@ def against_ddp(rank: int, world_size: int) -> float:
     return difference(full_weights(engine), ddp.module)
 
 
+@pytest.mark.promise(
+    "DDP",
+    "bitwise the gradients of torch's",
+    of="PyTorch",
+    page="loop.md",
+)
 def test_bitwise_equal_to_torch_ddp():
     assert run_ranks(against_ddp, 2) == [0.0, 0.0]
 
@@ -138,6 +144,12 @@ def reductions(rank: int, world_size: int) -> dict[int, Sent]:
     return counts
 
 
+@pytest.mark.promise(
+    "DDP with accumulation and `no_sync`",
+    "one reduction per update",
+    of="PyTorch",
+    page="benchmarks.md",
+)
 def test_one_reduction_per_update():
     for counts in run_ranks(reductions, 2):
         assert {accumulation: sent.count for accumulation, sent in counts.items()} == {1: 8, 4: 2}
@@ -164,6 +176,12 @@ def data_options(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.promise(
+    "a limit to collectives in flight",
+    "`max_inflight`",
+    of="SageMaker",
+    page="sharding.md",
+)
 def test_options_of_the_reduction_have_an_effect():
     for found in run_ranks(data_options, 2):
         assert found["bfloat16"] == (1, 2, 1)

@@ -66,6 +66,12 @@ def test_the_count_of_updates_can_be_set(tmp_path):
     assert engine.save(tmp_path).name == "step-00000101"
 
 
+@pytest.mark.promise(
+    "fp32, fp16, bf16",
+    "matrix products run in the requested dtype",
+    of="PyTorch",
+    page="config.md",
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_matrix_products_run_in_the_dtype_asked_for(mode):
     engine = make_engine(MODES[mode])
@@ -85,6 +91,12 @@ def test_matrix_products_run_in_the_dtype_asked_for(mode):
         assert torch.is_autocast_enabled("cpu") == autocast
 
 
+@pytest.mark.promise(
+    "regions without autocast in a model",
+    "honoured",
+    of="PyTorch",
+    page="config.md",
+)
 @pytest.mark.parametrize("mode", ["torch_fp16", "apex_o1"])
 def test_custom_regions_are_honoured(mode):
     class Careful(MLP):
@@ -162,6 +174,7 @@ class OwnLoss(MLP):
         return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
 
 
+@pytest.mark.promise("NAIVE's keys")
 def test_a_dynamic_scale_that_is_too_large_for_an_fp16_loss_backs_off():
     engine = make_engine({"fp16": {"mode": "naive", "hysteresis": 1}}, model=OwnLoss())
     skipped = []
@@ -172,6 +185,7 @@ def test_a_dynamic_scale_that_is_too_large_for_an_fp16_loss_backs_off():
     assert (skipped, engine.loss_scale) == ([True, False, False], 2.0**15)
 
 
+@pytest.mark.promise("NAIVE's keys")
 def test_a_static_scale_that_is_too_large_for_an_fp16_loss_is_refused():
     """It would make every gradient inf. Of the criterion's loss in fp32 any scale is fine."""
     config = {"fp16": {"mode": "naive", "loss_scale": 65536.0}}

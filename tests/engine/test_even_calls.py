@@ -100,6 +100,12 @@ CELLS = [
 ]
 
 
+@pytest.mark.promise(
+    "evaluation sets that ranks do not divide",
+    "each sample once, under fsdp too; a set with no batch for some rank is refused",
+    of="PyTorch",
+    page="sharding.md",
+)
 @pytest.mark.parametrize(("parallel", "ranks", "kind", "rows"), CELLS)
 def test_a_loop_sees_each_sample_once(parallel, ranks, kind, rows):
     if kind == "drop last":  # each rank drops its own

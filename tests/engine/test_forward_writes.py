@@ -106,6 +106,12 @@ def of_data_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
     return found
 
 
+@pytest.mark.promise(
+    "weights that forward writes",
+    "kept where all ranks write the same, else an error with names",
+    of="PyTorch",
+    page="sharding.md",
+)
 @pytest.mark.distributed
 def test_data_ranks_keep_the_same_writes_and_refuse_others():
     both = run_ranks(of_data_ranks, 2)
@@ -132,6 +138,7 @@ def under_fsdp(rank: int, world_size: int) -> dict[tuple[str, int], Any]:
     }
 
 
+@pytest.mark.promise("weights that forward writes")
 @pytest.mark.distributed
 def test_fsdp_refuses_writes_into_gathered_weights():
     for found in run_ranks(under_fsdp, 2):

@@ -67,6 +67,12 @@ def fail(how, folder, monkeypatch):
     return {"resume": str(folder / "nothing")} if how == "missing" else {}
 
 
+@pytest.mark.promise(
+    "an `initialize` that fails",
+    "gives model and optimizer back",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize(
     ("mode", "how"),
     [

@@ -36,6 +36,12 @@ def own_loss(engine: halfmesh.Engine) -> torch.Tensor:
     return engine.criterion(engine(X), Y)
 
 
+@pytest.mark.promise(
+    "one loss scale per update",
+    "your own `loss.backward()`, and another engine's gradients, bring a warning or an error",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize("config", SCALED)
 def test_a_loss_backward_before_the_first_of_an_update_is_refused_under_a_scale(config):
     engine = make_engine(config)
@@ -79,6 +85,7 @@ def warned(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.promise("one loss scale per update")
 @pytest.mark.parametrize("config", SCALED)
 def test_two_engines_whose_losses_cross(config, caplog):
     ours, theirs = (make_engine(config, model=nn.Linear(8, 4)) for _ in range(2))
@@ -133,6 +140,7 @@ def adds_to_data(model):
     model.last.weight.grad.data.add_(0.01)
 
 
+@pytest.mark.promise("`param.grad` between backward and step")
 @pytest.mark.parametrize("change", [exchanges, clamps_the_last, clips, clips_data, adds_to_data])
 def test_changed_gradients_are_told_under_a_scale_and_right_without(change, caplog):
     for config in SCALED:
@@ -239,6 +247,12 @@ HOOKS = {
 SCALED_MODES = [*SCALED, MODES["apex_o2"], {"fp16": {"mode": "apex", "opt_level": "O1", "num_losses": 2}}]
 
 
+@pytest.mark.promise(
+    "hooks on gradients under a loss scale",
+    "a warning with names and the way out",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("early", [True, False])
 def test_hooks_that_see_scaled_gradients_are_told_once(name, early, caplog):

@@ -109,6 +109,7 @@ def test_values_are_asked_for_once_and_late():
     assert calls == [1]
 
 
+@pytest.mark.promise("outputs are sent on request")
 def test_an_output_that_was_not_kept():
     handle = PipelineOutput(None)
     handle.drop()

@@ -91,6 +91,12 @@ def by_hand(trains: bool = True) -> tuple[dict[str, torch.Tensor], nn.Module]:
     return outputs, model
 
 
+@pytest.mark.promise(
+    "other methods than forward",
+    "`engine.call`: as in one process, in every layout that can",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_methods_compute_in_the_mode(mode):
     engine = start(MODES[mode])
@@ -112,6 +118,7 @@ def in_a_layout(rank: int, world_size: int, layout: str, config: dict[str, Any])
     return first, evaluated(engine), engine.full_state_dict(rank0_only=False), refused
 
 
+@pytest.mark.promise("other methods than forward")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("mode", "close"), [("none", 1e-5), ("naive_fp16", 1e-2)])
 @pytest.mark.parametrize("layout", LAYOUTS)

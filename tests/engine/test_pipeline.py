@@ -197,6 +197,12 @@ def named(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.promise(
+    "arguments without a batch dimension",
+    "`non_split`",
+    of="SageMaker",
+    page="pipeline.md",
+)
 def test_inputs_of_all_kinds_and_arguments_that_are_not_split():
     results = run_ranks(named, 2)
     model, y, expected = Named(), make_data(8)[1], []

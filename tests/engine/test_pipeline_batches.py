@@ -135,6 +135,12 @@ def tails(rank: int, world_size: int, config: Any) -> dict[str, Any]:
     return {"losses": losses, "seen": int(seen), "weights": whole(engine)}
 
 
+@pytest.mark.promise(
+    "batches that microbatches do not divide",
+    "run in other microbatches, or are refused; never a hang",
+    of="SageMaker",
+    page="pipeline.md",
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ragged_last_batches_are_run_in_other_microbatches_or_refused(schedule):
     expected = tails(0, 1, {"parallel": {}})

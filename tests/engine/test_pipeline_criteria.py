@@ -97,6 +97,13 @@ def told() -> list[dict[str, str]]:
     return run_ranks(each_loss, 2)
 
 
+@pytest.mark.promise(
+    "microbatch losses are averaged",
+    "a criterion for which that is wrong (a sum, class weights, `ignore_index`, contrastive) is refused "
+    "on all ranks, with the right setting",
+    of="SageMaker",
+    page="loop.md",
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_criteria(name, told):
     first, second = (found[name] for found in told)
@@ -212,6 +219,7 @@ def later(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.promise("microbatch losses are averaged")
 def test_later_batches_and_what_the_comparison_leaves():
     for found in run_ranks(later, 4):
         assert found["batches"][:9] == ["nothing"] * 9

@@ -68,6 +68,12 @@ def what_happens(rank: int, world_size: int, rows: int) -> tuple[list[str], list
     return events, collectives, output.detach() if engine.context.is_last_stage else None
 
 
+@pytest.mark.promise(
+    "outputs are sent on request",
+    "`keep_outputs`, `eval_outputs`",
+    of="SageMaker",
+    page="pipeline.md",
+)
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize(("rows", "parts"), [(8, (2, 2, 2, 2)), (7, (2, 2, 2, 1)), (5, (2, 2, 1)), (1, (1,))])

@@ -223,6 +223,12 @@ def parts_later(rank: int, world_size: int, changed: str) -> str:
     return "nothing"
 
 
+@pytest.mark.promise(
+    "ranks that compute one batch get the same inputs",
+    "inputs and targets are compared over stages and tensor ranks",
+    of="SageMaker",
+    page="pipeline.md",
+)
 @pytest.mark.parametrize("changed", ["targets", "inputs"])
 def test_batches_that_part_later_are_noticed(changed):
     for found in run_ranks(parts_later, 2, changed):

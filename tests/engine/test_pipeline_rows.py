@@ -228,6 +228,12 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(train, 2)
 
 
+@pytest.mark.promise(
+    "models that mix the rows of a batch, in a pipeline",
+    "refused before the first update, with the module",
+    of="PyTorch",
+    page="pipeline.md",
+)
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_rows_are_refused(name, ranks):
     for found in ranks:
@@ -235,6 +241,7 @@ def test_mixed_rows_are_refused(name, ranks):
         assert "The first module whose output differs is 2" in found[name]
 
 
+@pytest.mark.promise("models that mix the rows of a batch, in a pipeline")
 @pytest.mark.parametrize("name", OWN)
 def test_rows_by_themselves_are_trained(name, ranks):
     state = ranks[0][name] | ranks[1][name]

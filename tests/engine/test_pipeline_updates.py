@@ -116,6 +116,7 @@ def traffic(rank: int, world_size: int, mode: str) -> tuple[list[int], list[Any]
     return [4 * p.numel() for p in engine.model.parameters()], found
 
 
+@pytest.mark.promise("outputs are sent on request")
 @pytest.mark.parametrize(("mode", "size"), [("fp32", 4), ("torch", 2), ("naive", 2)])
 def test_what_is_sent_in_an_update(mode, size):
     """Activations once forward and their gradients once back, the loss, and one verdict with the norm."""

@@ -119,6 +119,7 @@ def assert_same(found, expected):
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("activation checkpointing and offloading, with the rest")
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_trains_as_without(mode):
     config = MODES[mode] | {"gradient_accumulation": 2, "clip_grad_norm": 0.5}
@@ -185,6 +186,7 @@ def bytes_of(keys) -> int:
     return bytes_left(lambda: engine(x))
 
 
+@pytest.mark.promise("activation checkpointing and offloading, with the rest")
 @pytest.mark.parametrize("mode", [{}, MODES["naive_bf16"]], ids=str)
 def test_saved_bytes(mode):
     left = {name: bytes_of(mode | KEYS[name]) for name in ("full", "selective", "every", "patterns")}

@@ -39,6 +39,12 @@ def halving(optimizer):
     return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
+@pytest.mark.promise(
+    "`clip_master_grads`",
+    "`engine.clip_grad_norm_(max_norm)`, or the config",
+    of="SageMaker",
+    page="loop.md",
+)
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])
 def test_clip_grad_norm_on_the_engine(mode):
     engine = make_engine(MODES[mode] | {"gradient_accumulation": 2}, loader=make_loader(24, 4))
@@ -100,6 +106,7 @@ def test_gradients_of_one_rank_are_judged_by_all():
         assert [skipped for skipped, _ in run_ranks(clipped_then_changed, 2, mode, math.inf, pipeline)] == [True] * 2
 
 
+@pytest.mark.promise("schedulers need the inner optimizer")
 @pytest.mark.parametrize("mode", ["none", "naive_fp16"])
 def test_lr_of_every_update_skips_not_counted(mode):
     engine = make_engine(MODES[mode], lr_scheduler=halving)
@@ -155,6 +162,12 @@ def test_an_epoch_ends_for_a_loop_that_counts_its_batches(counted, accumulation)
     assert engine.lr_scheduler.last_epoch == 2
 
 
+@pytest.mark.promise(
+    "schedulers need the inner optimizer",
+    "lifted: a scheduler of your own optimizer works",
+    of="SageMaker",
+    page="loop.md",
+)
 def test_a_scheduler_given_as_an_object_keeps_working_on_masters():
     model = MLP()
     optimizer = adamw(model.parameters())

@@ -131,6 +131,12 @@ def gap(weights: Any, model: nn.Module) -> float:
 # -- one update ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "several optimizers for one model (Muon and AdamW)",
+    "one update, as in a plain loop; saved and resharded",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize("which", ["sgd", "muon"])
 @pytest.mark.parametrize("mode", MODES)
 def test_two_optimizers_train_as_in_a_plain_loop(mode, which):
@@ -405,6 +411,7 @@ def trained(rank: int, world_size: int, layout: str, which: str, mode: str, fold
     return norms, weights
 
 
+@pytest.mark.promise("several optimizers for one model (Muon and AdamW)")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "which", "mode"),
@@ -461,6 +468,7 @@ def from_one(rank: int, world_size: int, layout: str, folder: str) -> Any:
     return engine.full_state_dict(optimizer=True, rank0_only=False)
 
 
+@pytest.mark.promise("several optimizers for one model (Muon and AdamW)")
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["zero1", "fsdp", "tensor", "pipeline"])
 def test_state_is_resharded_by_parameter(layout, tmp_path):

@@ -93,6 +93,7 @@ def held_bytes(engine: Any) -> int:
     return memory(*engine.model.parameters(), *[x for x in state if x.dim()], *masters, *kept)
 
 
+@pytest.mark.promise("fewer bytes per parameter (Megatron's bf16 weights and the low 16 bits of masters)")
 @pytest.mark.parametrize(("masters", "expected"), [("split", 12), ("float32", 14)])
 def test_bytes_between_updates(masters, expected):
     engine = make_engine(NAIVE[masters], optimizer=adamw)
@@ -429,6 +430,12 @@ def test_all_ranks_of_zero1_round_ties_alike():
     assert (first[-len(first) // 2 - 2] == 1 + 2**-7).all(), "away from 0"
 
 
+@pytest.mark.promise(
+    "fewer bytes per parameter (Megatron's bf16 weights and the low 16 bits of masters)",
+    '`masters="split"`: the same training, 12 bytes with Adam; checkpoints load both ways',
+    of="PyTorch",
+    page="precision.md",
+)
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize(

@@ -216,6 +216,7 @@ def targets(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.promise("ranks that compute one batch get the same inputs")
 def test_targets_are_compared_over_a_tensor_group():
     for found in run_ranks(targets, 2):
         assert found["output alone"] == found["evaluation"] == found["no graph"] == "nothing"

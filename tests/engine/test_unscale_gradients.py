@@ -112,6 +112,12 @@ def check(seen: Any, weights: Any, mode: str, change: str, names: Any = None) ->
     assert difference(weights, model) < TOLERANCES[mode]
 
 
+@pytest.mark.promise(
+    "gradients of your own between backward and step",
+    "after `engine.unscale_gradients()` they are those of fp32, and no overflow is hidden",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", MODES)
 def test_changes_have_the_effect_of_fp32(mode, change, caplog):
@@ -150,6 +156,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise("gradients of your own between backward and step")
 @pytest.mark.distributed
 @pytest.mark.parametrize("change", ["clip_each", "clip_by_value"])
 @pytest.mark.parametrize(
@@ -196,6 +203,7 @@ def test_layouts_without(parallel, config, why):
 # -- inf and nan, and the order of calls ------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("gradients of your own between backward and step")
 @pytest.mark.parametrize("config", SCALED.values(), ids=SCALED)
 def test_a_clip_by_value_hides_no_overflow(config):
     engine = make_engine(config | {"fp16": config["fp16"] | ({"hysteresis": 1} if config is FP16_NAIVE else {})})

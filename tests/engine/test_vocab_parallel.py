@@ -45,6 +45,12 @@ if TORCH >= (2, 13):  # before it is refused: torch counts some weights twice
     LAYOUTS["halves of backward"] = config(True, {"pipeline": {"size": 2, "microbatches": 4, **ZBV}}), 4
 
 
+@pytest.mark.promise(
+    "a vocabulary larger than the hidden states",
+    "logits stay sharded; the loss is that of one process, and what else reads them is refused",
+    of="SageMaker",
+    page="tensor-parallel.md",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpt_is_verified(layout):
     given, ranks = LAYOUTS[layout]

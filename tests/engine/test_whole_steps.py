@@ -174,6 +174,12 @@ def tolerance_of(which: str, mode: str) -> float:
     return max(MODES[mode][1], ORTHOGONALISED_IN_BF16 if "muon" in which else 2e-6)
 
 
+@pytest.mark.promise(
+    "optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded",
+    "each matrix is stepped by the rank that owns it, as in one process; saved and resharded",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("which", "layout", "mode"),
@@ -218,6 +224,7 @@ def resumed(rank: int, world_size: int, which: str, parallel: Any, saved: str, f
     return state_of(engine, average)
 
 
+@pytest.mark.promise("optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("which", "layout"),
@@ -322,6 +329,7 @@ def held_bytes(rank: int, world_size: int, parallel: Any, widths: Sequence[int])
     return sum(value.numel() for value in state if value.dim()), sent[0]
 
 
+@pytest.mark.promise("optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded")
 @pytest.mark.distributed
 def test_owners_have_equal_shares_and_slices_are_sent_once():
     """Of 8 matrices each of 4 ranks steps a large one or three small ones. zero1 sends no more than it does for other
@@ -392,6 +400,7 @@ def build() -> Any:
     return make_gpt(), (torch.randint(WORDS, (8, CONTEXT)), torch.randint(WORDS, (8, CONTEXT))), criterion
 
 
+@pytest.mark.promise("optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded")
 @pytest.mark.distributed
 def test_verify_proves_it():
     report = verify({"parallel": {"tensor": TENSOR}}, build, world_size=2, optimizer=muon_and_adamw)

@@ -74,6 +74,12 @@ def by_hand(write: Any, steps: int = 1) -> nn.Module:
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "writes into masters outside of a step (schedule-free, swaps)",
+    "the model, saves and all ranks have them",
+    of="PyTorch",
+    page="precision.md",
+)
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("mode", ["naive_bf16", "naive_fp16", "apex_o2"])
@@ -251,6 +257,7 @@ def in_layout(rank: int, world_size: int, layout: str, folder: Path) -> dict[str
     return found
 
 
+@pytest.mark.promise("writes into masters outside of a step (schedule-free, swaps)")
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize("layout", LAYOUTS)

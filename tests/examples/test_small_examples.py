@@ -63,6 +63,7 @@ def test_all_examples_are_known():
     assert {name for name in named if not (EXAMPLES / name).exists()} == set()
 
 
+@pytest.mark.promise("three modes, chosen in the config")
 @pytest.mark.slow
 @needs_digits
 def test_precision():
@@ -94,6 +95,7 @@ def test_accumulation(ranks, batches, small, updates):
     assert numbers(r"difference of a weight: (\S+)", printed)[0] < 1e-6
 
 
+@pytest.mark.promise("evaluation in the same precision")
 @pytest.mark.slow
 @needs_digits
 def test_evaluation_is_the_same_on_any_number_of_ranks():
@@ -107,6 +109,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks():
     assert numbers(r"loss: (\S+)", two[0]) == pytest.approx(numbers(r"loss: (\S+)", one), abs=1e-5)
 
 
+@pytest.mark.promise("tensor parallelism of chosen layers")
 @pytest.mark.slow
 @needs_digits
 @pytest.mark.parametrize(
@@ -160,6 +163,12 @@ def test_checkpoint(tmp_path):
     assert numbers(end, elsewhere) == pytest.approx(numbers(end, whole), rel=0.02)  # other random numbers in dropout
 
 
+@pytest.mark.promise(
+    "the loop with autocast and GradScaler",
+    "one key",
+    of="PyTorch",
+    page="../examples/README.md",
+)
 @pytest.mark.slow
 @needs_digits
 def test_the_loop_before_and_after():

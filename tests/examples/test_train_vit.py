@@ -144,6 +144,12 @@ def test_digits_are_split_once_and_for_all():
     assert torch.equal(again.test[7][0], data.test[7][0])
 
 
+@pytest.mark.promise(
+    "ViT on Caltech101",
+    "`examples/train_vit.py` with `configs/vit_base_caltech101.py`, timm, torchvision and `$DATA`",
+    of="Colossal-AI",
+    page="../examples/README.md",
+)
 def test_caltech101(tmp_path):
     """Two classes of 7 and 3 images, one of them grey, and the one directory that is not a class."""
     categories = tmp_path / "caltech101" / "101_ObjectCategories"

@@ -50,6 +50,7 @@ def under_torchrun(case: Case, folder, *options: str) -> str:
     return output
 
 
+@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path):
     """An error within `with initialize(...)`. The other rank's, that the connection was lost, comes before it.
 
@@ -62,12 +63,14 @@ def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path):
     assert errors == ["ValueError: boom"]
 
 
+@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 def test_torchrun_shows_who_was_killed(tmp_path):
     _, _, root = under_torchrun(Case(KILL), tmp_path).partition("Root Cause")
     assert "rank      : 1 (local_rank: 1)\n" in root
     assert "SIGKILL" in root
 
 
+@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 def test_torchrun_shows_who_hung_and_where(tmp_path):
     """Also with a checkpoint, whose handler of SIGTERM lets a rank that hangs go on."""
     case = Case(SLEEP.replace("time", "signal.signal(signal.SIGTERM, lambda *_: None); time"))
@@ -78,6 +81,7 @@ def test_torchrun_shows_who_hung_and_where(tmp_path):
     assert "Root Cause" in output
 
 
+@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 def test_a_rank_that_waits_for_its_device_is_ended_by_a_thread(tmp_path):
     """Rank 0 blocks in C, where nothing is raised, when rank 1 fails: as in the synchronisation of a stream."""
     blocks = "rank == 0 and step == 4 and ctypes.CDLL(None).pause()"
@@ -169,6 +173,7 @@ def test_a_rank_of_multiprocessing_that_ends_early_without_close_takes_no_other_
     assert (process.returncode, "rank 1 has done its work" in output) == (0, True), output
 
 
+@pytest.mark.promise("calls on some ranks only (`if rank == 0: engine.save(...)`)")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_whatever_goes_wrong_the_others_name_the_rank(name, outcomes):
@@ -218,6 +223,7 @@ with halfmesh.launch_from_torch({"timeout": 10.0}, device="cpu") as run:
 """
 
 
+@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 @pytest.mark.slow
 def test_all_ranks_write_their_stacks_before_the_time_limit(tmp_path):
     script = tmp_path / "train.py"

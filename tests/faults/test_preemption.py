@@ -119,6 +119,12 @@ def interrupted(rank, world_size, layout, mode, folder):
     return ended.value.code, ended.value.folder.name, signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.promise(
+    "Ctrl-C",
+    "with the key `checkpoint` the update is finished and saved; the second one ends the run",
+    of="PyTorch",
+    page="checkpoints.md",
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "cell", ["dp2-none", *(pytest.param(c, marks=pytest.mark.slow) for c in ("zero1-naive", "fsdp-none", "pp2-none"))]
@@ -211,6 +217,7 @@ def assert_same_weights(first, second, tolerance=0.0):
     assert max((value - second[name]).abs().max().item() for name, value in first.items()) <= tolerance
 
 
+@pytest.mark.promise("Ctrl-C")
 @pytest.mark.slow
 def test_ctrl_c_at_one_process_ends_it_with_status_130(tmp_path):
     """It reaches the DataLoader's workers, too."""

@@ -50,6 +50,12 @@ def build_gpt2() -> Any:
     return with_lora(model, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True), batch()
 
 
+@pytest.mark.promise(
+    "LoRA by PEFT",
+    "trained as in one process, under data, zero1, fsdp, tensor and context; the folder has the adapter",
+    of="SageMaker",
+    page="models.md",
+)
 @pytest.mark.parametrize(
     ("build", "parallel", "mode"),
     [
@@ -97,6 +103,7 @@ def save(rank: int, world_size: int, parallel: dict[str, Any], folder: str) -> A
     return gathered, weights
 
 
+@pytest.mark.promise("LoRA by PEFT")
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": "fsdp"}], ids=lambda parallel: next(iter(parallel)))
 def test_only_the_adapter_is_gathered_and_written(parallel, tmp_path):
     folder = str(tmp_path / "adapter")

@@ -23,6 +23,12 @@ def build() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
 
 
+@pytest.mark.promise(
+    "many ranks",
+    "at 1,024 ranks few groups, a few requests of each rank while one is late, and saves that compare digests",
+    of="SageMaker",
+    page="nodes.md",
+)
 @pytest.mark.parametrize(
     "data", ["replicate", "zero1", {"strategy": "fsdp", "hybrid": 8}], ids=["replicate", "zero1", "hybrid"]
 )

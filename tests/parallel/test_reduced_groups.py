@@ -141,6 +141,7 @@ def in_one_process(mean: bool, experts: int) -> list[dict[str, torch.Tensor]]:
     return [model.state_dict() for model in models]
 
 
+@pytest.mark.promise("gradients of a weight are reduced once")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("mean", "experts", "bucket_bytes"), [(True, 2, 1), (False, 2, 10**6), (True, 4, 200)])
 def test_gradients_summed_over_fewer_ranks_are_those_of_one_process(strategy, mean, experts, bucket_bytes):

@@ -63,6 +63,7 @@ def mid_run(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.promise("frozen layers, from the start or later")
 @pytest.mark.distributed
 def test_unlike_in_the_middle_of_a_run():
     assert random.Random(0).choice([2, 4]) != random.Random(1).choice([2, 4])
@@ -112,6 +113,12 @@ def alike(rank: int, world_size: int, config: dict[str, Any], share: int = 1) ->
     return close_whole(engine)
 
 
+@pytest.mark.promise(
+    "frozen layers, from the start or later",
+    "any, alike on all ranks; a difference is refused with ranks and name",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_alike_in_the_middle_of_a_run():

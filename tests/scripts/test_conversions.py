@@ -57,6 +57,13 @@ def name_and_losses(request):
     return request.param, found
 
 
+@pytest.mark.promise(
+    "existing scripts",
+    "nanoGPT's script, mnist, imagenet (data ranks), and the word model's LSTM and Transformer train as "
+    "before in one process, and by config alone on 2 data ranks, tensor 2, pipeline 2 and fsdp",
+    of="Colossal-AI",
+    page="loop.md",
+)
 def test_in_one_process_fp32_is_the_same(name_and_losses):
     name, expected = name_and_losses
     found = losses(f"{name}_after", 1)
@@ -76,6 +83,7 @@ def test_in_half_precision_it_learns_alike(name_and_losses, precision):
 DIVIDED = [(name, layout) for name, short in SHORT.items() for layout in short.divided]
 
 
+@pytest.mark.promise("existing scripts")
 @pytest.mark.parametrize(("name", "layout"), DIVIDED)
 def test_a_divided_model_trains_alike(name, layout):
     found = losses(f"{name}_after", 2, "--set", SHORT[name].divided[layout])
@@ -88,6 +96,7 @@ def test_mnist_on_two_data_ranks_trains_as_one_process(data):
     assert found == pytest.approx(losses("mnist_before", 1, pattern=EVALUATED), rel=1e-4)
 
 
+@pytest.mark.promise("existing scripts")
 @pytest.mark.parametrize("data", DATA_LAYOUTS)
 def test_nanogpt_on_two_data_ranks_trains_as_under_ddp(data):
     """Without evaluation, for which the script before it draws batches on rank 0 only."""

@@ -44,6 +44,7 @@ def name_and_result(request):
     return request.param, SCRIPTS[request.param].train_plain()
 
 
+@pytest.mark.promise("existing scripts")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=pytest.mark.sends) if name.startswith("pipeline") else name for name in WORLD_SIZES],

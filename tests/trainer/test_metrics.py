@@ -57,6 +57,12 @@ def measured(rank, world_size, cells, evaluated):
     return results
 
 
+@pytest.mark.promise(
+    "evaluation in the same precision",
+    "each sample once, in every layout (under fsdp and expert with a batch for each rank)",
+    of="PyTorch",
+    page="trainer.md",
+)
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize(("ranks", "evaluated"), [(2, 21), (2, 1), pytest.param(4, 21, marks=pytest.mark.slow)])

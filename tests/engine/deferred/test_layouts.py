@@ -67,6 +67,8 @@ def cells(world_size):
     }
 
 
+@pytest.mark.promise("seeds")
+@pytest.mark.promise("`model_creation(dtype)`")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_are_the_same_in_every_layout(world_size):

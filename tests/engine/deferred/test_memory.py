@@ -68,6 +68,12 @@ def layouts_of(world_size):
     return {name: layout for name, (size, layout) in LAYOUTS.items() if size == world_size}
 
 
+@pytest.mark.promise(
+    "models larger than host memory",
+    "each rank creates only what it holds",
+    of="SageMaker",
+    page="memory.md",
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_has_what_it_holds_and_one_tensor_or_block_more(world_size):

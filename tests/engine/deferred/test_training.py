@@ -117,6 +117,7 @@ def dtypes(rank, world_size):
     return found
 
 
+@pytest.mark.promise("models too large in fp32")
 @pytest.mark.distributed
 def test_masters_of_a_model_in_half_precision_are_wide_and_buffers_as_wanted():
     for found in run_ranks(dtypes, 2):
@@ -185,6 +186,12 @@ def test_other_attributes_weak_references_and_ties():
     assert sorted(held) == sorted(id(p) for p in model.parameters())
 
 
+@pytest.mark.promise(
+    "`model_creation(dtype)`",
+    "`halfmesh.model_creation`, in half precision and sharded",
+    of="SageMaker",
+    page="memory.md",
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
 def test_model_creation_in_another_dtype(dtype):
     with halfmesh.model_creation(dtype):

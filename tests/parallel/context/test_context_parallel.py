@@ -85,6 +85,13 @@ def masked_step(engine, seed):
     return engine(input_ids=ids, attention_mask=mask, labels=target).loss
 
 
+@pytest.mark.promise(
+    "sequences longer than a device holds",
+    "each rank computes its tokens; losses, gradients and outputs are those of whole sequences, or the "
+    "model is refused",
+    of="SageMaker",
+    page="context-parallel.md",
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("make", "step", "ranks", "config"),
@@ -294,6 +301,7 @@ def saved_and_sent(rank, world_size):
     return left, sum(sent), len(sent)
 
 
+@pytest.mark.promise("sequences longer than a device holds")
 @pytest.mark.distributed
 def test_activations_halve_and_attention_sends_what_it_should():
     ((whole, _, _),) = run_ranks(saved_and_sent, 1)

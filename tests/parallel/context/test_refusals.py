@@ -120,6 +120,7 @@ def refused(rank, world_size, make, step, loss):
     return str(caught.value)
 
 
+@pytest.mark.promise("sequences longer than a device holds")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("make", "words", "step", "loss"),

@@ -158,6 +158,7 @@ def refuse_each(rank, world_size):
     return said
 
 
+@pytest.mark.promise("sequences longer than a device holds")
 def test_what_combines_tokens_is_refused():
     for said in run_ranks(refuse_each, 2):
         for name, (*_, words) in WRONG.items():

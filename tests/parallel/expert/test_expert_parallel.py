@@ -129,6 +129,12 @@ def make_mixture():
     return mixture()[0]
 
 
+@pytest.mark.promise(
+    "mixture-of-experts layers larger than a device holds",
+    "experts are sharded; losses, norms and weights are those of one process",
+    of="SageMaker",
+    page="expert-parallel.md",
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("make", "ranks", "parallel", "config"),
@@ -173,6 +179,7 @@ def saved(rank, world_size, folder):
     return logits, average
 
 
+@pytest.mark.promise("mixture-of-experts layers larger than a device holds")
 @pytest.mark.distributed
 def test_checkpoints_load_in_one_process(tmp_path):
     for logits, average in run_ranks(saved, 2, tmp_path / "saved"):

@@ -177,6 +177,13 @@ class Keeps(nn.Linear):
 SHAPES = [(3, 4), (2, 4), (6, 4), (5, 4), (3, 2, 4), (3, 4), (6, 1, 4), (7, 4), (2, 4)]
 
 
+@pytest.mark.promise(
+    "a model is traced and cut automatically",
+    "cut at named modules; `forward` may branch on shapes, per call; what cannot be traced is refused "
+    "with its statement, and the model is unchanged",
+    of="SageMaker",
+    page="pipeline.md",
+)
 def test_branches_by_shapes_are_those_of_each_call():
     model = make(branches)
     model.a = Keeps(4, 4)
@@ -367,6 +374,7 @@ def changes_a_buffer_late(self, x):
 COPY = "but other stages have a copy of it"
 
 
+@pytest.mark.promise("a model is traced and cut automatically")
 @pytest.mark.parametrize(
     ("forward", "points", "message"),
     [

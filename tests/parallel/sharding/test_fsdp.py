@@ -30,6 +30,7 @@ from tests.support.whole import close_whole
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.promise("FSDP mixed precision")
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_trains_as_replicated_weights_do(ranks):
     """Weights, optimizer state, norm and scale, with parts that are uneven, or empty."""
@@ -78,6 +79,7 @@ def held(rank, world_size):
     return found
 
 
+@pytest.mark.promise("optimizer state sharding")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_weights_and_state_are_one_part_of_it(ranks):
     """16 bytes a parameter / ranks: an fp32 weight, which is the master, and the three moments of amsgrad."""
@@ -133,6 +135,7 @@ def loads(rank, world_size):
     return exact, inside, {str(value.dtype) for value in close_whole(half).values()}
 
 
+@pytest.mark.promise("weights are not inherited; loading before wrapping; changed shapes")
 def test_whole_weights_can_be_loaded():
     for exact, inside, after in run_ranks(loads, 2, timeout=60):
         assert exact
@@ -176,6 +179,13 @@ def sends(rank, world_size, options):
     return found
 
 
+@pytest.mark.promise(
+    "FSDP mixed precision",
+    "`param_dtype` from the mode, `reduce_dtype` fp32, `buffer_dtype`, resharding, prefetch, clipping; "
+    "one reduction per cycle",
+    of="PyTorch",
+    page="sharding.md",
+)
 def test_what_is_sent():
     options = {
         "default": {},

@@ -116,6 +116,12 @@ CASES = {
 QUICK = ("plain", "bf16, accumulated")
 
 
+@pytest.mark.promise(
+    "float8 all-gather under FSDP2",
+    "where torchao offers it (tensorwise scales), with no key and to the same bits",
+    of="PyTorch",
+    page="precision.md",
+)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_the_same_bits_as_gathered_wide(name):
     ranks, parallel, more = CASES[name]
@@ -158,6 +164,7 @@ OFFLOADED = pytest.mark.on_cpu("offloaded shards need a backend for the host, to
 REST = sum(param.numel() for param in Net().parameters()) - FLOAT8
 
 
+@pytest.mark.promise("float8 all-gather under FSDP2")
 @pytest.mark.parametrize(
     ("ranks", "options", "recipe", "expected", "count"),
     [

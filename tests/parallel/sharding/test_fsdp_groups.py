@@ -53,6 +53,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.promise("gradients of a weight are reduced once")
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_replicated_weights_do(name: str) -> None:
     ranks, parallel, config = CASES[name]

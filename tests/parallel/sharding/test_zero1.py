@@ -31,6 +31,7 @@ from tests.support.whole import close_whole
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.promise("fp16 does not go with ZeRO")
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_trains_as_replicated_weights_do(ranks):
     """Weights, optimizer state, norm and scale. The sums of three ranks are added up in another order."""
@@ -57,6 +58,12 @@ def held(rank, world_size, mode):
     return [sum(t.untyped_storage().nbytes() for t in tensors) / total for tensors in (moments, masters)]
 
 
+@pytest.mark.promise(
+    "optimizer state sharding",
+    "zero1 and fsdp",
+    of="SageMaker",
+    page="sharding.md",
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["fp32", "naive_fp16"])
 def test_state_and_masters_are_one_part_of_it(ranks, mode):

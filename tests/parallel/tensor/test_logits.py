@@ -121,6 +121,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.promise("a vocabulary larger than the hidden states")
 def test_what_reads_all_logits_is_refused():
     for found in run_ranks(refusals, 2):
         for words, message in found.items():

@@ -265,6 +265,12 @@ def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.promise(
+    "tensor parallelism of chosen layers",
+    "patterns with styles, plans for classes; your own plan is tried out before the first update",
+    of="SageMaker",
+    page="tensor-parallel.md",
+)
 def test_plans_that_mix_features_are_refused_before_the_first_update():
     for found in run_ranks(wrong_plans, 2):
         for kind, plan in WRONG.items():
@@ -510,6 +516,7 @@ def small_gpt(rank: int, world_size: int) -> tuple[float, float, str]:
     return found, moved, ""
 
 
+@pytest.mark.promise("tensor parallelism of chosen layers")
 def test_a_gpt_of_small_scripts_trains_with_one_line_changed():
     for found, moved, message in run_ranks(small_gpt, 2):
         assert found < 1e-9 < 1e-2 < moved
