@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -60,3 +60,43 @@ def prove(
         patch.setattr(phases, "Work", work)
         report = phases.verify(config, build, **given, **options)
     return replace(report, phases=tuple(phase for phase in report.phases if phase.name))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training that has to be that of one process.
+
+    Attributes:
+        name: what it shows.
+        build: as of `halfmesh.verify`: makes (model, inputs) or (model, (inputs, targets), criterion); a list in place
+            of the second is of batches.
+        config: of the training.
+        ranks: of the layout.
+        optimizer: makes it of the parameters; None: SGD with momentum.
+        updates: how many are compared.
+        work: the phases that prove it: the layout in float64, the mode in the layout, or both.
+        accumulated: compare with one process that takes the batches one by one.
+        slow: leave it to `make test-all`.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    config: Mapping[str, Any]
+    ranks: int = 2
+    optimizer: Callable[[Any], Any] | None = None
+    updates: int = 2
+    work: type[TeamWork] = StructureAlone
+    accumulated: bool = False
+    slow: bool = False
+
+    def prove(self) -> None:
+        options = {"optimizer": self.optimizer, "updates": self.updates, "accumulated": self.accumulated}
+        report = prove(self.config, self.build, self.ranks, self.work, **options)
+        assert report.equal, str(report)
+        assert min(phase.compared for phase in report.phases) > 10
+
+
+def rows(*given: Row) -> Any:
+    """Parametrizes a test by the argument `row`."""
+    marks = {True: pytest.mark.slow, False: ()}
+    return pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=marks[row.slow]) for row in given])
