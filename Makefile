@@ -12,6 +12,7 @@
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
 #   make bench-overlap    how many bytes are sent while ranks compute
+#   make test-times   how long the tests take, by room: benchmarks/results/tests.md
 #   make soak     20,000 steps of a tiny model on 2 ranks: whether anything grows: benchmarks/results/soak.md
 #   make docs     the documentation, into site/       make names   write tests/frozen_names.txt again
 #   make promises   write docs/promises.md again, from the marks on tests
@@ -28,7 +29,7 @@ WORKERS ?= 2
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo promises test test-all test-composition test-kills simulated-gpu bench bench-gpu bench-pipeline bench-overlap soak docs names lint format clean
+.PHONY: demo promises test test-all test-times test-composition test-kills simulated-gpu bench bench-gpu bench-pipeline bench-overlap soak docs names lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -52,6 +53,9 @@ test-kills: $(INSTALLED)
 # Its kernels are slow: the slow tests are left out.
 WITHOUT_CUDA := .venv-without-cuda
 TESTS ?= $(shell grep -rlE "run_ranks|mark\.gpu" tests --include="test_*.py")
+test-times: $(INSTALLED)
+	$(BIN)/python -m benchmarks.suite --workers $(WORKERS) --out benchmarks/results/tests.md
+
 simulated-gpu: $(WITHOUT_CUDA)/.installed
 	$(WITHOUT_CUDA)/bin/python -m tests.simulated_gpu.build $(CURDIR)/build/simulated_gpu
 	PYTHONPATH=$(CURDIR)/tests/simulated_gpu/at_start:$(CURDIR) RANKS_ON=nccl \
