@@ -236,6 +236,8 @@ class _Overflowing(nn.Module):
     def __init__(self, inner: Callable[..., Any]) -> None:
         super().__init__()
         self.inner = inner
+        if hasattr(inner, "set_context"):
+            self.set_context = inner.set_context
 
     def forward(self, *args: Any) -> Any:
         """The loss."""

@@ -89,7 +89,7 @@ def test_parity_with_a_plain_fp32_loop(name):
     assert {p.dtype for p in optimizer.master_params()} == {FULL}
 
 
-@pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16", "apex_o2"])
+@pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16"])
 def test_resumes_bitwise(name):
     first = converted(name, adamw)
     train(*first, batches(3))
@@ -109,13 +109,8 @@ def test_resumes_bitwise(name):
 
 
 @pytest.mark.promise("precision without the engine")
-def test_it_needs_no_process_group_and_no_config_package(monkeypatch):
+def test_schedulers_take_either_optimizer_and_it_needs_no_process_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")  # as under torchrun, with a process group of one's own or none
-    train(*converted("naive_fp16"), batches(1))
-    assert not torch.distributed.is_initialized()
-
-
-def test_schedulers_take_either_optimizer():
     model, optimizer, criterion = converted("naive_fp16")
     for theirs in (optimizer, optimizer.optimizer):
         scheduler = optim.lr_scheduler.ExponentialLR(theirs, 0.5)
@@ -125,6 +120,7 @@ def test_schedulers_take_either_optimizer():
         assert result.lr == before
         assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == before / 2
     assert isinstance(optimizer, optim.Optimizer)
+    assert not torch.distributed.is_initialized()
 
 
 def test_the_wrapper_is_the_model():
@@ -181,7 +177,14 @@ def test_close_gives_everything_back(name):
     train(model, optimizer, criterion, batches(2))
     weights = copy.deepcopy(model.state_dict())
     optimizer.close()
+    optimizer.close()
     module = model.module
+    x, y = make_data(4)
+    assert torch.equal(model(x), module(x))  # an fp32 model again
+    with pytest.raises(InputError, match="this optimizer is closed"):
+        optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match="there is nothing to step with"):
+        optimizer.step()
     torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
     inner = optimizer.optimizer
     assert inner.param_groups[0]["params"][0] is module.first.weight
@@ -253,23 +256,12 @@ def test_refusals_leave_everything_untouched(arguments, error, message):
 def test_one_conversion_at_a_time():
     model, optimizer, _ = converted("torch_fp16")
     for theirs in (optimizer, optimizer.optimizer):  # a cell of a notebook that is run twice
-        with pytest.raises(InputError, match="it belongs to another engine or to convert_to_amp; close that first"):
-            convert_to_amp(model, theirs, None, "naive")
-        with pytest.raises(InputError, match="it belongs to another engine or to convert_to_amp; close that first"):
-            halfmesh.initialize(model.module, theirs, None, None, {}, device="cpu")
-
-
-def test_closed_means_closed():
-    model, optimizer, criterion = converted("apex_o2")
-    train(model, optimizer, criterion, batches(1))
-    optimizer.close()
-    optimizer.close()
-    x, y = make_data(4)
-    assert torch.equal(model(x), model.module(x))  # an fp32 model again
-    with pytest.raises(InputError, match="this optimizer is closed"):
-        optimizer.backward(criterion(model(x), y))
-    with pytest.raises(InputError, match="there is nothing to step with"):
-        optimizer.step()
+        for call in (
+            lambda own=theirs: convert_to_amp(model, own, None, "naive"),
+            lambda own=theirs: halfmesh.initialize(model.module, own, None, None, {}, device="cpu"),
+        ):
+            with pytest.raises(InputError, match="it belongs to another engine or to convert_to_amp; close that first"):
+                call()
 
 
 def test_states_that_do_not_fit():
@@ -304,7 +296,7 @@ def test_wrapped_state_dicts_come_back(wrap):
 def accumulated_under_ddp(rank, world_size):
     """The first of two backwards is not averaged by DDP: it is with the second."""
     results = {}
-    for name in ("torch_fp16", "naive_fp16", "apex_o1", "apex_o2"):
+    for name in ("torch_fp16", "naive_fp16"):
         model, optimizer, criterion = converted(name)
         parallel = nn.parallel.DistributedDataParallel(model)
         for x, y in batches(4):
@@ -323,7 +315,7 @@ def accumulated_under_ddp(rank, world_size):
 
 @pytest.mark.distributed
 def test_under_ddp_with_no_sync_the_ranks_agree():
-    first, second = run_ranks(accumulated_under_ddp, 2, timeout=120)
+    first, second = run_ranks(accumulated_under_ddp, 2)
     for name, weights in first.items():
         torch.testing.assert_close(second[name], weights, rtol=0, atol=0)
         assert difference(weights, reference(batches(4), max_norm=0.7)) < TOLERANCES[name]

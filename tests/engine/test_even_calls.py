@@ -59,6 +59,7 @@ def make_engine(world_size: int, parallel: Any, rows: int, kind: str) -> halfmes
         "own share": lambda: DataLoader(data, 1, sampler=Share(rows)),
     }
     config = {"parallel": parallel} if world_size > 1 else {}
+    torch.manual_seed(0)
     return halfmesh.initialize(
         Encoder(norm=nn.LayerNorm),
         sgd,
@@ -70,34 +71,38 @@ def make_engine(world_size: int, parallel: Any, rows: int, kind: str) -> halfmes
     )
 
 
-def evaluated(rank: int, world_size: int, parallel: Any, rows: int, kind: str) -> list[Any]:
-    """The sums of a loop that counts each batch it sees, and calls the engine twice for each; twice, with an epoch of
-    training between them."""
-    engine = make_engine(world_size, parallel, rows, kind)
+def evaluated(rank: int, world_size: int, cells: Any) -> list[list[list[float]]]:
+    """By cell the sums of a loop that counts each batch it sees, and calls the engine and another method for each;
+    twice, with an epoch of training between them."""
     found = []
-    for _ in range(2):
-        engine.eval()
-        sums = torch.zeros(3, device=engine.device)
-        with torch.no_grad():
+    for number, (parallel, kind, rows) in enumerate(cells):
+        engine, by_epoch = make_engine(world_size, parallel, rows, kind), []
+        for _ in range(2):
+            engine.eval()
+            sums = torch.zeros(3, device=engine.device)
             for x, y in engine.eval_dataloader:
-                output, again = engine(x), engine(2 * x)
+                with torch.set_grad_enabled(number == 0):  # not around the loop: the repeated calls need the same
+                    output = engine(x)
+                    again = engine(2 * x) if "pipeline" in parallel else engine.call("encode", x, scale=2.0)
                 if engine.context.counts_outputs:
-                    sums += torch.stack([output.sum(), again.sum(), torch.tensor(float(len(y)))])
-        found.append(engine.context.all_reduce(sums).tolist())
-        engine.train()
-        train(engine)
+                    sums += torch.tensor([output.sum().item(), again.sum().item(), len(y)]).to(sums)
+            by_epoch.append(engine.context.all_reduce(sums).tolist())
+            engine.train()
+            train(engine)
+        found.append(by_epoch)
+        engine.close()
     return found
 
 
 FSDP = {"data": "fsdp"}
 PIPED = {**LAYOUTS["pp2"][1], **FSDP}
-CELLS = [
-    *((FSDP, 2, kind, rows) for kind in ("samples", "batches") for rows in (5, 8)),
-    *((FSDP, 2, kind, 5) for kind in ("workers", "stream", "own share")),
-    (PIPED, 4, "samples", 5),
-    (FSDP, 4, "samples", 9),
-    (FSDP, 2, "drop last", 7),
-]
+CELLS: dict[int, list[tuple[dict[str, Any], str, int]]] = {
+    2: [
+        *((FSDP, kind, rows) for kind in ("samples", "batches") for rows in (5, 8)),
+        *((FSDP, kind, 5) for kind in ("workers", "stream", "own share")),
+    ],
+    4: [(PIPED, "samples", 5), (FSDP, "samples", 9)],
+}
 
 
 @pytest.mark.promise(
@@ -106,62 +111,40 @@ CELLS = [
     of="PyTorch",
     page="sharding.md",
 )
-@pytest.mark.parametrize(("parallel", "ranks", "kind", "rows"), CELLS)
-def test_a_loop_sees_each_sample_once(parallel, ranks, kind, rows):
-    if kind == "drop last":  # each rank drops its own
-        assert [found[0][2] for found in run_ranks(evaluated, ranks, parallel, rows, kind)] == [6.0] * ranks
-        return
-    ((expected),) = run_ranks(evaluated, 1, parallel, rows, kind, init=False)
-    assert [sums[2] for sums in expected] == [rows] * 2
-    for found in run_ranks(evaluated, ranks, parallel, rows, kind):
+@pytest.mark.parametrize("ranks", CELLS)
+def test_a_loop_sees_each_sample_once(ranks):
+    expected = evaluated(0, 1, CELLS[ranks])
+    assert [[sums[2] for sums in cell] for cell in expected] == [[rows] * 2 for _, _, rows in CELLS[ranks]]
+    for found in run_ranks(evaluated, ranks, CELLS[ranks]):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_stream_without_a_batch_for_each_rank():
     with pytest.raises(RankError, match="the evaluation loader has no batch for some of the 2 data ranks"):
-        run_ranks(evaluated, 2, FSDP, 1, "stream")
+        run_ranks(evaluated, 2, [(FSDP, "stream", 1)])
 
 
-def refused(rank: int, world_size: int, parallel: Any, rows: int, kind: str) -> bool:
-    """True if this rank is told, even if it would ask for one batch only; and it can train afterwards."""
-    engine = make_engine(world_size, parallel, rows, kind)
-    engine.eval()
-    with pytest.raises(InputError, match=r"no batch for some of the 2 data ranks, .* evaluate more samples"):
-        next(iter(engine.eval_dataloader))
-    engine.train()
+def limits(rank: int, world_size: int) -> tuple[int, int, float]:
+    """A loader without a batch for some rank is refused on all, who can train afterwards; not where ranks do not meet.
+    With drop_last each rank drops its own. And batches that are not evaluated need no calls."""
+    for kind, rows in (("samples", 1), ("batches", 1), ("drop last", 3)):
+        engine = make_engine(world_size, FSDP, rows, kind)
+        engine.eval()
+        with pytest.raises(InputError, match=r"no batch for some of the 2 data ranks, .* evaluate more samples"):
+            next(iter(engine.eval_dataloader))  # also of a rank that would ask for one batch only
+        engine.train()
+        train(engine)
+        engine.close()
+    replicated = sum(len(y) for _, y in make_engine(world_size, {}, 1, "samples").eval_dataloader)
+    engine = make_engine(world_size, FSDP, 5, "samples")
+    listed = len(list(engine.eval_dataloader))
     train(engine)
-    return True
+    [[dropped, _]] = evaluated(rank, world_size, [(FSDP, "drop last", 7)])
+    return replicated, listed, dropped[2]
 
 
-@pytest.mark.parametrize(("ranks", "kind", "rows"), [(2, "samples", 1), (2, "batches", 1), (2, "drop last", 3)])
-def test_a_loader_without_a_batch_for_each_rank_is_refused_on_all(ranks, kind, rows):
-    assert all(run_ranks(refused, ranks, FSDP, rows, kind))
-
-
-def replicated(rank: int, world_size: int) -> int:
-    return sum(len(y) for _, y in make_engine(world_size, {}, 1, "samples").eval_dataloader)
-
-
-def test_ranks_that_do_not_meet_may_have_no_batch():
-    assert run_ranks(replicated, 2) == [1, 0]
-
-
-def encoded(rank: int, world_size: int, parallel: Any, has_grad: bool) -> Any:
-    engine = make_engine(world_size, parallel, 5, "samples")
-    engine.eval()
-    total = torch.zeros((), device=engine.device)
-    for x, _ in engine.eval_dataloader:
-        with torch.set_grad_enabled(has_grad):  # not around the loop: the repeated calls need the same
-            total += engine.call("encode", x, scale=2.0).sum().detach() + engine(x).sum().detach()
-    engine.train()
-    train(engine)
-    return engine.context.all_reduce(total).item()
-
-
-@pytest.mark.parametrize("has_grad", [False, True])
-def test_other_methods_are_repeated(has_grad):
-    (expected,) = run_ranks(encoded, 1, {}, has_grad, init=False)
-    torch.testing.assert_close(run_ranks(encoded, 2, FSDP, has_grad), [expected] * 2, rtol=1e-4, atol=1e-4)
+def test_what_is_refused_and_what_needs_no_calls():
+    assert run_ranks(limits, 2) == [(1, 2, 6.0), (0, 1, 6.0)]
 
 
 def kept(rank: int, world_size: int) -> int:
@@ -185,14 +168,3 @@ def kept(rank: int, world_size: int) -> int:
 
 def test_an_iterator_may_be_kept_while_the_engine_trains():
     assert run_ranks(kept, 2) == [2 + 1 + 2 + 1 + 2, 2 + 2 + 2 + 2 + 2]
-
-
-def listed(rank: int, world_size: int) -> int:
-    engine = make_engine(world_size, FSDP, 5, "samples")
-    batches = list(engine.eval_dataloader)
-    train(engine)
-    return len(batches)
-
-
-def test_batches_that_are_not_evaluated_need_no_calls():
-    assert run_ranks(listed, 2) == [2, 1]

@@ -13,10 +13,14 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
 from halfmesh.parallel.comm import norms
-from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.models import full_weights, step_on
+from tests.support.ranks import rank_device, run_ranks
 
 SEEDED = torch.Generator().manual_seed(0)
 IDS, LABELS = torch.randint(12, (3, 8, 3), generator=SEEDED), torch.randint(4, (3, 8), generator=SEEDED)
+SAME = "copy", "other memory", "data", "pre-hook"
+UNLIKE = {"max_norm": "rows", "from the batch": "weight"}
+BF16 = {"bf16": {"mode": "naive"}}
 
 
 class Writing(nn.Module):
@@ -27,83 +31,73 @@ class Writing(nn.Module):
         self.how = how
         self.rows, self.weight = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(4, 8))
         if how == "pre-hook":
-            self.register_forward_pre_hook(lambda module, _: module.write(lambda: module.weight.data.clamp_(-0.5, 0.5)))
+            self.register_forward_pre_hook(lambda module, _: module.clamp())
 
-    def write(self, call: Any) -> None:
-        with torch.no_grad():
-            call()
+    def clamp(self) -> None:
+        self.weight.data.clamp_(-0.5, 0.5)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def write(self, ids: torch.Tensor) -> None:
         if self.how == "copy":
-            self.write(lambda: self.weight.copy_(torch.renorm(self.weight, 2, 0, 0.5)))
+            self.weight.copy_(torch.renorm(self.weight, 2, 0, 0.5))
         elif self.how == "other memory":
             self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
         elif self.how == "data":
-            self.weight.data.clamp_(-0.5, 0.5)
+            self.clamp()
         elif self.how == "from the batch":
-            self.write(lambda: self.weight.mul_(1 + 0.1 * ids.float().mean()))
+            self.weight.mul_(1 + 0.1 * ids.float().mean())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.write(ids)
         rows = F.embedding(ids, self.rows, max_norm=0.5 if self.how == "max_norm" else None)
         return F.linear(rows.mean(1), self.weight)
 
 
-class Model(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Writing(how)])
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks[0](ids))
-
-
-SAME = "copy", "other memory", "data", "pre-hook"
-UNLIKE = {"max_norm": "rows", "from the batch": "weight"}
-BF16 = {"bf16": {"mode": "naive"}}
-
-
-def make(how: str) -> Model:
+def make(how: str) -> nn.Module:
     torch.manual_seed(0)
-    return Model(how)
+    return nn.Sequential(Writing(how), nn.Linear(4, 4))
 
 
-def train(model: nn.Module, config: dict[str, Any]) -> nn.Module | str:
-    """The trained model, on the CPU, or the refusal."""
-    trained = copy.deepcopy(model)
+def start(model: nn.Module, config: dict[str, Any]) -> halfmesh.Engine:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, config, device=rank_device())
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, config, device=rank_device())
+
+
+def train(model: nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor] | str:
+    """The trained weights, or the refusal."""
+    engine = start(model, config)
     size, rank = engine.context.dp_size, engine.context.dp_rank
     try:
-        for ids, labels in zip(here(IDS), here(LABELS), strict=True):
+        for ids, labels in zip(IDS, LABELS, strict=True):
             engine.zero_grad()
-            engine.backward(engine.criterion(engine(ids.chunk(size)[rank]), labels.chunk(size)[rank]))
-            engine.step()
-        trained.load_state_dict(engine.full_state_dict(rank0_only=False))
+            step_on(engine, ids.chunk(size)[rank], labels.chunk(size)[rank])
+        return engine.full_state_dict(rank0_only=False)
     except InputError as error:
         return f"step {engine.global_step + 1}: {error}"
     finally:
         engine.close()
-    return trained
 
 
-def by_hand(model: nn.Module) -> nn.Module:
+def by_hand(model: nn.Module) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for ids, labels in zip(IDS, LABELS, strict=True):
         optimizer.zero_grad()
         F.cross_entropy(model(ids), labels).backward()
         optimizer.step()
-    return model
+    return dict(model.state_dict())
 
 
-def of_data_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
-    layouts = {"replicate": {}, "zero1": {}, "naive": BF16}
-    found: dict[tuple[str, str], Any] = {}
-    for how in (*SAME, *UNLIKE):
-        for name, mode in layouts.items():
-            data = name if name == "zero1" else "replicate"
-            result = train(make(how), {"parallel": {"data": data}, **mode})
-            found[how, name] = result if isinstance(result, str) else dict(result.state_dict())
-    return found
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero1": {"parallel": {"data": "zero1"}},
+    "naive": BF16,
+    "fsdp": {"parallel": {"data": "fsdp"}},
+    "naive fsdp": {"parallel": {"data": "fsdp"}, **BF16},
+}
+
+
+def on_data_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
+    return {(how, name): train(make(how), config) for how in (*SAME, *UNLIKE) for name, config in LAYOUTS.items()}
 
 
 @pytest.mark.promise(
@@ -114,93 +108,60 @@ def of_data_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
 )
 @pytest.mark.distributed
 def test_data_ranks_keep_the_same_writes_and_refuse_others():
-    both = run_ranks(of_data_ranks, 2)
-    for found in both:
+    for found in run_ranks(on_data_ranks, 2):
         for (how, layout), result in found.items():
-            if how in UNLIKE:
-                assert isinstance(result, str), (how, layout)
-                assert result.startswith(f"step 1: the weights blocks.0.{UNLIKE[how]} differ between ranks"), result
+            if "fsdp" in layout:  # gathered weights are not kept
+                name = UNLIKE.get(how, "weight")
+                assert result.startswith(f"step 1: the model's forward writes into 0.{name}, but under "), result
+            elif how in UNLIKE:
+                assert result.startswith(f"step 1: the weights 0.{UNLIKE[how]} differ between ranks"), result
             elif layout == "naive" and how in ("data", "pre-hook"):
-                assert "written into blocks.0.weight through .data, which torch does not count" in result, (how, result)
+                assert "written into 0.weight through .data, which torch does not count" in result, result
             else:
-                tolerance = 2e-2 if layout == "naive" else 1e-6
-                torch.testing.assert_close(
-                    result, dict(by_hand(make(how)).state_dict()), rtol=tolerance, atol=tolerance
-                )
-
-
-def under_fsdp(rank: int, world_size: int) -> dict[tuple[str, int], Any]:
-    kinds = (*SAME, *UNLIKE)
-    return {
-        (how, mode): train(make(how), {"parallel": {"data": "fsdp"}, **(BF16 if mode else {})})
-        for how in kinds
-        for mode in (0, 1)
-    }
-
-
-@pytest.mark.promise("weights that forward writes")
-@pytest.mark.distributed
-def test_fsdp_refuses_writes_into_gathered_weights():
-    for found in run_ranks(under_fsdp, 2):
-        for (how, _), result in found.items():
-            name = UNLIKE.get(how, "weight")
-            assert isinstance(result, str), how
-            assert result.startswith(f"step 1: the model's forward writes into blocks.0.{name}, but under "), result
-
-
-def test_masters_follow_counted_writes_and_others_are_refused():
-    assert "through .data" in train(make("data"), BF16)
-    expected = dict(by_hand(make("copy")).state_dict())
-    torch.testing.assert_close(dict(train(make("copy"), BF16).state_dict()), expected, rtol=2e-2, atol=2e-2)
+                close = 2e-2 if layout == "naive" else 1e-6
+                torch.testing.assert_close(result, by_hand(make(how)), rtol=close, atol=close)
 
 
 def limited_rows(rank: int, world_size: int) -> list[str]:
     said = []
-    for kind in (nn.Embedding, nn.EmbeddingBag):
-        for data in ("replicate", "zero1", "fsdp"):
-            model = nn.Sequential(kind(12, 8, max_norm=0.5), nn.Flatten(), nn.LazyLinear(4))
-            with torch.no_grad():
-                model(IDS[0])
-            with pytest.raises(IncompatibleConfigError) as caught:
-                train(model, {"parallel": {"data": data}})
-            said.append(str(caught.value))
+    for kind, data in ((nn.Embedding, "replicate"), (nn.EmbeddingBag, "zero1"), (nn.Embedding, "fsdp")):
+        model = nn.Sequential(kind(12, 8, max_norm=0.5), nn.Flatten(), nn.LazyLinear(4))
+        with torch.no_grad():
+            model(IDS[0])
+        with pytest.raises(IncompatibleConfigError) as caught:
+            train(model, {"parallel": {"data": data}})
+        said.append(str(caught.value))
     return said
 
 
 @pytest.mark.distributed
 def test_max_norm_is_refused_where_ranks_look_up_other_rows():
-    for said in run_ranks(limited_rows, 2):
-        assert all(
-            "1 problem in parallel.data with this model" in text and "0: max_norm makes" in text for text in said
-        )
+    for text in run_ranks(limited_rows, 2)[0]:
+        assert "1 problem in parallel.data with this model" in text
+        assert "0: max_norm makes" in text
     alone = nn.Sequential(nn.EmbeddingBag(12, 8, max_norm=0.5), nn.Linear(8, 4))
     expected = by_hand(alone)  # one process trains it as ever
-    torch.testing.assert_close(dict(train(alone, {}).state_dict()), dict(expected.state_dict()))
+    torch.testing.assert_close(train(alone, {}), expected)
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp32"])
-def test_clamping_through_data_after_a_step_is_told_where_masters_would_undo_it(mode: str):
-    model = make("")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, BF16 if mode == "bf16" else {})
+def test_clamping_through_data_after_a_step_is_told_where_masters_would_undo_it():
+    for config in ({}, BF16):
+        engine = start(make(""), config)
 
-    def loop() -> None:
-        for step in range(10):
-            engine.zero_grad()
-            engine.backward(engine.criterion(engine(IDS[step % 3]), LABELS[step % 3]))
-            engine.step()
-            for param in engine.model.parameters():
-                param.data.clamp_(-0.05, 0.05)
+        def loop(engine: halfmesh.Engine = engine) -> None:
+            for step in range(10):
+                engine.zero_grad()
+                step_on(engine, IDS[step % 3], LABELS[step % 3])
+                for param in engine.model.parameters():
+                    param.data.clamp_(-0.05, 0.05)
 
-    if mode == "fp32":
-        loop()
-        assert all(bool((param.abs() <= torch.tensor(0.05)).all()) for param in model.parameters())
-    else:
-        with pytest.raises(
-            InputError, match=r"^forward, or the loop, has written into blocks.0.rows, .* through .data"
-        ):
+        if not config:
             loop()
-        assert engine.global_step == 9
+            assert all(bool((value.abs() <= 0.051).all()) for value in full_weights(engine).values())
+        else:
+            with pytest.raises(InputError, match=r"^forward, or the loop, has written into 0.rows, .* through .data"):
+                loop()
+            assert engine.global_step == 9
 
 
 def test_norms_are_made_where_ranks_compare_them():

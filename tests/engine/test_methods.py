@@ -18,18 +18,17 @@ from tests.support.models import (
     make_data,
     make_engine,
     said,
-    sgd,
 )
 from tests.support.ranks import here, run_ranks
 
 X, _ = make_data(8)
 Z = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicate": {},
-    "zero1": {"data": "zero1"},
-    "fsdp": {"data": "fsdp"},
-    "tensor": {"tensor": {"size": 2, "plan": {"first": "colwise", "second": "rowwise"}}},
-    "context": {"context": {"size": 2}},
+CELLS: dict[str, tuple[dict[str, Any], str]] = {
+    "replicate": ({}, "naive_fp16"),
+    "zero1": ({"data": "zero1"}, "none"),
+    "fsdp": ({"data": "fsdp"}, "none"),
+    "fsdp in half precision": ({"data": "fsdp"}, "naive_fp16"),
+    "tensor": ({"tensor": {"size": 2, "plan": {"first": "colwise", "second": "rowwise"}}}, "none"),
 }
 
 
@@ -56,7 +55,7 @@ class AutoEncoder(nn.Module):
 
 
 def start(config: dict[str, Any] | None = None) -> Any:
-    return make_engine(config, model=AutoEncoder(), optimizer=sgd, criterion=nn.functional.mse_loss)
+    return make_engine(config, model=AutoEncoder(), criterion=nn.functional.mse_loss)
 
 
 def train(engine: Any) -> None:
@@ -69,26 +68,27 @@ def train(engine: Any) -> None:
         engine.step()
 
 
+@torch.no_grad()
 def evaluated(engine: Any) -> dict[str, torch.Tensor]:
     engine.eval()
-    with torch.no_grad():
-        found = {"decode": engine.call("decode", here(Z))}
-        if "cp" not in engine.context.sizes:  # whose forward takes sequences
-            found |= {"generate": engine.call("generate", here(X), steps=3), "forward": engine(here(X))}
-    return found
+    outputs = engine.call("decode", here(Z)), engine.call("generate", here(X), steps=3), engine(here(X))
+    engine.train()
+    return dict(zip(("decode", "generate", "forward"), outputs, strict=True))
 
 
-def by_hand(trains: bool = True) -> tuple[dict[str, torch.Tensor], nn.Module]:
-    """What plain fp32 gives: outputs and the model."""
-    model = AutoEncoder()
-    optimizer = sgd(model.parameters())
-    for _ in range(2 if trains else 0):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(X), X).backward()
-        optimizer.step()
-    with torch.no_grad():
-        outputs = {"decode": model.decode(Z), "generate": model.generate(X, 3), "forward": model(X)}
-    return outputs, model
+def by_hand() -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
+    """What plain fp32 gives: outputs before and after training, and the model."""
+    engine = start()
+    engine.close()
+    model, optimizer, found = engine.model, engine.optimizer, []
+    for step in range(3):
+        with torch.no_grad():
+            found.append({"decode": model.decode(Z), "generate": model.generate(X, 3), "forward": model(X)})
+        if step < 2:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(X), X).backward()
+            optimizer.step()
+    return [found[0], found[2]], model
 
 
 @pytest.mark.promise(
@@ -101,50 +101,56 @@ def by_hand(trains: bool = True) -> tuple[dict[str, torch.Tensor], nn.Module]:
 def test_methods_compute_in_the_mode(mode):
     engine = start(MODES[mode])
     train(engine)
-    expected, model = by_hand()
+    (_, expected), model = by_hand()
     assert difference(full_weights(engine), model) < TOLERANCES[mode]
     found = evaluated(engine)
     assert found["decode"].dtype == found["forward"].dtype, "outputs are cast as those of forward"
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2, check_dtype=False)
 
 
-def in_a_layout(rank: int, world_size: int, layout: str, config: dict[str, Any]) -> Any:
-    engine = start({"parallel": LAYOUTS[layout], **config})
-    first = evaluated(engine)["decode"]  # before any forward
-    engine.train()
-    if layout != "context":
+def in_layouts(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for name, (parallel, mode) in CELLS.items():
+        engine = start({"parallel": parallel, **MODES[mode]})
+        before = evaluated(engine)  # by a method first, before any forward
         train(engine)
-    refused = said(lambda: engine.call("decode", here(Z)))
-    return first, evaluated(engine), engine.full_state_dict(rank0_only=False), refused
+        found[name] = [before, evaluated(engine)], engine.full_state_dict(rank0_only=False)
+        engine.close()
+    return found
 
 
 @pytest.mark.promise("other methods than forward")
 @pytest.mark.distributed
-@pytest.mark.parametrize(("mode", "close"), [("none", 1e-5), ("naive_fp16", 1e-2)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_methods_compute_as_in_one_process(layout, mode, close):
-    expected, model = by_hand(trains=layout != "context")
-    before, _ = by_hand(trains=False)
-    for first, found, trained, refused in run_ranks(in_a_layout, 2, layout, MODES[mode]):
-        torch.testing.assert_close(first, before["decode"], rtol=close, atol=close)
-        torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=close, atol=close)
-        assert difference(trained, model) < TOLERANCES[mode]
-        assert (layout == "context") == ("under parallel.context only forward is trained" in refused)
+def test_methods_compute_as_in_one_process():
+    expected, model = by_hand()
+    for by_layout in run_ranks(in_layouts, 2):
+        for name, (outputs, trained) in by_layout.items():
+            mode = CELLS[name][1]
+            close = 1e-5 if mode == "none" else 1e-2
+            torch.testing.assert_close(outputs, expected, rtol=close, atol=close, msg=name)
+            assert difference(trained, model) < TOLERANCES[mode], name
 
 
-def in_a_pipeline(rank: int, world_size: int) -> str:
-    pipeline = {"size": 2, "partition": ["second"], "microbatches": 2}
-    layers = nn.Sequential()
-    for name, layer in (("first", nn.Linear(8, 8)), ("second", nn.Linear(8, 8))):
-        layers.add_module(name, layer)
-    engine = make_engine({"parallel": {"pipeline": pipeline}}, model=layers)
-    return said(lambda: engine.call("decode", here(Z)))
+def where_it_is_limited(rank: int, world_size: int) -> tuple[torch.Tensor, str, str]:
+    """Under context methods evaluate, and do not train; a stage of a pipeline has none."""
+    engine = start({"parallel": {"context": {"size": 2}}})
+    with torch.no_grad():
+        decoded = engine.eval().call("decode", here(Z))
+    engine.train()
+    under_context = said(lambda: engine.call("decode", here(Z)))
+    engine.close()
+    pipeline = {"size": 2, "partition": ["1"], "microbatches": 2}
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    piped = make_engine({"parallel": {"pipeline": pipeline}}, model=layers)
+    return decoded, under_context, said(lambda: piped.call("decode", here(Z)))
 
 
 @pytest.mark.distributed
-def test_a_pipeline_says_why_it_cannot():
-    for message in run_ranks(in_a_pipeline, 2):
-        assert "engine.call('decode'): under parallel.pipeline this rank has a stage of the model" in message
+def test_what_context_and_pipelines_cannot_do_is_said():
+    for decoded, context, pipeline in run_ranks(where_it_is_limited, 2):
+        torch.testing.assert_close(decoded, AutoEncoder().decode(Z).detach())
+        assert "under parallel.context only forward is trained" in context
+        assert "engine.call('decode'): under parallel.pipeline this rank has a stage of the model" in pipeline
 
 
 def test_what_the_model_does_not_have():

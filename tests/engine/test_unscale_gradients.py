@@ -22,12 +22,12 @@ from tests.support.models import (
     make_engine,
     said,
     sgd,
+    step_on,
     summed_loss,
 )
 from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(16)
-SCALED = {"fp16_torch": FP16_TORCH, "fp16_naive": FP16_NAIVE}
 Params = Iterable[nn.Parameter]
 
 
@@ -60,16 +60,14 @@ def cancel(params: Params) -> None:
     next(iter(params)).grad = None
 
 
-CHANGES: dict[str, Callable[[Params], None]] = {
-    change.__name__: change for change in (clip_each, clip_by_value, clip_adaptively, clip_all, cancel)
-}
+Change = Callable[[Params], None]
 
 
-def batches(updates: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(X.roll(step, 0), Y.roll(step, 0)) for step in range(updates)]
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(X.roll(step, 0), Y.roll(step, 0)) for step in range(3)]
 
 
-def by_hand(change: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+def by_hand(change: Change) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     """A plain fp32 loop; the model, and the gradients before each change."""
     model, seen = MLP(), []
     optimizer = sgd(model.parameters())
@@ -77,34 +75,32 @@ def by_hand(change: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         seen.append({name: param.grad.clone() for name, param in model.named_parameters()})
-        CHANGES[change](model.parameters())
+        change(model.parameters())
         optimizer.step()
     return model, seen
 
 
-def train(engine: Any, change: str, parts: int = 1) -> list[dict[str, torch.Tensor]]:
+def train(engine: Any, change: Change, parts: int = 1) -> list[dict[str, torch.Tensor]]:
     """This rank's samples, in `parts` microbatches of an update. Returns the gradients before each change."""
-    seen, size = [], len(X) // engine.context.dp_size // parts
+    seen, size = [], len(X) // engine.context.dp_size
     for x, y in batches():
         engine.zero_grad()
-        for part in range(parts):
-            own = slice(
-                (engine.context.dp_rank * parts + part) * size, (engine.context.dp_rank * parts + part + 1) * size
-            )
-            engine.backward(engine.criterion(engine(here(x[own])), here(y[own])))
-            if part < parts - 1:
-                assert engine.step() is None
+        own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
+        pieces = list(zip(here(x[own]).chunk(parts), here(y[own]).chunk(parts), strict=True))
+        for piece in pieces[:-1]:
+            assert step_on(engine, *piece) is None
+        engine.backward(engine.criterion(engine(pieces[-1][0]), pieces[-1][1]))
         engine.unscale_gradients()
         held = {name: param.grad for name, param in engine.model.named_parameters() if param.grad is not None}
         seen.append(
             {name: getattr(grad, "full_tensor", lambda grad=grad: grad)().cpu().clone() for name, grad in held.items()}
         )
-        CHANGES[change](engine.model.parameters())
+        change(engine.model.parameters())
         assert not engine.step().skipped
     return seen
 
 
-def check(seen: Any, weights: Any, mode: str, change: str, names: Any = None) -> None:
+def check(seen: Any, weights: Any, mode: str, change: Change, names: Any = None) -> None:
     model, expected = by_hand(change)
     close = 1e-6 if TOLERANCES[mode] == 1e-5 else 2e-2 if "bf16" in mode else 2e-3
     for found, right in zip(seen, expected, strict=True):
@@ -118,95 +114,91 @@ def check(seen: Any, weights: Any, mode: str, change: str, names: Any = None) ->
     of="PyTorch",
     page="loop.md",
 )
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "change"),
+    [
+        *((mode, clip_each) for mode in MODES),
+        *(("naive_fp16", change) for change in (clip_by_value, clip_adaptively, clip_all, cancel)),
+    ],
+)
 def test_changes_have_the_effect_of_fp32(mode, change, caplog):
     engine = make_engine(MODES[mode])
     check(train(engine, change), engine.full_state_dict(), mode, change)
     assert "were changed" not in caplog.text
 
 
-@pytest.mark.parametrize("mode", ["none", "naive_fp16"])
-def test_a_cycle(mode):
-    engine = make_engine(MODES[mode] | {"gradient_accumulation": 2})
-    check(train(engine, "clip_each", 2), engine.full_state_dict(), mode, "clip_each")
-
-
-def test_a_short_cycle_and_weighted_losses():
+@pytest.mark.parametrize(
+    ("mode", "config", "criterion"),
+    [
+        ("none", {"gradient_accumulation": 2}, nn.functional.cross_entropy),
+        ("naive_fp16", {"gradient_accumulation": 2}, nn.functional.cross_entropy),
+        ("naive_fp16", {"gradient_accumulation": 2, "loss_reduction": "weighted"}, summed_loss),
+    ],
+)
+def test_a_cycle(mode, config, criterion):
     """Whose divisors are others than the loss scale."""
-    for config, criterion in (
-        ({"gradient_accumulation": 1}, nn.functional.cross_entropy),
-        ({"loss_reduction": "weighted", "gradient_accumulation": 2}, summed_loss),
-    ):
-        engine = make_engine(FP16_NAIVE | config, criterion=criterion)
-        parts = config["gradient_accumulation"]
-        check(train(engine, "clip_by_value", parts), engine.full_state_dict(), "naive_fp16", "clip_by_value")
+    engine = make_engine(MODES[mode] | config, criterion=criterion)
+    check(train(engine, clip_by_value, 2), engine.full_state_dict(), mode, clip_by_value)
 
 
-def in_a_layout(rank: int, world_size: int, config: dict[str, Any], change: str) -> Any:
-    engine = make_engine(config)
-    seen = train(engine, change)
-    return seen, engine.full_state_dict(rank0_only=False), list(dict(engine.model.named_parameters()))
+CELLS: list[tuple[dict[str, Any], str]] = [
+    ({}, "naive_fp16"),
+    ({"data": "fsdp"}, "none"),  # gradients are DTensors, whose norms are of all ranks
+    ({"pipeline": {"size": 2, "microbatches": 2, "partition": ["last"]}}, "naive_fp16"),
+]
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicate": {},
-    "fsdp": {"data": "fsdp"},  # gradients are DTensors, whose norms are of all ranks
-    "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["last"]}},
-}
+def in_layouts(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for parallel, mode in CELLS:
+        engine = make_engine({"parallel": parallel} | MODES[mode])
+        seen = train(engine, clip_each)
+        found.append((seen, engine.full_state_dict(rank0_only=False), list(dict(engine.model.named_parameters()))))
+        engine.close()
+    return found
 
 
 @pytest.mark.promise("gradients of your own between backward and step")
 @pytest.mark.distributed
-@pytest.mark.parametrize("change", ["clip_each", "clip_by_value"])
-@pytest.mark.parametrize(
-    ("layout", "mode"),
-    [
-        *[("replicate", mode) for mode in ("none", "torch_fp16", "naive_fp16")],
-        *[("pipeline", mode) for mode in ("none", "naive_fp16")],
-        ("fsdp", "none"),
-    ],
-)
-def test_layouts_with_whole_gradients(layout, mode, change):
-    for seen, weights, names in run_ranks(in_a_layout, 2, {"parallel": LAYOUTS[layout]} | MODES[mode], change):
-        check(seen, weights, mode, change, names)
+def test_layouts_with_whole_gradients():
+    for found in run_ranks(in_layouts, 2):
+        for (_, mode), (seen, weights, names) in zip(CELLS, found, strict=True):
+            check(seen, weights, mode, clip_each, names)
 
 
-def refused(rank: int, world_size: int, config: dict[str, Any]) -> tuple[str, bool]:
-    torch.manual_seed(0)
-    engine = make_engine(config, model=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)))
-    engine.backward(engine.criterion(engine(here(X)), here(Y)))
-    message = said(engine.unscale_gradients)
-    return message, bool(engine.step().skipped)
+WITHOUT: list[tuple[dict[str, Any], str]] = [
+    ({"parallel": {"data": "zero1"}}, "parallel.data='zero1'"),
+    ({"parallel": {"data": "fsdp"}} | FP16_TORCH, "parallel.data='fsdp'"),
+    ({"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}}, "parallel.tensor"),
+]
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    found = []
+    for config, _ in WITHOUT:
+        engine = make_engine(config)
+        engine.backward(engine.criterion(engine(here(X)), here(Y)))
+        found.append(said(engine.unscale_gradients))
+        assert not engine.step().skipped, "the update can be taken"
+        engine.close()
+    return found
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("parallel", "config", "why"),
-    [
-        ({"data": "zero1"}, {}, "under parallel.data='zero1' a rank has only its part"),
-        ({"data": "fsdp"}, FP16_TORCH, "under parallel.data='fsdp' a rank has only its part"),
-        (
-            {"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}},
-            {},
-            "under parallel.tensor a rank has only its part",
-        ),
-    ],
-)
-def test_layouts_without(parallel, config, why):
-    for message, skipped in run_ranks(refused, 2, {"parallel": parallel} | config):
-        assert why in message, "and the update can be taken"
-        assert "clip_grad_norm in the config" in message
-        assert not skipped
+def test_layouts_without():
+    for found in run_ranks(refused, 2):
+        for (_, where), message in zip(WITHOUT, found, strict=True):
+            assert f"under {where} a rank has only its part" in message
+            assert "clip_grad_norm in the config" in message
 
 
 # -- inf and nan, and the order of calls ------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("gradients of your own between backward and step")
-@pytest.mark.parametrize("config", SCALED.values(), ids=SCALED)
+@pytest.mark.parametrize("config", [FP16_TORCH, {"fp16": FP16_NAIVE["fp16"] | {"hysteresis": 1}}])
 def test_a_clip_by_value_hides_no_overflow(config):
-    engine = make_engine(config | {"fp16": config["fp16"] | ({"hysteresis": 1} if config is FP16_NAIVE else {})})
+    engine = make_engine(config)
     before, scale = engine.full_state_dict(), engine.loss_scale
     engine.backward(engine.criterion(engine(X * 1e30), Y) * torch.inf)
     engine.unscale_gradients()
@@ -229,6 +221,10 @@ def test_the_norm_is_of_what_step_uses():
     for grad in grads:
         grad.mul_(0.5)
     assert engine.step().grad_norm == pytest.approx(before.item(), rel=1e-5), "before clipping"
+    engine.backward(engine.criterion(engine(X), Y))  # scaled again
+    assert engine.model.last.bias.grad.dtype == torch.float16
+    assert engine.model.last.bias.grad.norm() > 10 * engine.clip_grad_norm_(1.0)
+    engine.zero_grad()
     engine.backward(engine.criterion(engine(X), Y))
     engine.unscale_gradients()
     for param in engine.model.parameters():
@@ -236,55 +232,27 @@ def test_the_norm_is_of_what_step_uses():
     assert engine.step().grad_norm == 0
 
 
-def test_a_clip_before_it_holds():
-    engine = make_engine(FP16_NAIVE)
-    engine.backward(engine.criterion(engine(X), Y))
-    norm = engine.clip_grad_norm_(0.01)
-    engine.unscale_gradients()
-    assert engine.step().grad_norm == pytest.approx(norm.item(), rel=1e-5)
-
-
-def test_the_next_update_is_scaled_again():
-    engine = make_engine(FP16_NAIVE)
-    train(engine, "cancel")
-    engine.backward(engine.criterion(engine(X), Y))
-    assert engine.model.last.bias.grad.dtype == torch.float16
-    assert engine.model.last.bias.grad.norm() > 10 * engine.clip_grad_norm_(1.0)
-
-
-@pytest.mark.parametrize("call", ["unscale", "clip"])
-def test_the_last_batch_of_ones_own_loader_ends_a_cycle(call):
+@pytest.mark.parametrize(("call", "change"), [("unscale", clip_each), ("clip", clip_all)])
+def test_the_last_batch_of_ones_own_loader_ends_a_cycle(call, change):
     """Three batches, two in a cycle: as each cycle alone."""
-
-    def run(cycles):
-        engine = make_engine({"gradient_accumulation": 2})
-        for batches in cycles:
-            for number in range(batches):
-                engine.backward(engine.criterion(engine(X[number::4]), Y[number::4]))
-                last = number == batches - 1
-                if last and call == "unscale":
-                    engine.unscale_gradients(last=True)
-                    clip_each(engine.model.parameters())
-                elif last:
-                    engine.clip_grad_norm_(0.05, last=True)
-                stepped = engine.step()  # which knows
-                assert (stepped is not None) == last
-        return engine.full_state_dict()
-
-    def by_hand():
-        torch.manual_seed(0)
-        model = MLP()
-        optimizer = sgd(model.parameters())
-        for batches in (2, 1):
-            optimizer.zero_grad()
-            for number in range(batches):
-                (nn.functional.cross_entropy(model(X[number::4]), Y[number::4]) / batches).backward()
-            (clip_each if call == "unscale" else clip_all)(list(model.parameters()))
-            optimizer.step()
-        return model
-
-    assert difference(run((2, 1)), by_hand()) < TOLERANCES["none"]
     engine = make_engine({"gradient_accumulation": 2})
+    model = MLP()
+    optimizer = sgd(model.parameters())
+    for count in (2, 1):
+        optimizer.zero_grad()
+        for number in range(count):
+            x, y, last = X[number::4], Y[number::4], number == count - 1
+            (nn.functional.cross_entropy(model(x), y) / count).backward()
+            engine.backward(engine.criterion(engine(x), y))
+            if last and call == "unscale":
+                engine.unscale_gradients(last=True)
+                change(engine.model.parameters())
+            elif last:
+                engine.clip_grad_norm_(0.05, last=True)
+            assert (engine.step() is not None) == last, "step knows"
+        change(list(model.parameters()))
+        optimizer.step()
+    assert difference(engine.full_state_dict(), model) < TOLERANCES["none"]
     engine.backward(engine.criterion(engine(X), Y))
     with pytest.raises(InputError, match=r"call it then, or with last=True to end the cycle here"):
         engine.clip_grad_norm_(0.05)

@@ -31,15 +31,15 @@ from tests.support.ranks import here, run_ranks
 X, Y = make_data(8)
 
 
+@torch.no_grad()
 def fill(params: Any) -> None:
-    with torch.no_grad():
-        for number, param in enumerate(params):
-            param.fill_(0.01 * (number + 1))
+    for number, param in enumerate(params):
+        param.fill_(0.01 * (number + 1))
 
 
+@torch.no_grad()
 def foreach(params: Any) -> None:
-    with torch.no_grad():
-        torch._foreach_mul_(list(params), 0.5)
+    torch._foreach_mul_(list(params), 0.5)
 
 
 def as_vector(params: Any) -> None:
@@ -53,9 +53,6 @@ def as_vector(params: Any) -> None:
 def last(params: Any) -> None:
     """Of which a rank of zero1 may hold nothing."""
     nn.init.constant_(list(params)[-1], 0.125)
-
-
-WRITES = {"in place": fill, "foreach": foreach, "new data": as_vector, "one": last}
 
 
 def by_hand(write: Any, steps: int = 1) -> nn.Module:
@@ -80,14 +77,20 @@ def by_hand(write: Any, steps: int = 1) -> nn.Module:
     of="PyTorch",
     page="precision.md",
 )
-@pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("mode", ["naive_bf16", "naive_fp16", "apex_o2"])
-def test_the_model_computes_with_it(mode, write, steps, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "write", "steps"),
+    [
+        *(("naive_bf16", write, 1) for write in (fill, foreach, as_vector, last)),
+        ("naive_bf16", as_vector, 0),
+        ("naive_fp16", fill, 0),
+        ("apex_o2", foreach, 1),
+    ],
+)
+def test_the_model_computes_with_it(mode, write, steps):
     engine = make_engine(MODES[mode])
     for _ in range(steps):
         step_on(engine, X, Y)
-    WRITES[write](engine.master_params())
+    write(engine.master_params())
     plain = MLP()
     for param, master in zip(plain.parameters(), engine.master_params(), strict=True):
         param.data = master.detach().clone()
@@ -98,7 +101,13 @@ def test_the_model_computes_with_it(mode, write, steps, tmp_path):
     engine.train()
     for _ in range(2):
         step_on(engine, X, Y)
-    assert difference(full_weights(engine), by_hand(WRITES[write], steps)) < 2 * TOLERANCES[mode]
+    assert difference(full_weights(engine), by_hand(write, steps)) < 2 * TOLERANCES[mode]
+
+
+def resumed(folder: Path) -> dict[str, torch.Tensor]:
+    again = make_engine(BF16_NAIVE)
+    again.load(folder)
+    return full_weights(again)
 
 
 SAVES = {
@@ -109,12 +118,6 @@ SAVES = {
     "close": lambda engine, path: (engine.close(), engine.model.state_dict())[1],
     "eval": lambda engine, path: full_weights(engine.eval()),
 }
-
-
-def resumed(folder):
-    again = make_engine(BF16_NAIVE)
-    again.load(folder)
-    return full_weights(again)
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -156,24 +159,22 @@ def test_what_an_optimizer_writes_into_masters_without_gradients():
 
 def test_both_written():
     engine = make_engine(FP16_NAIVE)
-    step_on(engine, X, Y)
     fill(engine.master_params())
     engine.model.load_state_dict(MLP(seed=5).state_dict())  # into masters, too
     step_on(engine, X, Y)
-    last(engine.master_params())
-    with torch.no_grad():
-        engine.model.last.bias.fill_(0.125)
-    step_on(engine, X, Y)  # the same value
-    last(engine.master_params())
-    with torch.no_grad():
-        engine.model.last.bias.fill_(0.25)
+    for value, is_other in ((0.125, False), (0.25, True)):
+        last(engine.master_params())
+        nn.init.constant_(engine.model.last.bias, value)
+        if not is_other:
+            step_on(engine, X, Y)
     for call in (engine.eval, lambda: engine(X), engine.state_dict, engine.close):
         assert "both last.bias in the model and the fp32 master weights" in said(call)
     assert float(engine.model.last.bias[0]) == 0.125, "closed, with the masters"
 
 
-@pytest.mark.parametrize("of", ["model", "masters"])
-@pytest.mark.parametrize("then", ["evaluation", "state_dict"])
+@pytest.mark.parametrize(
+    ("of", "then"), [("model", "evaluation"), ("masters", "evaluation"), ("masters", "state_dict")]
+)
 def test_writes_that_torch_does_not_count_are_told(of, then, caplog):
     engine = make_engine(BF16_NAIVE)
     step_on(engine, X, Y)
@@ -200,8 +201,7 @@ def test_an_average_of_the_users_in_the_model_leaves_masters_as_they_are():
     with torch.no_grad():
         torch._foreach_copy_(list(engine.model.parameters()), kept)
     engine.train()(X)
-    found = full_weights(engine)
-    assert all(torch.equal(found[name], value) for name, value in held.items())
+    torch.testing.assert_close(full_weights(engine), held, rtol=0, atol=0)
 
 
 def test_convert_to_amp():
@@ -221,47 +221,44 @@ def test_convert_to_amp():
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicate": {},
-    "zero1": {"data": "zero1"},
-    "fsdp": {"data": "fsdp"},
-    "fsdp, gathered until backward": {"data": {"strategy": "fsdp", "reshard_after_forward": False}},
-    "tensor": {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}},
-    "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ("last",)}},
-}
+GATHERED = {"data": {"strategy": "fsdp", "reshard_after_forward": False}}
+CELLS: list[tuple[dict[str, Any], str, Any]] = [
+    *(({"data": "zero1"}, mode, write) for mode in ("none", "naive_bf16") for write in (foreach, as_vector, last)),
+    *(({"data": "fsdp"}, mode, write) for mode in ("none", "naive_bf16") for write in (fill, as_vector)),
+    *((GATHERED, "none", write) for write in (foreach, as_vector)),
+    ({"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}, "naive_bf16", as_vector),
+    ({"pipeline": {"size": 2, "microbatches": 2, "partition": ("last",)}}, "naive_bf16", foreach),
+]
 
 
-def in_layout(rank: int, world_size: int, layout: str, folder: Path) -> dict[str, Any]:
-    """By mode and write: the whole weights, in the end."""
-    found = {}
-    for mode in ("none", "naive_bf16"):
-        for name, write in WRITES.items():
-            if layout == "pipeline" and write in (fill, last):
-                continue  # the numbers of parameters on a stage are not those of the whole model
-            engine = make_engine({**MODES[mode], "parallel": LAYOUTS[layout], "timeout": 30})
-            size = len(X) // engine.context.dp_size
-            own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
+def in_layouts(rank: int, world_size: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """By cell the whole weights, in the end."""
+    found = []
+    for parallel, mode, write in CELLS:
+        engine = make_engine({**MODES[mode], "parallel": parallel})
+        size = len(X) // engine.context.dp_size
+        own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
+        step_on(engine, X[own], Y[own])
+        data = parallel.get("data")
+        if data not in (None, "zero1"):
+            engine(here(X))  # and no backward: gathered weights stay, where they are kept until then
+        write(engine.master_params())
+        if rank == 1 or data != "zero1":  # else a rank may have nothing to evaluate
+            with torch.no_grad():
+                engine.eval()(here(X))
+        engine.train()
+        for _ in range(2):
             step_on(engine, X[own], Y[own])
-            if "fsdp" in layout:
-                engine(here(X))  # and no backward: gathered weights stay, where they are kept until then
-            write(engine.master_params())
-            if rank == 1 or layout not in ("replicate", "zero1"):  # else a rank may have nothing to evaluate
-                with torch.no_grad():
-                    engine.eval()(here(X))
-            engine.train()
-            for _ in range(2):
-                step_on(engine, X[own], Y[own])
-            engine.save_weights(folder / "weights.pt", format="torch")
-            found[f"{mode}, {name}"] = torch.load(folder / "weights.pt") if rank == 0 else {}
-            engine.close()
+        engine.save_weights(folder / "weights.pt", format="torch")
+        found.append(torch.load(folder / "weights.pt") if rank == 0 else {})
+        engine.close()
     return found
 
 
 @pytest.mark.promise("writes into masters outside of a step (schedule-free, swaps)")
 @pytest.mark.distributed
 @pytest.mark.sends
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_train_on_as_one_process(layout, tmp_path):
-    for case, weights in run_ranks(in_layout, 2, layout, tmp_path, timeout=120)[0].items():
-        mode, write = case.split(", ")
-        assert difference(weights, by_hand(WRITES[write])) < 2 * TOLERANCES[mode], case
+def test_layouts_train_on_as_one_process(tmp_path):
+    found = run_ranks(in_layouts, 2, tmp_path, timeout=120)[0]
+    for (parallel, mode, write), weights in zip(CELLS, found, strict=True):
+        assert difference(weights, by_hand(write)) < 2 * TOLERANCES[mode], (parallel, mode, write)

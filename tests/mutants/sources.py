@@ -53,7 +53,7 @@ OPTIMIZERS = (
         "utils/joined_optimizer.py",
         '            first += sum(len(group["params"]) for group in own[1])\n',
         "",
-        (f"{SEVERAL}::test_a_joined_state_dict_has_the_form_of_one_optimizers",),
+        (f"{SEVERAL}::test_a_state_dict_resumes_exactly_and_has_the_form_of_one_optimizers",),
     ),
     Fault(
         "only the first of several optimizers is guarded",

@@ -1,7 +1,9 @@
-"""Optimizers under layouts that shard what they step."""
+"""Optimizers under layouts that shard what they step: one, several for a model, one over another, and those that need
+whole matrices."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,11 +11,60 @@ import torch
 from torch import nn, optim
 
 from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS
-from tests.support.proofs import FormatAlone, Row, rows
+from tests.support.optimizers import (
+    Whitened,
+    adamw,
+    lookahead,
+    muon_and_adamw,
+    of_timm,
+    sgd_and_adamw,
+)
+from tests.support.proofs import FormatAlone, Row, StructureAlone, rows
 
 pytestmark = pytest.mark.distributed
 
 TENSOR = {"tensor": {"size": 2, "plan": PLAN}}
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ["transformer.h.1"]}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (2, {"data": "zero1"}),
+    "fsdp": (2, {"data": "fsdp"}),
+    "tensor": (2, TENSOR),
+    "pipeline": (2, PIPELINE),
+    "offload": (2, {"data": {"strategy": "fsdp", "cpu_offload": True}}),
+    "fsdp of 3": (3, {"data": "fsdp"}),
+    "hybrid": (4, {"data": {"strategy": "fsdp", "hybrid": 2}}),
+    "zero1 x tensor": (4, {"data": "zero1", **TENSOR}),
+    "fsdp x tensor": (4, {"data": "fsdp", **TENSOR}),
+    "zero1 x pipeline": (4, {"data": "zero1", **PIPELINE}),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"fp16": {"mode": "naive", "initial_scale": 256.0, "hysteresis": 1}},
+    "bf16": {"bf16": {"mode": "torch"}},
+}
+
+
+class Brief(optim.SGD):
+    """As people write it for a model of their own: it sets `data`, and expects a gradient of each parameter."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data - group["lr"] * param.grad / (param.grad.norm() + 0.01)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": adamw,
+    "sgd and adamw": sgd_and_adamw,
+    "muon and adamw": muon_and_adamw,
+    "lookahead": lookahead,
+    "adafactor": partial(optim.Adafactor, lr=0.01, eps=(1e-6, 1e-3)),  # the gradient of k.bias is noise
+    "lamb": partial(of_timm, "Lamb", lr=0.01, max_grad_norm=None),
+    "lars": partial(of_timm, "Lars", lr=0.05, momentum=0.9, weight_decay=0.01),
+    "timm's muon": partial(of_timm, "Muon", lr=0.01),
+    "own": partial(Whitened, lr=0.01),
+    "brief": partial(Brief, lr=0.01),
+}
 
 
 def criterion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -24,14 +75,60 @@ def gpt() -> Any:
     return GPT(), (torch.randint(WORDS, (8, CONTEXT)), torch.randint(WORDS, (8, CONTEXT))), criterion
 
 
-def adamw(params: Any) -> optim.Optimizer:
-    return optim.AdamW(params, lr=0.01)
+def layers() -> Any:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    return model, (torch.randn(8, 4), torch.randn(8, 4)), nn.functional.mse_loss
+
+
+def half_each(params: Any) -> list[optim.Optimizer]:
+    params = list(params)
+    return [optim.SGD(params[: len(params) // 2], lr=0.1), adamw(params[len(params) // 2 :])]
+
+
+def row(optimizer: str, layout: str, mode: str = "", slow: bool = False, **config: Any) -> Row:
+    """The layout in float64; or, with a mode, in that, where an update is skipped if it has a loss scale."""
+    ranks, parallel = LAYOUTS[layout]
+    config = {"clip_grad_norm": 0.5, "parallel": parallel, **config, **(MODES[mode] if mode else {})}
+    name, work = ", ".join(filter(None, (optimizer, layout, mode))), FormatAlone if mode else StructureAlone
+    return Row(name, gpt, config, ranks, OPTIMIZERS[optimizer], work=work, slow=slow)
 
 
 @rows(
-    Row("adamw, tensor", gpt, {"parallel": TENSOR}, optimizer=adamw),
-    Row("adamw, fsdp", gpt, {"parallel": {"data": "fsdp"}}, optimizer=adamw),
-    Row("adamw, fsdp", gpt, {"parallel": {"data": "fsdp"}}, optimizer=adamw, work=FormatAlone),
+    row("adamw", "tensor"),
+    row("adamw", "fsdp"),
+    row("adamw", "fsdp", "fp32"),
+    *(row("sgd and adamw", layout) for layout in ("zero1", "fsdp", "tensor", "pipeline")),
+    *(row("sgd and adamw", layout, "fp16") for layout in ("zero1", "fsdp", "pipeline")),
+    *(row("lookahead", layout) for layout in ("zero1", "fsdp", "tensor", "pipeline")),
+    row("lookahead", "fsdp", "fp16"),
+    Row(
+        "a stage without parameters of the second of two",
+        layers,
+        {"parallel": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["2"]}}},
+        optimizer=half_each,
+    ),
 )
 def test_trains_as_one_process(row):
+    row.prove()
+
+
+@pytest.mark.promise(
+    "optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded",
+    "each matrix is stepped by the rank that owns it, as in one process; saved and resharded",
+    of="PyTorch",
+    page="loop.md",
+)
+@rows(
+    *(row("muon and adamw", layout) for layout in ("fsdp", "pipeline")),
+    row("muon and adamw", "tensor", gradient_accumulation=2),
+    row("muon and adamw", "fsdp", "bf16"),
+    *(row("lamb", layout) for layout in ("zero1", "fsdp", "tensor", "offload")),
+    *(row("lamb", layout, "fp16") for layout in ("zero1", "fsdp")),
+    row("timm's muon", "zero1"),
+    *(row("own", layout) for layout in ("zero1", "fsdp", "tensor")),
+    *(row("brief", layout) for layout in ("zero1", "fsdp", "tensor")),
+    *(row(name, layout) for name in ("adafactor", "lars") for layout in ("zero1", "fsdp", "tensor")),
+    *(row("lamb", layout, slow=True) for layout in list(LAYOUTS)[5:]),
+)
+def test_trains_as_one_process_where_matrices_are_whole(row):
     row.prove()
