@@ -409,7 +409,7 @@ NONFINITE = (
     ),
 )
 
-LAUNCHES, LATE = ("tests/engine/test_launches.py",), ("tests/parallel/test_late_collectives.py",)
+LAUNCHES, LATE = ("tests/counts/test_launches.py",), ("tests/parallel/test_late_collectives.py",)
 GPU = (
     Fault(
         "masters are rounded into the model by a launch each",

@@ -1,4 +1,4 @@
-"""The bytes that are announced are those that are there."""
+"""The bytes that are announced before a run are those that are there in it."""
 
 from __future__ import annotations
 

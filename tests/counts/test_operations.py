@@ -1,14 +1,19 @@
-"""What a step costs that can be counted: operations of torch, reads by the host. Not seconds."""
+"""Operations of torch, reads by the host and calls of Python in a step, beside the loop by hand."""
 
 from __future__ import annotations
 
-import weakref
+import cProfile
+import gc
+import pstats
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import halfmesh
+from tests.support.models import linear_engine
 from tests.support.updates import CountReads
 
 X, Y = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8)
@@ -85,13 +90,50 @@ def test_no_reads_by_the_host(mode, precision, accumulation):
     assert count_ops(through_engine(precision, 1.0, mode, gradient_accumulation=accumulation), steps=8)[1] == 0
 
 
-def test_memory_of_gradients_is_kept_until_the_next_step():
-    """As in a loop by hand: given back between two steps, it would go to the system and come back page by page."""
-    engine = engine_of(make_model(), {})
-    engine.backward(engine.criterion(engine(X), Y))
-    grads = [weakref.ref(param.grad) for param in engine.model.parameters()]
-    engine.step()
-    assert all(param.grad is None for param in engine.model.parameters())
-    assert all(grad() is not None for grad in grads)
-    engine.zero_grad()
-    assert all(grad() is None for grad in grads)
+# -- what the Trainer adds to the loop ---------------------------------------------------------------------------------
+
+
+def loop(engine: Any) -> None:
+    """With the sum that a user prints."""
+    total = torch.zeros(())
+    for x, y in engine.dataloader:
+        engine.zero_grad()
+        loss = engine.criterion(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+
+
+def fit(engine: Any) -> None:
+    halfmesh.Trainer(engine, log_every=1000).fit(epochs=engine.dataloader.next_epoch + 1)
+
+
+def cost(run: Callable[[Any], None], engine: Any) -> tuple[int, int, int]:
+    """Calls of Python; and, of another epoch, operations and reads."""
+    profile = cProfile.Profile()
+    gc.collect()
+    gc.disable()  # finalizers of earlier tests are no calls of this step
+    profile.enable()
+    run(engine)
+    profile.disable()
+    gc.enable()
+    with CountReads() as counter:
+        run(engine)
+    return pstats.Stats(profile).total_calls, len(counter.ops), counter.reads
+
+
+def per_step(run: Callable[[Any], None]) -> list[float]:
+    """Of 40 more batches."""
+    found = []
+    for batches in (10, 50):
+        engine = linear_engine({"bf16": {"mode": "torch"}}, samples=4 * batches, evaluated=0)
+        run(engine)
+        found.append(cost(run, engine))
+    return [(more - fewer) / 40 for fewer, more in zip(*found, strict=True)]
+
+
+def test_what_the_trainer_adds_to_a_step():
+    (calls, operations, reads), (of_loop, operations_of_loop, reads_of_loop) = per_step(fit), per_step(loop)
+    assert calls - of_loop <= 22
+    assert operations <= operations_of_loop
+    assert reads == reads_of_loop

@@ -1,0 +1,149 @@
+"""What a rank sends in an update: collectives and the numbers in them, in each layout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import halfmesh
+from tests.support.ranks import here, rank_device, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+BLOCKS, TENSORS, OF_A_BLOCK = 4, 16, 280
+NUMBERS = BLOCKS * OF_A_BLOCK
+"""Of all parameters."""
+ACTIVATION = 8 * 8
+CLIPPED = {"gradient_accumulation": 2, "clip_grad_norm": 1.0}
+TENSOR = {"tensor": {"size": 2, "plan": {"*.up": "colwise", "*.down": "rowwise"}}}
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ["2"]}}
+NORM = {"all_reduce float64": (1, 1)}
+"""With the verdict, where there is one."""
+
+
+class Sent(TorchDispatchMode):
+    """Counts within: calls and numbers by kind and dtype. Of a scatter or gather, the whole counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        room, _, name = func._schema.name.partition("::")
+        if room in ("c10d", "_c10d_functional") and not name.startswith(("recv", "wait")):
+            tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+            name = name.strip("_").removesuffix("_base")
+            kind = NAMES.get(name, name)
+            key = f"{kind} {str(tensors[0].dtype).removeprefix('torch.')}"
+            calls, numbers = self.found[key]
+            self.found[key] = calls + 1, numbers + max(each.numel() for each in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def muon(model: nn.Module) -> Any:
+    """Needs whole matrices."""
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    return [torch.optim.Muon(matrices, lr=0.01), adamw(nn.ParameterList(p for p in model.parameters() if p.dim() == 1))]
+
+
+def sent_in_an_update(rank: int, world_size: int, config: Any, optimizer: Any) -> dict[str, tuple[int, int]]:
+    """Of the fourth: in the first ones ranks also compare what users may get wrong."""
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    engine = halfmesh.initialize(
+        model, optimizer(model), nn.MSELoss(), config=config | {"fused": False}, device=rank_device()
+    )
+    batch = here(torch.randn(8, 8))
+    for _ in range(4):
+        with Sent() as sent:
+            for _ in range(engine.config.gradient_accumulation):
+                engine.zero_grad()
+                engine.backward(engine.criterion(engine(batch), batch))
+                engine.step()
+    return dict(sent.found)
+
+
+def fsdp(gathers: int, reduced: str = "float32") -> dict[str, tuple[int, int]]:
+    """Blocks are gathered before a forward, and again before its backward unless they are kept."""
+    return {
+        "all_gather bfloat16": (gathers, gathers * OF_A_BLOCK),
+        f"reduce_scatter {reduced}": (BLOCKS, NUMBERS),
+        **FLAGS,
+        **NORM,
+    }
+
+
+FLAGS = {"all_reduce float32": (1, TENSORS)}
+"""Which parameters have a gradient on some rank."""
+BF16 = CLIPPED | {"bf16": {"mode": "naive"}}
+ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {
+    "replicate": (CLIPPED, {"all_reduce float32": (1, NUMBERS + TENSORS), **NORM}),
+    "replicate, not clipped": ({}, {"all_reduce float32": (1, NUMBERS + TENSORS)}),
+    "replicate, reduced in bf16": (
+        {"parallel": {"data": {"reduce_dtype": "bfloat16"}}},
+        {"all_reduce bfloat16": (1, NUMBERS + TENSORS)},
+    ),
+    "zero1": (
+        CLIPPED | {"parallel": {"data": "zero1"}},
+        {"reduce_scatter float32": (1, NUMBERS), "all_gather float32": (1, NUMBERS), **FLAGS, **NORM},
+    ),
+    "fsdp": (BF16 | {"parallel": {"data": "fsdp"}}, fsdp(4 * BLOCKS)),
+    "fsdp, kept": (
+        BF16 | {"parallel": {"data": {"strategy": "fsdp", "reshard_after_forward": False}}},
+        fsdp(2 * BLOCKS),
+    ),
+    "fsdp, reduced in bf16": (
+        BF16 | {"parallel": {"data": {"strategy": "fsdp", "reduce_dtype": "bfloat16"}}},
+        fsdp(4 * BLOCKS, "bfloat16"),
+    ),
+    "tensor": (
+        CLIPPED | {"parallel": TENSOR},
+        # an output of each block, and the gradient of each input but the first, in two batches
+        {"all_reduce float32": (2 * (2 * BLOCKS - 1), 2 * (2 * BLOCKS - 1) * ACTIVATION), **NORM},
+    ),
+    "pipeline": (
+        CLIPPED | {"parallel": PIPELINE},
+        # of two batches: half an activation for each microbatch, and the loss with its sum
+        {"send float32": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
+    ),
+}
+
+
+@pytest.mark.promise("DDP with accumulation and `no_sync`")
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_sent_in_an_update(name):
+    config, expected = ROWS[name]
+    assert run_ranks(sent_in_an_update, 2, config, adamw) == [expected] * 2
+
+
+@pytest.mark.parametrize("data", ["zero1", "fsdp"])
+def test_matrices_go_to_their_owners_and_back(data):
+    """zero1 sends no more numbers than without them; fsdp sends a rank's slices of gradients and weights, and those of
+    new weights back."""
+    config = CLIPPED | {"parallel": {"data": data}}
+    of_matrices = BLOCKS * 2 * 8 * 16 // 2
+    for plain, found in zip(*(run_ranks(sent_in_an_update, 2, config, each) for each in (adamw, muon)), strict=True):
+        numbers = {kind: numbers for kind, (_, numbers) in found.items()}
+        more = {} if data == "zero1" else {"all_to_all float32": 3 * of_matrices}
+        assert numbers == {kind: numbers for kind, (_, numbers) in plain.items()} | more
