@@ -94,13 +94,6 @@ def test_seeds_of_python_numpy_and_torch(argument, expected):
     assert drawn == (random.random(), float(np.random.rand()), torch.rand(1).item())
 
 
-@pytest.mark.parametrize("verbose", [True, False])
-def test_it_says_what_it_made(verbose, caplog):
-    launch_from_torch({"seed": 5}, device="cpu", verbose=verbose)
-    said = ["world of 1 (no process group), device cpu, seed 5"]
-    assert [record.getMessage() for record in caplog.records] == (said if verbose else [])
-
-
 @pytest.mark.promise(
     "launchers",
     "torchrun, SLURM, Open MPI, the default parser with `--local-rank`",
@@ -151,10 +144,6 @@ def test_the_default_parser():
     nothing = vars(parser.parse_args([]))
     assert nothing.pop("overrides") == []
     assert set(nothing.values()) == {None}
-
-
-def test_launch_is_a_function_whatever_is_imported():
-    assert halfmesh.launch is launch
 
 
 @pytest.mark.parametrize(
@@ -250,11 +239,6 @@ def test_variables_of_torchrun_that_cannot_be(variables, changes, message):
     variables(TORCHRUN, **changes)
     with pytest.raises(LaunchError, match=message):
         launch_from_torch({}, device="cpu")
-
-
-def test_variables_of_slurm_are_named():
-    with pytest.raises(LaunchError, match=r"^SLURM_PROCID is missing .* srun --ntasks N python train.py$"):
-        launch_from_slurm({}, "host", 1)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.distributed
 
 LATEST_S = LIMIT_S + 25.0  # some 10 s on an idle machine; torch alone would wait for ever, or not name the rank
 MESH = (("tensor", {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}),)
-PIPE = (("pipeline", {"size": 2, "microbatches": 2, "partition": ("2",)}),)
 RAISE, KILL, SLEEP = "raise ValueError('boom')", "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 HANGS = "still running: rank"
@@ -119,13 +118,10 @@ CASES = {  # and what the others say
     "stopped": (Case(STOP), f"no answer from rank 1 {KILLED}"),
     "host_raises": (Case(RAISE, bad=0), f"{FIRST} 0] Traceback"),  # rank 0 hosts the store
     "host_killed": (Case(KILL, bad=0), "no answer from rank 0, which hosts the store"),
-    "host_stopped": (Case(STOP, bad=0), "no answer from rank 0, which hosts the store"),
     "saves_alone": (Case(f"engine.save({PLACE})"), f"{FIRST} 1] Traceback"),
-    "saves_alone_tensor": (Case(f"engine.save({PLACE})", parallel=MESH), f"{FIRST} 1 (tp 1)] Traceback"),
     "closes_alone": (Case("engine.close(); return"), f"{EARLY} 1"),
     "fails_meanwhile": (Case("time.sleep(1); " + RAISE, then=SAVES), f"{FIRST} 1] Traceback"),
     "fsdp": (Case(SLEEP, parallel=(("data", "fsdp"),)), f"{HANGS} 1"),
-    "pipeline": (Case(SLEEP, parallel=PIPE), f"{HANGS} 1 (pp 1)"),
     "save": (
         Case(SLEEP, then=SAVES),
         "engine.save was called on rank 0 only; call it on every rank, without an `if` around it: which rank writes is "

@@ -84,8 +84,6 @@ CELLS = {
     "both": ("dp2", "none", [0, 1], {"gradient_accumulation": 2}),
     "pipeline": ("pp2", "none", [1], {"dropout": 0.0}),
     "zero1": ("zero1", "naive", [0], {}),
-    "fsdp": ("fsdp", "none", [1], {}),
-    "tensor": ("tp2", "none", [0, 1], {}),
 }
 
 
@@ -94,7 +92,7 @@ CELLS = {
     "cell",
     [
         "rank 1",
-        *(pytest.param(cell, marks=pytest.mark.slow) for cell in ("both", "zero1", "fsdp", "tensor")),
+        *(pytest.param(cell, marks=pytest.mark.slow) for cell in ("both", "zero1")),
         pytest.param("pipeline", marks=[pytest.mark.slow, pytest.mark.sends]),
     ],
 )
@@ -126,9 +124,7 @@ def interrupted(rank, world_size, layout, mode, folder):
     page="checkpoints.md",
 )
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "cell", ["dp2-none", *(pytest.param(c, marks=pytest.mark.slow) for c in ("zero1-naive", "fsdp-none", "pp2-none"))]
-)
+@pytest.mark.parametrize("cell", ["dp2-none", pytest.param("pp2-none", marks=pytest.mark.slow)])
 def test_ranks_agree_on_the_update_that_ctrl_c_finishes(cell, tmp_path):
     one, other = run_ranks(interrupted, 2, *cell.split("-"), str(tmp_path), timeout=100)
     assert one == other
@@ -293,15 +289,14 @@ def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_through_torchrun_and_resumed_with_one_process(number, tmp_path):
+def test_ctrl_c_through_torchrun_and_resumed_with_one_process(tmp_path):
     options = make_folders(tmp_path) | {"dropout": 0.0, "shuffle": False, "workers": 1}
     with begin(TORCHRUN, **options, pause=0.05) as process:
         await_step(options["log"], 0, 7, process)
-        os.killpg(process.pid, number)  # as a terminal sends Ctrl-C
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         output, _ = process.communicate(timeout=200)
     assert process.returncode != 0
-    assert f"[rank 0] interrupted by {number.name}; saved update " in output
+    assert "[rank 0] interrupted by SIGINT; saved update " in output
     assert not re.search(r"KeyboardInterrupt|terminate called|DataLoader worker", output)
     rest = checkpoint_program.main(**options)
     assert 0 < len(rest) < 30
