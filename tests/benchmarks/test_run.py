@@ -30,8 +30,9 @@ def test_rounds_are_odd_and_fit_into_the_time():
     assert [rounds_within(30.0, seconds) for seconds in (100.0, 3.0, 2.9, 1e-3)] == [7, 11, 11, 101]
 
 
-@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.distributed)])
-def test_a_row_is_measured(several):
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=[pytest.mark.distributed, pytest.mark.slow])])
+def test_a_row_is_measured(several, monkeypatch):
+    monkeypatch.setattr(run, "BLOCK_S", 0.01)
     case = run.Case("mlp", layout="DDP") if several else run.Case("mlp", "NAIVE bf16", 1.0)
     cells, missing = on_ranks(2, run.measure, case, 0.1)[0] if several else run.measure(case, 0.1)
     over_loop, over_fused, again, peer, reads, kept = cells

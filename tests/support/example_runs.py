@@ -1,4 +1,4 @@
-"""Runs an example's script as a user would."""
+"""Runs an example's script as a user would, in processes that the test file has already."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -23,19 +23,11 @@ STORES: list[TCPStore] = []
 """Which this process hosts, as torchrun does."""
 
 
-def run(script, *args, ranks=None, cwd):
-    """`script` of examples/ in a process of its own, or in `ranks` of them under torchrun."""
-    start = [sys.executable]
-    if ranks is not None:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("DATA", None)
-    command = [*start, str(ROOT / "examples" / script), *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
-
-
-def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port: int) -> tuple[str, int]:
-    """Runs `script` as torchrun would (one rank: as python would). Returns what it printed, and its exit status."""
+def as_main(
+    rank: int, world_size: int, script: str, args: tuple[str, ...], port: int, folder: Any = "."
+) -> tuple[str, int]:
+    """Runs `script` in `folder` as torchrun would (one rank: as python would). Returns what it printed, with the words
+    that it exits with, and its exit status."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if world_size > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
@@ -46,17 +38,19 @@ def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port
     sys.argv = [script, *args]
     printed = io.StringIO()
     status = 0
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.chdir(folder):
         try:
             runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
         except SystemExit as end:
-            status = int(end.code or 0)
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            printed.write(end.code if isinstance(end.code, str) else "")
     return printed.getvalue(), status
 
 
-def launch(script: str, ranks: int, *args: object, status: int = 0) -> list[str]:
-    """What each rank printed."""
-    reports = run_ranks(as_main, ranks, script, tuple(map(str, args)), free_port(), init=False, timeout=100)
+def launch(script: str, ranks: int, *args: object, status: int = 0, folder: Any = ".") -> list[str]:
+    """What each rank printed, of `script` in examples/."""
+    given = tuple(map(str, args)), free_port(), folder
+    reports = run_ranks(as_main, ranks, script, *given, init=False, timeout=100)
     assert [ended for _, ended in reports] == [status] * ranks
     return [printed for printed, _ in reports]
 
