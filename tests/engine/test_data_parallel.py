@@ -1,4 +1,4 @@
-"""Several data ranks: equal to one process on the joined batch, equal to torch DDP, equal to each other."""
+"""Several data ranks: equal to torch DDP, and to each other whatever a loop or a model does; and what they send."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import (
+    CLASSES,
+    FEATURES,
     FP16_TORCH,
     MLP,
-    MODES,
-    TOLERANCES,
     adamw,
     difference,
     full_weights,
@@ -27,6 +27,7 @@ from tests.support.models import (
     make_loader,
     reference,
     said,
+    summed_loss,
     train,
 )
 from tests.support.ranks import here, run_ranks
@@ -34,41 +35,6 @@ from tests.support.ranks import here, run_ranks
 pytestmark = pytest.mark.distributed
 
 PARAMETERS = sum(p.numel() for p in MLP().parameters())
-
-
-def joined(batches: int, size: int, world_size: int, accumulation: int = 1) -> list:
-    """The batches of one process that sees what all ranks see together."""
-    x, y = make_data(batches * size * world_size)
-    return list(zip(x.split(size * world_size * accumulation), y.split(size * world_size * accumulation), strict=True))
-
-
-def parity(rank: int, world_size: int, modes: list[str], accumulation: int) -> dict[str, Any]:
-    """The scale grows, clipping bites, the last cycle is short."""
-    results = {}
-    for mode in modes:
-        growing = {"growth_interval": 2} if "fp16" in mode else {}
-        config = {key: {**value, **growing} for key, value in MODES[mode].items()}
-        config |= {"gradient_accumulation": accumulation, "clip_grad_norm": 0.7}
-        engine = make_engine(config, loader=make_loader(world_size * 4 * 7, 4), model=MLP(seed=rank))
-        if rank != 0:  # weights must have come from rank 0
-            torch.testing.assert_close(engine.model.first.bias, MLP().first.bias.to(engine.model.first.bias))
-        steps = [(r.skipped, r.grad_norm, r.loss_scale, r.lr) for r in train(engine) if r is not None]
-        results[mode] = full_weights(engine), steps
-        engine.close()
-    return results
-
-
-@pytest.mark.parametrize(
-    ("world_size", "accumulation", "modes"), [(2, 2, list(MODES)), (3, 1, ["none", "torch_bf16", "naive_fp16"])]
-)
-def test_equals_one_process_on_the_joined_batch(world_size, accumulation, modes):
-    results = run_ranks(parity, world_size, modes, accumulation)
-    expected = reference(joined(7, 4, world_size, accumulation), max_norm=0.7)
-    for mode, (weights, steps) in results[0].items():
-        for other in results[1:]:
-            assert other[mode][1] == steps, mode
-            torch.testing.assert_close(other[mode][0], weights, rtol=0, atol=0)
-        assert difference(weights, expected) < TOLERANCES[mode], mode
 
 
 def against_ddp(rank: int, world_size: int) -> float:
@@ -95,14 +61,12 @@ def test_bitwise_equal_to_torch_ddp():
     assert run_ranks(against_ddp, 2) == [0.0, 0.0]
 
 
+# -- what is sent ----------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Sent:
-    """What was handed to all-reduces that run while other things are done.
-
-    Attributes:
-        count, bytes: of them.
-        most: in flight at once.
-    """
+    """All-reduces that ran while other things were done: their count and bytes, and the most in flight at once."""
 
     count: int = 0
     bytes: int = 0
@@ -134,27 +98,20 @@ def watched_reductions() -> Iterator[Sent]:
         yield sent
 
 
-def reductions(rank: int, world_size: int) -> dict[int, Sent]:
-    counts = {}
+def reductions(rank: int, world_size: int) -> dict[Any, Sent]:
+    """What an epoch of 8 batches sends by length of the cycle; and one batch, by option."""
+    found: dict[Any, Sent] = {}
     for accumulation in (1, 4):
         engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(world_size * 4 * 8, 4))
-        with watched_reductions() as counts[accumulation]:
+        with watched_reductions() as found[accumulation]:
             train(engine)
         engine.close()
-    return counts
-
-
-@pytest.mark.promise(
-    "DDP with accumulation and `no_sync`",
-    "one reduction per update",
-    of="PyTorch",
-    page="benchmarks.md",
-)
-def test_one_reduction_per_update():
-    for counts in run_ranks(reductions, 2):
-        assert {accumulation: sent.count for accumulation, sent in counts.items()} == {1: 8, 4: 2}
-        for sent in counts.values():  # each number once, and a flag for each parameter
-            assert 0 <= sent.bytes // sent.count - 4 * PARAMETERS <= 4 * len(list(MLP().parameters()))
+    for name, data in OPTIONS.items():
+        engine = make_engine({"parallel": {"data": data}})
+        with watched_reductions() as found[name]:
+            train(engine, max_batches=1)
+        engine.close()
+    return found
 
 
 OPTIONS = {
@@ -165,64 +122,56 @@ OPTIONS = {
 }
 
 
-def data_options(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
-    found = {}
-    for name, data in OPTIONS.items():
-        engine = make_engine({"parallel": {"data": data}})
-        with watched_reductions() as sent:
-            train(engine, max_batches=1)
-        found[name] = sent.count, round(sent.bytes / PARAMETERS), sent.most
-        engine.close()
-    return found
-
-
+@pytest.mark.promise(
+    "DDP with accumulation and `no_sync`",
+    "one reduction per update",
+    of="PyTorch",
+    page="benchmarks.md",
+)
 @pytest.mark.promise(
     "a limit to collectives in flight",
     "`max_inflight`",
     of="SageMaker",
     page="sharding.md",
 )
-def test_options_of_the_reduction_have_an_effect():
-    for found in run_ranks(data_options, 2):
-        assert found["bfloat16"] == (1, 2, 1)
-        assert found["small buckets"][:2] == (4, 4)
-        assert found["one in flight"] == (9, 4, 1)
-        assert found["many in flight"] == (9, 4, 8)
+def test_what_is_reduced():
+    """Once per update each number, and a flag for each parameter; in buckets and formats as asked for."""
+    for found in run_ranks(reductions, 2):
+        assert [found[accumulation].count for accumulation in (1, 4)] == [8, 2]
+        for sent in (found[1], found[4]):
+            assert 0 <= sent.bytes // sent.count - 4 * PARAMETERS <= 4 * len(list(MLP().parameters()))
+        shape = {name: (found[name].count, round(found[name].bytes / PARAMETERS), found[name].most) for name in OPTIONS}
+        assert shape["bfloat16"] == (1, 2, 1)
+        assert shape["small buckets"][:2] == (4, 4)
+        assert shape["one in flight"] == (9, 4, 1)
+        assert shape["many in flight"] == (9, 4, 8)
 
 
-def two_backwards(rank: int, world_size: int) -> list:
-    """Two losses, one step: as one loss that is their sum, in every reduction."""
-    found = []
-    for reduction in ("mean", "sum", "weighted"):
-        weights = []
-        for parts in (1, 2):
-            engine = make_engine(
-                FP16_TORCH | {"loss_reduction": reduction},
-                criterion=lambda o, t: nn.functional.cross_entropy(o, t, reduction="sum") / 4,
-                optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            )
-            x, y = here(make_data(16))
-            x, y = x[rank::2], y[rank::2]
-            for _ in range(2):
-                for half in (slice(0, 8),) if parts == 1 else (slice(0, 4), slice(4, 8)):
-                    loss = engine.criterion(engine(x[half]), y[half])
-                    engine.backward((loss, 2.0 / parts) if reduction == "weighted" else loss)
-                engine.step()
-            weights.append(full_weights(engine))
-            engine.close()
-        found.append(max((weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0]))
-    return found
+# -- loops and models ------------------------------------------------------------------------------------------------
 
 
-def test_two_backwards_before_a_step_in_every_reduction():
-    for differences in run_ranks(two_backwards, 2):
-        assert max(differences) < 2e-4
+def two_backwards(rank: int, world_size: int) -> float:
+    """How far two weighted losses before one step lead from a loss that is their sum."""
+    weights = []
+    x, y = (tensor[rank::2] for tensor in here(make_data(16)))
+    for parts in (1, 2):
+        engine = make_engine(FP16_TORCH | {"loss_reduction": "weighted"}, criterion=summed_loss)
+        for _ in range(2):
+            for inputs, targets in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                engine.backward(engine.criterion(engine(inputs), targets))
+            engine.step()
+        weights.append(full_weights(engine))
+        engine.close()
+    return max((weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0])
+
+
+def test_two_backwards_before_a_step_are_reduced_together():
+    assert max(run_ranks(two_backwards, 2)) < 2e-4
 
 
 def outside_backward(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], list[str]]:
     """A backward that does not go through the engine, after the engine has reduced."""
-    x, y = here(make_data(16))
-    x, y = x[rank::2], y[rank::2]
+    x, y = (tensor[rank::2] for tensor in here(make_data(16)))
     engine = make_engine(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     engine.backward(engine.criterion(engine(x), y))
     nn.functional.cross_entropy(engine.model(x), y).backward()
@@ -238,40 +187,67 @@ def outside_backward(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor
 def test_a_backward_outside_the_engine_is_reduced_or_refused():
     (first, messages), (second, _) = run_ranks(outside_backward, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-    expected = reference([make_data(16)], lambda p: torch.optim.SGD(p, lr=0.2))
-    assert difference(first, expected) < 1e-5
+    assert difference(first, reference([make_data(16)], lambda p: torch.optim.SGD(p, lr=0.2))) < 1e-5
     assert all("gradients were added by a backward outside this engine" in message for message in messages)
 
 
-def with_hooks(rank: int, world_size: int) -> dict[str, Any]:
-    """Hooks that divide each gradient by 4, registered before or after initialize."""
-    found = {}
-    for data in ("replicate", "zero1"):
-        for when in ("before", "after"):
-            model = MLP()
-            if when == "before":
-                _divide_gradients(model)
-            engine = make_engine({"parallel": {"data": data}}, model=model, loader=make_loader(32, 4))
-            if when == "after":
-                _divide_gradients(model)
-            train(engine)
-            found[f"{data} {when}"] = full_weights(engine)
-            engine.close()
-    return found
+class OneBranch(MLP):
+    def forward(self, x: torch.Tensor, use: bool = False) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        return self.last(self.again(x) if use else x)
 
 
-def _divide_gradients(model: nn.Module) -> None:
-    def hook(param: nn.Parameter) -> None:
-        param.grad.div_(4)
+def frozen_within_a_cycle(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """A layer that rank 0 has used in the first microbatch of a cycle is frozen in the second."""
+    engine = make_engine({"gradient_accumulation": 2}, model=OneBranch(), loader=make_loader(32, 4))
+    for i, (x, y) in enumerate(engine.dataloader):
+        engine.model.again.requires_grad_(i % 2 == 0)
+        engine.backward(engine.criterion(engine(x, use=rank == 0 and i % 2 == 0), y))
+        engine.step()
+    return full_weights(engine)
 
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hook)
+
+def test_a_parameter_frozen_within_a_cycle_that_one_rank_had_used():
+    first, second = run_ranks(frozen_within_a_cycle, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert not torch.equal(first["again.weight"], MLP().again.weight)
 
 
-def test_hooks_on_gradients_take_effect_whenever_they_were_registered():
-    model = MLP()
-    _divide_gradients(model)
-    expected = reference(joined(4, 4, 2), model=model)
-    for found in run_ranks(with_hooks, 2):
-        for case, weights in found.items():
-            assert difference(weights, expected) < 1e-6, case
+# -- what ranks have in common, and what not --------------------------------------------------------------------------
+
+
+class OddBuffers(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("expanded", torch.rand(1).expand(3, 4))
+        self.register_buffer("eighth", torch.rand(3).to(torch.float8_e4m3fn))
+        self.register_buffer("rotation", torch.rand(2, dtype=torch.complex64))
+        self.register_buffer("empty", torch.zeros(0))
+
+
+def starts(rank: int, world_size: int) -> tuple[list[Any], list[str], torch.Tensor]:
+    """The buffers; what is refused; and what is dropped after a state that rank 0 saved, loaded by all."""
+    torch.manual_seed(rank)
+    model = OddBuffers()
+    for name in ("expanded", "rotation"):
+        buffer = model.get_buffer(name)
+        buffer.data = buffer.data + rank
+    make_engine(model=model).close()
+    buffers = [torch.view_as_real(b) if b.is_complex() else b.float() for b in model.buffers()]
+    sparse = MLP()
+    sparse.register_buffer("s", torch.eye(2).to_sparse())
+    refused = [said(make_engine, model=sparse), said(make_engine, {"gradient_accumulation": 1 + rank})]
+    engine = make_engine(optimizer=adamw, model=nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5)))
+    states: list[Any] = [engine.state_dict()]
+    dist.broadcast_object_list(states, src=0)
+    engine.load_state_dict(states[0])
+    return [buffer.tolist() for buffer in buffers], refused, engine(here(torch.ones(16, FEATURES))) == 0
+
+
+def test_ranks_start_with_equal_buffers_and_drop_differently():
+    (first, refused, dropped), (second, others, dropped_too) = run_ranks(starts, 2)
+    assert first == second
+    for sparse, configs in (refused, others):
+        assert "the buffers s are sparse" in sparse
+        assert "the ranks were given different configs" in configs
+    assert not torch.equal(dropped, dropped_too)

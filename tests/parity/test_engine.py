@@ -1,0 +1,80 @@
+"""What the engine does around a layout: accumulation, reductions of losses, activations that are not kept, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.composition.workloads import criterion, find_workload
+from tests.support.proofs import Row, TeamWork, rows
+
+pytestmark = pytest.mark.distributed
+
+GROUPS = {"tensor": 2, "data": {"reduce_dtype": "float32"}}
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2}}
+SMALL = {"data": {"bucket_mb": 0.0005, "max_inflight": 2}}
+ACCUMULATED = {"gradient_accumulation": 2, "clip_grad_norm": 1.0}
+
+
+def gpt(loss: Callable[[Any, torch.Tensor], Any] = criterion) -> Any:
+    workload = find_workload("gpt")
+    ids, targets = workload.data()
+    return workload.make(), (ids[:8], targets[:8]), loss
+
+
+def summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def weighted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of words above 7: other batches have other weights."""
+    taken = targets > 7
+    return summed(logits, targets.masked_fill(~taken, -100)), taken.sum()
+
+
+def hooked() -> Any:
+    """Each gradient is divided by 4 when it is there."""
+    model, *rest = gpt()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(quarter)
+    return model, *rest
+
+
+def quarter(param: nn.Parameter) -> None:
+    param.grad.div_(4)
+
+
+@pytest.mark.promise("activation checkpointing and offloading, with the rest")
+@rows(
+    Row("accumulated in one process", gpt, ACCUMULATED, ranks=1),
+    Row("three data ranks", gpt, ACCUMULATED | {"parallel": SMALL}, ranks=3),
+    Row("sum, over data ranks only", partial(gpt, summed), {"loss_reduction": "sum", "parallel": GROUPS}, ranks=4),
+    Row("weighted", partial(gpt, weighted), ACCUMULATED | {"loss_reduction": "weighted", "parallel": GROUPS}, ranks=4),
+    Row(
+        "weighted, fp16",
+        partial(gpt, weighted),
+        ACCUMULATED | {"loss_reduction": "weighted", "fp16": {"mode": "naive", "initial_scale": 256.0}},
+        ranks=1,
+        work=TeamWork,
+    ),
+    Row("hooks", hooked, {}),
+    Row("hooks, zero1", hooked, {"parallel": {"data": "zero1"}}),
+    Row(
+        "full, offloaded, tensor",
+        gpt,
+        {"activation_checkpoint": "full", "activation_offload": True} | {"parallel": {"tensor": 2}},
+    ),
+    Row("selective, pipeline", gpt, {"activation_checkpoint": "selective", "parallel": PIPELINE}),
+    Row(
+        "patterns, zero1", gpt, {"activation_checkpoint": {"patterns": ["blocks.*.mlp"]}, "parallel": {"data": "zero1"}}
+    ),
+    Row("every second, fsdp", gpt, {"activation_checkpoint": {"every": 2}, "parallel": {"data": "fsdp"}}),
+    Row("offloaded, pipeline", gpt, {"activation_offload": True, "parallel": PIPELINE}),
+)
+def test_trains_as_one_process(row):
+    row.prove()
