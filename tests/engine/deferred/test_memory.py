@@ -15,13 +15,11 @@ from tests.support.ranks import rank_device, run_ranks
 from tests.support.real_memory import RealTracker
 
 sgd = partial(torch.optim.SGD, lr=0.1)
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2}}
 LAYOUTS = {
-    "one": (1, {}),
-    "fsdp2": (2, {"data": "fsdp"}),
-    "tp2": (2, {"tensor": 2}),
-    "pp2": (2, {"pipeline": {"size": 2, "microbatches": 2}}),
-    "tp2 x fsdp2": (4, {"tensor": 2, "data": "fsdp"}),
-    "pp2 x fsdp2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": "fsdp"}),
+    1: {"one": {}},
+    2: {"fsdp2": {"data": "fsdp"}, "tp2": {"tensor": 2}, "pp2": PIPELINE},
+    4: {"tp2 x fsdp2": {"tensor": 2, "data": "fsdp"}, "pp2 x fsdp2": PIPELINE | {"data": "fsdp"}},
 }
 
 
@@ -64,10 +62,6 @@ def more_than_held(name):
     return 3.1 * block if "fsdp" in name else 2.1 * tensor
 
 
-def layouts_of(world_size):
-    return {name: layout for name, (size, layout) in LAYOUTS.items() if size == world_size}
-
-
 @pytest.mark.promise(
     "models larger than host memory",
     "each rank creates only what it holds",
@@ -78,7 +72,7 @@ def layouts_of(world_size):
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_has_what_it_holds_and_one_tensor_or_block_more(world_size):
     whole, _, _ = sizes()
-    for found in run_ranks(measure, world_size, layouts_of(world_size), "deferred", timeout=120):
+    for found in run_ranks(measure, world_size, LAYOUTS[world_size], "deferred", timeout=120):
         for name, (held, peak) in found.items():
             parts = len(name.split(" x ")) * 2 if world_size > 1 else 1
             assert held < 1.25 * whole / parts, name  # whatever is whole on all ranks counts, too
@@ -89,5 +83,5 @@ def test_a_rank_has_what_it_holds_and_one_tensor_or_block_more(world_size):
 @pytest.mark.distributed
 def test_of_an_ordinary_build_each_rank_has_all_of_it():
     whole, _, _ = sizes()
-    for found in run_ranks(measure, 2, {"fsdp2": LAYOUTS["fsdp2"][1]}, "eager", timeout=120):
+    for found in run_ranks(measure, 2, {"fsdp2": {"data": "fsdp"}}, "eager", timeout=120):
         assert found["fsdp2"][1] >= whole
