@@ -54,17 +54,11 @@ def broken(*_, **__):
     raise ZeroDivisionError
 
 
-def fail(how, folder, monkeypatch):
-    """Let the next `initialize` fail. Returns keys of the config."""
-    if how in ("LRAdvance", "make_plan", "NonFiniteProbes"):  # which it calls one after another
-        monkeypatch.setattr(assembly, how, broken)
-    if how == "other":
-        model = nn.Linear(3, 3)
-        engine = halfmesh.initialize(model, adamw(model.parameters()), config={}, device="cpu")
+def other(folder):
+    """A checkpoint of another model."""
+    model = nn.Linear(3, 3)
+    with halfmesh.initialize(model, adamw(model.parameters()), config={}, device="cpu") as engine:
         engine.save(folder)
-        engine.close()
-        return {"resume": str(folder)}
-    return {"resume": str(folder / "nothing")} if how == "missing" else {}
 
 
 @pytest.mark.promise(
@@ -76,59 +70,61 @@ def fail(how, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "how"),
     [
-        *((mode, "missing") for mode in ("none", "torch_fp16", "naive_fp16", "naive_bf16", "apex_o1", "apex_o2")),
+        *((mode, "missing") for mode in ("none", "torch_fp16", "naive_fp16", "apex_o1")),
         *(("naive_fp16", how) for how in ("other", "LRAdvance", "make_plan", "NonFiniteProbes")),
     ],
 )
 def test_model_and_optimizer_come_back(mode, how, tmp_path, monkeypatch):
+    """From a resume without a checkpoint, or with another model's; and from errors at three steps."""
     model = Net()
     optimizer = adamw(model.parameters())
     keys = MODES[mode] | {"checkpoint": str(tmp_path / "saves"), "activation_checkpoint": {"patterns": ["up"]}}
+    resume = {"resume": str(tmp_path / "resumed")} if how in ("missing", "other") else {}
+    if how == "other":
+        other(tmp_path / "resumed")
+    before, values = looks(model, optimizer), copy.deepcopy(model.state_dict())
     with monkeypatch.context() as patch:
-        failing = keys | fail(how, tmp_path, patch)
-        before, values = looks(model, optimizer), copy.deepcopy(model.state_dict())
+        if not resume:
+            patch.setattr(assembly, how, broken)
         with pytest.raises((HalfmeshError, ZeroDivisionError)) as error:
-            start(model, optimizer, failing)
+            start(model, optimizer, keys | resume)
     assert not getattr(error.value, "__notes__", [])
     assert looks(model, optimizer) == before
     torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
     nn.functional.cross_entropy(model(X), Y).backward()
     optimizer.step()
     optimizer.zero_grad()
-    engine = start(model, optimizer, keys)
-    engine.backward(engine.criterion(engine(X), Y))
-    assert not engine.step().skipped
-    engine.close()
+    with start(model, optimizer, keys) as engine:
+        engine.backward(engine.criterion(engine(X), Y))
+        assert not engine.step().skipped
 
 
 def again_on_ranks(rank, world_size, layout):
-    model = Net()
+    """Whether the model kept its hooks, what was added to the error, and a norm of the next engine's."""
+    model, keys = Net(), {"parallel": LAYOUTS[layout][1], **FP16["torch"]}
     optimizer = adamw(model.parameters())
-    keys = {"parallel": LAYOUTS[layout][1], **FP16["torch"]}
-    before = looks(model, optimizer)
+    before = looks(model, optimizer)["hooks"]
     with pytest.raises(CheckpointError) as error:
         start(model, optimizer, keys | {"resume": "nowhere"}, rank_device())
-    if layout == "dp2":
-        assert looks(model, optimizer)["hooks"] == before["hooks"]
-    else:
-        assert "build new ones" in error.value.__notes__[-1]
+    kept = looks(model, optimizer)["hooks"] == before
+    if layout == "fsdp":
         model = Net()
         optimizer = adamw(model.parameters())
-    engine = start(model, optimizer, keys, rank_device())
-    for x, y in engine.dataloader:
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-    value = engine.grad_norm
-    engine.close()
-    return value
+    with start(model, optimizer, keys, rank_device()) as engine:
+        for x, y in engine.dataloader:
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+        return kept, getattr(error.value, "__notes__", [""])[-1], engine.grad_norm
 
 
 @pytest.mark.distributed
 def test_ranks_initialize_again():
     """With sharded parameters the error says that model and optimizer are of no more use."""
-    for layout in ("dp2", "zero1", "fsdp"):
-        one, other = run_ranks(again_on_ranks, 2, layout, timeout=60)
+    for layout in ("dp2", "fsdp"):
+        one, other = run_ranks(again_on_ranks, 2, layout)
         assert one == other
+        kept, note, _ = one
+        assert kept if layout == "dp2" else "build new ones" in note
 
 
 def test_an_end_that_fails_keeps_a_second_close_from_nothing():

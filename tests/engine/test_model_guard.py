@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from halfmesh import InputError
 from tests.support.models import MODES, full_weights, make_data, make_engine, step_on
@@ -31,13 +30,13 @@ CASTS = {"torch_bf16": "computes in float32, and not in bfloat16", "naive_bf16":
     of="Colossal-AI",
     page="loop.md",
 )
-@pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16", "apex_o1", "apex_o2"])
+@pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16", "apex_o1"])
 def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
     engine = make_engine(MODES[mode])
     step_on(engine, X, Y)
     for _ in range(2):
         # torch's error of half-precision weights, and inputs that nobody has cast
-        refused = pytest.raises(RuntimeError, match="dtype") if mode in ("naive_bf16", "apex_o2") else nullcontext()
+        refused = pytest.raises(RuntimeError, match="dtype") if mode == "naive_bf16" else nullcontext()
         with refused:
             engine.criterion(engine.model(X), Y)
         assert caplog.text.count(DIRECT) == (mode != "none"), "fp32 is computed alike"
@@ -46,15 +45,6 @@ def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
     engine.close()
     engine.model(X)
     assert caplog.text.count(DIRECT) == (mode != "none")
-
-
-class Within(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x.to(self.model.first.weight.dtype))
 
 
 def call_directly(rank, world_size, parallel):
@@ -75,43 +65,27 @@ def test_ranks_that_share_a_batch_are_told_in_fp32_too():
     assert all(DIRECT in text and "own generators" in text for (text,) in heard)
 
 
-@pytest.mark.parametrize("mode", ["torch_bf16", "naive_bf16"])
-def test_calls_that_are_meant_so_are_not_told(mode, caplog):
+def test_calls_that_are_meant_so_are_not_told(caplog):
     """Evaluation, a scope of the engine's, copies, and the engine's own calls."""
-    engine = make_engine(MODES[mode] | {"activation_checkpoint": {"patterns": ["first", "again"]}})
-    x = X.to(engine.model.first.weight.dtype)
+    engine = make_engine(MODES["torch_bf16"] | {"activation_checkpoint": {"patterns": ["first", "again"]}})
     for _ in range(2):
         step_on(engine, X, Y)
     with engine.precision_report():
         step_on(engine, X, Y)
     with torch.no_grad():
-        engine.model(x)
+        engine.model(X)
     engine.eval()
-    engine.model(x)
-    engine(X)
+    engine.model(X)
     engine.train()
-    if mode == "torch_bf16":
-        with engine.autocast():
-            engine.model(x)
-    copy.deepcopy(engine.model)(x)
-    torch.optim.swa_utils.AveragedModel(engine.model)(x)
-    pickle.loads(pickle.dumps(engine.model))(x)
-    torch.export.export(engine.model, (x,))
+    with engine.autocast():
+        engine.model(X)
+    for other in (copy.deepcopy(engine.model), torch.optim.swa_utils.AveragedModel(engine.model)):
+        other(X)
+    pickle.loads(pickle.dumps(engine.model))(X)
+    torch.export.export(engine.model, (X,))
     assert DIRECT not in caplog.text
-    Within(engine.model)(x)
+    nn.Sequential(engine.model)(X)
     assert DIRECT in caplog.text, "a module around the model does not know the config's precision either"
-
-
-@pytest.mark.parametrize("mode", ["torch_bf16", "naive_bf16"])
-def test_compiled_models_have_one_graph(mode, caplog):
-    torch._dynamo.reset()
-    counters.clear()
-    engine = make_engine(MODES[mode] | {"compile": {"backend": "eager", "scope": "model", "fullgraph": True}})
-    for _ in range(3):
-        step_on(engine, X, Y)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-    assert DIRECT not in caplog.text
 
 
 # --- zero_grad() of the model or the optimizer ------------------------------------------------------------------------
@@ -120,12 +94,9 @@ GONE = "gradients that engine.backward left for this update are gone"
 
 
 @pytest.mark.promise("`model(x)`, `model.zero_grad()`, state dicts of shards")
-@pytest.mark.parametrize("mode", ["none", "naive_bf16", "torch_fp16"])
+@pytest.mark.parametrize("mode", ["none", "naive_bf16"])
 def test_gradients_that_vanish_within_a_cycle_are_an_error(mode):
     engine = make_engine(MODES[mode] | {"gradient_accumulation": 2})
-    for half in HALVES:
-        engine.zero_grad()
-        step_on(engine, X[half], Y[half])
     weights = full_weights(engine)
     step_on(engine, X[:4], Y[:4])
     engine.model.zero_grad()
@@ -136,37 +107,27 @@ def test_gradients_that_vanish_within_a_cycle_are_an_error(mode):
     assert all(torch.equal(weights[name], value) for name, value in full_weights(engine).items())
     for half in HALVES:  # a new cycle
         step_on(engine, X[half], Y[half])
-    assert engine.global_step == 2
-
-
-def test_the_optimizers_zero_grad_between_updates_changes_nothing():
-    engines = [make_engine(MODES["naive_fp16"]) for _ in range(2)]
-    for _ in range(2):
-        engines[1].optimizer.zero_grad()
-        engines[1].model.zero_grad()
-        for engine in engines:
-            step_on(engine, X, Y)
-    weights, theirs = map(full_weights, engines)
-    assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+    assert engine.global_step == 1
 
 
 # --- state_dict of parts ----------------------------------------------------------------------------------------------
 
 MODEL, OPTIMIZER = "model.state_dict() has this rank's part", "optimizer.state_dict() has this rank's part"
 LAYOUTS = {
-    "dp": ({}, False, False),
-    "tensor": ({"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}, True, True),
-    "pipeline": ({"pipeline": {"size": 2, "microbatches": 2, "partition": ["again"]}}, True, True),
-    "zero1": ({"data": "zero1"}, False, True),
-    "fsdp": ({"data": "fsdp"}, True, True),
+    "dp": ({}, [0, 0]),
+    "tensor": ({"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}, [1, 1]),
+    "pipeline": ({"pipeline": {"size": 2, "microbatches": 2, "partition": ["again"]}}, [1, 1]),
+    "zero1": ({"data": "zero1"}, [0, 1]),
+    "fsdp": ({"data": "fsdp"}, [1, 1]),
 }
+"""And how often each layout tells of model and optimizer."""
 
 
 def asks_for_states(rank, world_size, folder):
     """How often each layout tells: by the engine's own calls, and by the loop's."""
     heard, found = [], {}
     logging.getLogger("halfmesh.engine.executor").addFilter(lambda record: heard.append(record.getMessage()) or True)
-    for layout, (parallel, _, _) in LAYOUTS.items():
+    for layout, (parallel, _) in LAYOUTS.items():
         make_engine({"parallel": parallel}).close()
         engine = make_engine({"parallel": parallel})
         step_on(engine, X, Y)
@@ -194,12 +155,4 @@ def asks_for_states(rank, world_size, folder):
 @pytest.mark.sends
 def test_states_that_are_parts_are_told_once(tmp_path):
     found = run_ranks(asks_for_states, 2, str(tmp_path))[0]
-    expected = {layout: (0, [int(model), int(optimizer)], 0) for layout, (_, model, optimizer) in LAYOUTS.items()}
-    assert found == expected
-
-
-def test_one_process_has_all_of_it(caplog):
-    engine = make_engine(MODES["naive_bf16"])
-    engine.model.state_dict()
-    engine.optimizer.state_dict()
-    assert "this rank's part" not in caplog.text
+    assert found == {layout: (0, told, 0) for layout, (_, told) in LAYOUTS.items()}
