@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from halfmesh.data.sharding import copy_loader
-from halfmesh.engine.ema import _lerp_
 from halfmesh.engine.offload import _is_cast_of_parameter
 from halfmesh.engine.recompute import _ATTENTION
 from halfmesh.utils import torch_private as _torch
@@ -31,13 +30,6 @@ def test_copies_of_a_loader_have_workers_of_their_own():
     assert other is not batches
     assert iter(loader) is batches
     assert [int(batch) for batch in other] == [1, 2]
-
-
-@pytest.mark.parametrize("weight", [0.25, torch.tensor(0.25)])
-def test_averages_move_by_a_weight(weight):
-    targets = [torch.zeros(2), torch.ones(1)]
-    _lerp_(targets, [torch.full((2,), 4.0, dtype=torch.float16), torch.full((1,), 5.0)], weight)
-    assert [t.tolist() for t in targets] == [[1, 1], [2]]
 
 
 def test_casts_of_parameters_are_known_by_how_they_came():
