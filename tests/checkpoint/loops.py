@@ -1,4 +1,4 @@
-"""Loops of several shapes over one model, with automatic saves."""
+"""Loops of several shapes over one model, with automatic saves. They return loss and loss scale of each microbatch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def made(folder, *, seed=1, every=None, resume="auto", mode="none", **options):
 
 
 def step(engine, x=None, y=None):
-    """One microbatch. Its loss, and whether the optimizer has stepped."""
+    """One microbatch."""
     if x is None:
         x, y = make_data(4)
     engine.zero_grad()
     loss = engine.criterion(engine(x), y)
     engine.backward(loss)
-    return loss.item(), engine.step() is not None
+    engine.step()
+    return loss.item(), engine.loss_scale
 
 
 def steps_in(folder):
@@ -41,15 +42,14 @@ def steps_in(folder):
 
 
 def loop(engine, when=NOWHERE, lr=None):
-    """Three epochs, with what a loop does after a step and after an epoch. Losses and scales by place."""
-    seen = {}
-    for epoch in range(engine.dataloader.next_epoch, EPOCHS):
+    """Three epochs, with what a loop does after a step and after an epoch."""
+    seen = []
+    for _ in range(engine.dataloader.next_epoch, EPOCHS):
         for x, y in engine.dataloader:
-            loss, stepped = step(engine, x, y)
+            seen.append(step(engine, x, y))
             when(engine)
-            if stepped and lr == "steps":
+            if lr == "steps":
                 engine.lr_scheduler.step()
-            seen[epoch, engine.global_step, stepped] = loss, engine.loss_scale
         if lr == "epochs":
             engine.lr_scheduler.step()
     return seen
@@ -57,15 +57,17 @@ def loop(engine, when=NOWHERE, lr=None):
 
 def twice(engine, when=NOWHERE):
     """Two steps with each batch: a forward is no boundary, or the batch would be taken for done."""
+    seen = []
     for x, y in engine.dataloader:
         for _ in range(2):
-            step(engine, x, y)
+            seen.append(step(engine, x, y))
             when(engine)
+    return seen
 
 
 def ahead(engine, when=NOWHERE):
     """Each batch is asked for between backward and step of the one before."""
-    seen = {}
+    seen = []
     for _ in range(engine.dataloader.next_epoch, EPOCHS):
         batches = iter(engine.dataloader)
         batch = next(batches, None)
@@ -76,18 +78,20 @@ def ahead(engine, when=NOWHERE):
             batch = next(batches, None)
             engine.step(last=batch is None)
             when(engine)
-            seen[engine.global_step] = loss.item()
+            seen.append((loss.item(), engine.loss_scale))
     return seen
 
 
 def parts(engine, when=NOWHERE):
     """An epoch that is left with `break` is over: the next one begins by the time it is saved."""
+    seen = []
     for epoch in range(engine.dataloader.next_epoch, EPOCHS):
         for number, (x, y) in enumerate(engine.dataloader):
-            step(engine, x, y)
+            seen.append(step(engine, x, y))
             when(engine)
             if epoch < 2 and number == 4:
                 break
+    return seen
 
 
 def at(number, position=1, signum=signal.SIGTERM):

@@ -4,19 +4,19 @@ whether a save succeeds, through the store: one that is late ends it on all rank
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import util
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from halfmesh.checkpoint import agreement as source
-from halfmesh.checkpoint import dcp
+from halfmesh.checkpoint import checkpointer, dcp
 from halfmesh.checkpoint.agreement import StopAgreement
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import make_engine as make_saving
@@ -58,7 +58,7 @@ def run_loops(asking, size, seed=0):
 
 @pytest.mark.parametrize("asking", [{3: 20}, {0: 30, 5: 30}, {0: 10, 1: 11, 7: 12}, dict.fromkeys(range(8), 25)])
 def test_all_stop_at_one_step_soon_after_one_asks(asking):
-    for seed in range(5):
+    for seed in range(2):
         stopped, requests = run_loops(asking, 8, seed)
         assert len(set(stopped)) == 1
         assert min(asking.values()) < stopped[0] <= min(asking.values()) + 2
@@ -136,76 +136,57 @@ def test_a_rank_that_loses_the_store_warns_once_and_says_why_it_cannot_stop(capl
     plain.set("asked", "1")
 
 
-AT_EXIT = """
-import multiprocessing.util, threading
-import torch.distributed as dist
-from halfmesh.checkpoint.agreement import StopAgreement
-class NoThread(threading.Thread):
-    def start(self):
+def test_an_agreement_ends_where_no_thread_can_be_started(monkeypatch):
+    """As in Python 3.12 while the interpreter shuts down, which is when multiprocessing calls it."""
+
+    def refuse(self):
         raise RuntimeError("can't create new thread at interpreter shutdown")
-store = dist.HashStore()
-agreement = StopAgreement(store, store, 0, 2, 20.0)
-def end():
-    threading.Thread = NoThread  # as Python 3.12 does
+
+    store = dist.HashStore()
+    agreement = StopAgreement(store, store, 0, 2, 20.0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     agreement.close()
-    print("ended", store.get("stop_at"))
-multiprocessing.util.Finalize(None, end, exitpriority=1)
-"""
+    assert store.get("stop_at") == b"0"
+    assert not agreement._thread.is_alive()
 
 
-def test_an_agreement_ends_while_the_interpreter_shuts_down():
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "ended b'0'\n"), done.stderr
-
-
-def test_a_closed_engine_leaves_nothing_to_do_at_exit(tmp_path):
-    (left,) = set(run_ranks(finalizers_left, 2, str(tmp_path), fresh=True))
-    assert left == (1, 0)
-
-
-def finalizers_left(rank, world_size, folder):
-    """How many ends of agreements are due at exit, with an engine and after it."""
-    from multiprocessing import util
-
-    def count():
-        return sum(getattr(each._callback, "__func__", None) is StopAgreement.close for each in registered())
-
-    def registered():
-        return list(util._finalizer_registry.values())
-
-    engine = make_engine({"checkpoint": {"directory": folder}})
-    before = count()
-    engine.close()
-    return before, count()
+def ends_at_exit():
+    """How many ends of agreements are due at exit."""
+    ends = list(util._finalizer_registry.values())
+    return sum(getattr(each._callback, "__func__", None) is StopAgreement.close for each in ends)
 
 
 def groups_and_collectives(rank, world_size, folder, keys):
-    """Counts of an engine that trains, saves in the background every second step, and is closed."""
-    counts, made = Counter(), []
-    new_group = dist.new_group
-    dist.new_group = lambda *args, **kwargs: made.append(args) or new_group(*args, **kwargs)
-    engine = make_engine({"checkpoint": {"directory": folder} | keys} if keys is not None else {})
-    batch = here(make_data(8))
-    for _ in range(2):
-        step_on(engine, *batch)
-    for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list"):
-        call = getattr(dist, name)
-        setattr(dist, name, lambda *a, call=call, name=name, **k: counts.update([name]) or call(*a, **k))
-    for _ in range(3):
-        step_on(engine, *batch)
-    found = dict(counts)
-    if keys is not None:
-        engine.save(folder, in_background=True)
-    engine.close()
-    return found, len(made)
+    """Counts of an engine that trains, saves in the background, and is closed; and what is due at exit before and
+    after that."""
+    counts, made, new_group = Counter(), [], dist.new_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *args, **kwargs: made.append(args) or new_group(*args, **kwargs))
+        engine = make_engine({} if keys is None else {"checkpoint": {"directory": folder} | keys})
+        due = ends_at_exit()
+        batch = here(make_data(8))
+        for _ in range(2):
+            step_on(engine, *batch)
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list"):
+            call = getattr(dist, name)
+            patch.setattr(dist, name, lambda *a, call=call, name=name, **k: counts.update([name]) or call(*a, **k))
+        for _ in range(3):
+            step_on(engine, *batch)
+        found = dict(counts)
+        if keys is not None:
+            engine.save(folder, in_background=True)
+        engine.close()
+    return (found, len(made)), (due, ends_at_exit())
 
 
 @pytest.mark.distributed
-def test_the_key_checkpoint_adds_no_group_and_no_collective_to_a_step(tmp_path):
-    plain = run_ranks(groups_and_collectives, 2, str(tmp_path), None, fresh=True)
-    saving = run_ranks(groups_and_collectives, 2, str(tmp_path), {}, fresh=True)
-    assert plain == saving
-    assert plain[0][0]  # something was counted
+def test_the_key_checkpoint_adds_no_group_and_no_collective_to_a_step_and_leaves_nothing_to_do_at_exit(tmp_path):
+    plain = run_ranks(groups_and_collectives, 2, str(tmp_path), None)
+    saving = run_ranks(groups_and_collectives, 2, str(tmp_path), {})
+    for (counts, due), (counts_saving, due_saving) in zip(plain, saving, strict=True):
+        assert counts == counts_saving
+        assert counts[0]  # something was counted
+        assert (due, due_saving) == ((0, 0), (1, 0))
 
 
 # -- the answer of rank 0 ----------------------------------------------------------------------------------------------
@@ -215,7 +196,7 @@ def test_all_ranks_are_told_of_those_that_are_late_and_the_next_answer_comes(mon
     monkeypatch.setattr(source, "is_simulated", lambda: False)
     store = dist.HashStore()
     monkeypatch.setattr(source, "own_store", lambda context: [dist.PrefixStore("a", store)])
-    ranks = [source.StoreMessages(SimpleNamespace(rank=rank, size=4), 1.0) for rank in range(4)]
+    ranks = [source.StoreMessages(SimpleNamespace(rank=rank, size=4), 0.8) for rank in range(4)]
 
     def answer(rank, late_s):
         time.sleep(late_s)
@@ -225,8 +206,10 @@ def test_all_ranks_are_told_of_those_that_are_late_and_the_next_answer_comes(mon
             return str(error)
 
     with ThreadPoolExecutor(4) as threads:
-        words = list(threads.map(answer, range(4), [0, 1.6, 0, 1.6]))
-        assert words == ["the save failed: no answer from ranks 1, 3 within 1 s (config key timeout)"] * 4
+        words = list(threads.map(answer, range(4), [0, 1.2, 0, 1.2]))
+        assert words == ["the save failed: no answer from ranks 1, 3 within 0.8 s (config key timeout)"] * 4
+        for each in ranks:
+            each._timeout_s = 30.0
         assert list(threads.map(answer, range(4), [0] * 4)) == [6] * 4
 
 
@@ -240,27 +223,31 @@ def test_a_rank_without_an_answer_of_rank_zero_says_so(monkeypatch):
 
 def late_in_background(rank, world_size, folder):
     """A background save in which rank 1 is late; then a signal. The folders in between, and those at the end."""
-    saves = {"directory": folder, "signals": ()}
-    engine = make_saving("dp2", "none", checkpoint=saves, timeout=4.0)
+    engine = make_saving("dp2", "none", checkpoint={"directory": folder, "signals": ()})
     train(engine, 1)
-    write = dcp.write
+    write, gone_on, before = dcp.write, Path(folder, "gone on"), set(threading.enumerate())
 
     def late(*args):
-        dcp.write = write
-        time.sleep(6 if rank == 1 else 0)
+        while rank == 1 and not gone_on.exists():
+            time.sleep(0.01)
         return write(*args)
 
-    dcp.write = late
-    engine.save(folder, in_background=True)
-    time.sleep(7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp, "write", late)
+        patch.setattr(checkpointer, "StoreMessages", lambda context, _: source.StoreMessages(context, 0.5))
+        engine.save(folder, in_background=True)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
+            gone_on.touch()
     engine.context.everyone(None)
-    between = sorted(path.name for path in engine._preemption._directory.glob("*step-*"))
+    engine._checkpointer._messages._timeout_s = 60.0
+    between = sorted(path.name for path in Path(folder).glob("*step-*"))
     train(engine, 1)
     engine.preempt()
     engine.close()
-    return between, sorted(path.name for path in engine._preemption._directory.glob("*step-*"))
+    return between, sorted(path.name for path in Path(folder).glob("*step-*"))
 
 
 @pytest.mark.distributed
 def test_a_save_that_a_late_rank_has_failed_keeps_no_last_save_from_happening(tmp_path):
-    assert run_ranks(late_in_background, 2, str(tmp_path), fresh=True) == [([], ["step-00000002"])] * 2
+    assert run_ranks(late_in_background, 2, str(tmp_path)) == [([], ["step-00000002"])] * 2

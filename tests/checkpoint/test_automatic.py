@@ -6,7 +6,6 @@ Several ranks, and signals from outside, are in tests/faults/.
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -16,9 +15,7 @@ import time
 import pytest
 import torch
 
-import halfmesh
-from halfmesh.checkpoint import preemption
-from halfmesh.errors import CheckpointError, InputError, Interrupted, Preempted
+from halfmesh.errors import CheckpointError, InputError, Preempted
 from tests.checkpoint.loops import at, loop, made, step, steps_in, twice
 from tests.support.checkpoint_runs import Gate
 from tests.support.models import make_data
@@ -145,26 +142,23 @@ def test_gradients_that_are_left_are_said(tmp_path, caplog):
     assert "stop signal (engine.preempt()) in the middle of an accumulation cycle: no checkpoint written" in caplog.text
 
 
-def ends_in_with(engine):
-    with engine:
+def test_nothing_is_saved_after_an_error(tmp_path):
+    """Other ranks may be elsewhere."""
+    step(engine := made(tmp_path, every=1))
+    with pytest.raises(ZeroDivisionError), engine:
         raise ZeroDivisionError
+    step(engine := made(tmp_path, every=1))
+    with pytest.raises(ZeroDivisionError):
+        close_in_finally(engine)
+    assert steps_in(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def ends_in_finally(engine):
+def close_in_finally(engine):
     try:
         raise ZeroDivisionError
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize("ends", [ends_in_with, ends_in_finally])
-def test_nothing_is_saved_after_an_error(ends, tmp_path):
-    """Other ranks may be elsewhere."""
-    step(engine := made(tmp_path, every=1))
-    with pytest.raises(ZeroDivisionError):
-        ends(engine)
-    assert steps_in(tmp_path) == []
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_error_that_was_handled_before_is_none_of_the_runs(tmp_path):
@@ -194,31 +188,19 @@ def test_a_handler_of_the_users_stays(tmp_path, caplog):
 # --- engines that are left --------------------------------------------------------------------------------------------
 
 
-def test_the_newest_engine_is_told_beside_one_that_was_left(tmp_path):
-    """By an exception in a notebook, say. Closing the one that was left takes nothing from the newer one."""
+def test_of_several_engines_the_newest_that_is_open_is_told(tmp_path):
+    """Closing one that was left, by an exception in a notebook, say, takes nothing from the newer one."""
     step(left := made(tmp_path / "left"))
-    newest = made(tmp_path / "newest")
-    left.close()
-    with pytest.raises(Preempted):
-        loop(newest, at(3))
-    assert (steps_in(tmp_path / "left"), steps_in(tmp_path / "newest")) == ([], [3])
-
-
-def test_an_older_engine_is_still_told(tmp_path):
     older = made(tmp_path / "older")
     made(tmp_path / "newest").close()
+    left.close()
     with pytest.raises(Preempted):
         loop(older, at(3))
     third = made(tmp_path / "third")  # after the signal, which is ignored by then
     with pytest.raises(Preempted):
         loop(third, at(2))
-    assert (steps_in(tmp_path / "older"), steps_in(tmp_path / "third")) == ([3], [2])
-
-
-def test_what_saves_prints_in_a_line(tmp_path):
-    """Without the model that it holds: pytest and debuggers print it."""
-    engine = made(tmp_path)
-    assert "\n" not in f"{engine._preemption!r} {engine._checkpointer!r}"
+    found = {name: steps_in(tmp_path / name) for name in ("left", "older", "newest", "third")}
+    assert found == {"left": [], "older": [3], "newest": [], "third": [2]}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -248,89 +230,4 @@ def test_a_forked_process_ends_as_before(tmp_path):
     child.terminate()
     child.join(20)
     assert child.exitcode == -signal.SIGTERM
-    engine.close()
-
-
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_ctrl_c_finishes_the_update_and_saves(accumulation, tmp_path, caplog, capfd):
-    engine = made(tmp_path / "saves", gradient_accumulation=accumulation)
-    with (
-        caplog.at_level("INFO", "halfmesh"),
-        pytest.raises(KeyboardInterrupt) as ended,
-        halfmesh.RunFolder(engine, tmp_path / "run"),
-    ):
-        loop(engine, at(3, accumulation, signal.SIGINT))
-    number = 3 if accumulation == 1 else 4  # it comes within the fourth
-    assert isinstance(ended.value, (Preempted, SystemExit))
-    assert (ended.value.code, steps_in(tmp_path / "saves")) == (130, [number])
-    place = tmp_path / "saves" / f"step-{number:08d}"
-    said = f"interrupted by SIGINT; saved update {number} in {place}; run again with resume='auto' to go on"
-    assert caplog.messages[-1] == said
-    assert capfd.readouterr().err.count("press it again to end at once") == 1
-    session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
-    assert (session["status"], session["to_step"], session.get("error")) == ("interrupted", number, None)
-    engine.close()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert made(tmp_path / "saves").global_step == number
-
-
-@pytest.mark.parametrize("launched", [True, False])
-def test_a_second_ctrl_c_ends_at_once(launched, tmp_path, monkeypatch):
-    """One that a launcher sends too is none."""
-    monkeypatch.setattr(preemption, "AGAIN_S", 0.2)
-    engine, reached = made(tmp_path), []
-    if launched:
-        monkeypatch.setenv("LOCAL_RANK", "0")
-
-    def twice(engine):
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append("first")
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append("second")
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append("third")
-
-    with pytest.raises(KeyboardInterrupt) as ended:
-        loop(engine, twice)
-    assert not isinstance(ended.value, Interrupted)
-    assert (reached, steps_in(tmp_path)) == (["first", "second"] if launched else ["first"], [])
-
-
-def test_ctrl_c_without_automatic_saves_ends_at_once(tmp_path):
-    engine = made(None)
-    with pytest.raises(KeyboardInterrupt), halfmesh.RunFolder(engine, tmp_path):
-        loop(engine, at(2, signum=signal.SIGINT))
-    session = json.loads((tmp_path / "config.json").read_text())["sessions"][-1]
-    assert (session["status"], session["to_step"], engine.global_step) == ("interrupted", 2, 2)
-
-
-def test_ctrl_c_ends_fit(tmp_path):
-    class CtrlC(halfmesh.Hook):
-        def after_step(self, trainer, result):
-            at(3, signum=signal.SIGINT)(trainer.engine)
-
-    engine = made(tmp_path / "saves")
-    with pytest.raises(Interrupted):
-        halfmesh.Trainer(engine).fit(epochs=2, hooks=[CtrlC(), {"type": "run", "directory": tmp_path / "run"}])
-    session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
-    assert (session["status"], steps_in(tmp_path / "saves")) == ("interrupted", [3])
-
-
-def test_a_handler_of_the_users_for_ctrl_c_stays(tmp_path, caplog):
-    came = []
-    signal.signal(signal.SIGINT, lambda *_: came.append(1))
-    loop(engine := made(tmp_path), at(2, signum=signal.SIGINT))
-    engine.close()
-    assert (came, steps_in(tmp_path)) == ([1], [])
-    assert "handled already" not in caplog.text
-
-
-def test_ctrl_c_is_pythons_where_one_types(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
-    engine = made(tmp_path)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     engine.close()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights: counters, groups and state of optimizers, extra state, attached state."""
+"""What a checkpoint holds besides weights: counters, groups and state of optimizers, extra state, constants."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def test_constants_of_any_type_are_saved_as_text(tmp_path):
         "NORM": (nn.LayerNorm, "<class 'torch.nn.modules.normalization.LayerNorm'>"),
         "ACTIVATION": (activation, "<function activation>"),  # without its address
         "DTYPE": (torch.float16, "torch.float16"),
-        "DEVICE": (torch.device("cpu"), "device(type='cpu')"),
         "WEIGHTS": (torch.zeros(4000), "tensor([0., 0., 0.,  ..., 0., 0., 0.])"),
         "FOLDER": (tmp_path, str(tmp_path)),
         "RAW": (b"\xff", "b'\\xff'"),
@@ -92,6 +91,9 @@ def test_extra_state_and_counters(tmp_path):
     engine.save(tmp_path)
     other.load(tmp_path)
     assert (other.model.seen, other.skipped_steps, other.global_step) == (7, 1, 3)
+
+
+# -- state of optimizers ---------------------------------------------------------------------------------------------
 
 
 class Keeps(optim.SGD):
@@ -134,243 +136,6 @@ def test_state_of_no_parameter_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def state_of_parts(rank, world_size, folder):
-    said = []
-    for make in (lambda param: [param], lambda param: np.float32(3)):
-        engine = make_engine("tp2", "none", optimizer=lambda params, make=make: Keeps(params, {"kept": make}))
-        train(engine, 1)
-        try:
-            engine.save(folder)
-            said.append("saved")
-        except InputError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.distributed
-def test_state_of_divided_parameters(tmp_path):
-    for kept, same in run_ranks(state_of_parts, 2, str(tmp_path)):
-        assert "Keeps keeps a list as state 'kept' of up.weight, of which this rank holds a shard" in kept
-        assert same == "saved"
-
-
-def in_groups(*order):
-    """AdamW, with the first and the other parameters in groups of this order."""
-
-    def build(params):
-        groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.001}]
-        return optim.AdamW([groups[number] for number in order])
-
-    return build
-
-
-def halved(optimizer):
-    return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-
-def test_a_parameter_without_elements(tmp_path):
-    """Its optimizer state, which is of no use, is not saved."""
-
-    def make(seed):
-        model = Net(seed=seed)
-        model.nothing = nn.Parameter(torch.empty(0, 3))
-        model.register_forward_hook(lambda model, args, output: output + model.nothing.sum())
-        return make_small(model=model)
-
-    expected = train(engine := make(0), 4, save_at=2, folder=tmp_path)[2:]
-    other = make(1)
-    other.load(tmp_path)
-    assert train(other, 2) == expected
-    assert differing(whole_state(other), whole_state(engine)) == []
-
-
-def rates(engine):
-    return [group["lr"] for group in engine.optimizer.param_groups]
-
-
-def test_groups_in_another_order(tmp_path):
-    """Settings come back by names; a scheduler knows groups by their number."""
-    engine = make_small(optimizer=in_groups(0, 1), lr_scheduler=halved)
-    train(engine, 2)
-    engine.save(tmp_path)
-    with pytest.raises(InputError, match="groups are here in the order 1, 0: the lr_scheduler"):
-        make_small(optimizer=in_groups(1, 0), lr_scheduler=halved).load(tmp_path)
-    same, alone = make_small(optimizer=in_groups(0, 1), lr_scheduler=halved), make_small(optimizer=in_groups(1, 0))
-    same.load(tmp_path)
-    alone.load(tmp_path)
-    assert rates(same) == rates(engine)
-    assert rates(alone) == rates(engine)[::-1]
-
-
-@pytest.mark.parametrize("mode", ["none", "naive"])
-def test_a_group_that_was_added(tmp_path, mode):
-    """Saved and loaded before the step that would take it in, and after it."""
-
-    def grown():
-        engine = make_engine("one", mode, samples=16, batch=4, optimizer=lambda params: optim.AdamW(params[:4], lr=0.1))
-        train(engine, 1)
-        engine.optimizer.add_param_group({"params": list(engine.model.head.parameters()), "lr": 0.5})
-        return engine
-
-    engine = grown()
-    engine.save(tmp_path / "early")
-    train(engine, 1)
-    engine.save(tmp_path / "later")
-    for folder in ("early", "later"):
-        other = grown()
-        other.load(tmp_path / folder)
-        assert [len(group["params"]) for group in other.optimizer.param_groups] == [4, 2]
-        assert rates(other)[1] == 0.5
-    assert differing(whole_state(other), whole_state(engine)) == []
-
-
-def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
-    train(engine := make_small(), 1)
-    engine.save(tmp_path)
-    model = Net()
-    model.head = nn.Linear(16, 9)
-    model.ups = model.up
-    del model.up
-    other = make_small(model=model, optimizer=lambda params: optim.SGD(params, lr=0.1))
-    before = weights(other)
-    with pytest.raises(InputError) as refused:
-        other.load(tmp_path)
-    for words in (
-        "step-00000001 does not fit the model and optimizer of this engine:",
-        "the checkpoint has no ups.bias (but up.bias), ups.weight (but up.weight)",
-        "other shapes: head.bias ((4,) in the checkpoint, (9,) here), head.weight",
-        "it was saved with the optimizer torch.optim.adamw.AdamW, and this is torch.optim.sgd.SGD; use the same class",
-    ):
-        assert words in str(refused.value)
-    assert differing(weights(other), before) == []
-
-
-def test_other_groups_or_another_scheduler_are_refused(tmp_path):
-    engine = make_small(lr_scheduler=lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 0.5))
-    train(engine, 1)
-    engine.save(tmp_path)
-    with pytest.raises(InputError, match=r"has groups of \[14\] parameters, and this one of \[2, 2\]"):
-        make_small(optimizer=lambda p: optim.AdamW([{"params": p[:2]}, {"params": p[2:4]}], lr=0.1)).load(tmp_path)
-    with pytest.raises(InputError, match=r"with the lr_scheduler torch.*LambdaLR, and this is .*StepLR"):
-        make_small(lr_scheduler=halved).load(tmp_path)
-
-
-class Count:
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-def small():
-    model = nn.Linear(FEATURES, 4)
-    return halfmesh.initialize(model, optim.SGD(model.parameters(), lr=0.1), config={}, device="cpu")
-
-
-def test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it(tmp_path):
-    engine, count = small(), Count(7)
-    engine.attach("count", count)
-    engine.save(tmp_path / "a")
-    count.value = 8
-    engine.load(tmp_path / "a")
-    assert count.value == 7
-    between = small()
-    between.load(tmp_path / "a")
-    between.save(tmp_path / "b")
-    last, late = small(), Count()
-    last.load(tmp_path / "b")
-    last.attach("count", late)
-    assert late.value == 7
-    last.detach("count")
-    late.value = 8  # its own again
-    last.attach("count", kept := Count())
-    assert kept.value == 7
-    last.detach("count", keep=False)
-    last.attach("count", fresh := Count())
-    assert fresh.value == 0
-
-
-def test_an_attached_dict_is_updated_in_place(tmp_path):
-    engine, best = small(), {"accuracy": 0.5}
-    engine.attach("best", best)
-    engine.save(tmp_path)
-    best["accuracy"] = 0.6
-    engine.load(tmp_path)
-    assert best == {"accuracy": 0.5}
-    other, late = small(), {"accuracy": 0.0}
-    other.load(tmp_path)
-    other.attach("best", late)
-    assert late == {"accuracy": 0.5}
-
-
-def test_attached_state_goes_with_the_state_dict():
-    engine, other, there = small(), small(), Count()
-    engine.attach("count", Count(7))
-    other.attach("count", there)
-    other.load_state_dict(engine.state_dict())
-    assert there.value == 7
-
-
-def test_attached_state_that_cannot_be_saved_or_found_is_refused(tmp_path):
-    engine = small()
-    engine.attach("odd", Count(nn.Linear(1, 1)))
-    with pytest.raises(InputError, match=r"attach\('odd', ...\): the name is taken"):
-        engine.attach("odd", Count())
-    with pytest.raises(
-        InputError, match=r"torch.nn.modules.linear.Linear in the state of .*, attached cannot be saved"
-    ):
-        engine.save(tmp_path)
-
-
-def saved_and_loaded(rank, world_size, folder):
-    engine, count = make_engine("dp2", "none"), Count(rank + 5)
-    engine.attach("count", count)
-    engine.save(folder)
-    count.value = 0
-    engine.load(folder)
-    engine.close()
-    other, there = make_engine("tp2", "none"), Count()
-    other.load(folder)
-    other.attach("count", there)
-    other.close()
-    return count.value, there.value
-
-
-@pytest.mark.distributed
-def test_each_rank_gets_its_own_attached_state_back(tmp_path):
-    """In another layout that of rank 0."""
-    assert run_ranks(saved_and_loaded, 2, str(tmp_path)) == [(5, 5), (6, 5)]
-
-
-def test_numbers_and_arrays_of_numpy_come_back_as_they_were(tmp_path):
-    """A Python float in place of a np.float32 would change what is computed with it."""
-
-    def make(seed, rate, layer, seen):
-        group = {"lr": np.float32(rate), "weight_decay": np.float64(0.1), "layer": layer}
-        engine = make_small(
-            optimizer=lambda params: Keeps([{"params": params, **group}], {"decay": lambda param: np.float32(0.9)}),
-            seed=seed,
-            lr_scheduler=lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 9)),
-        )
-        engine.attach("seen", seen)
-        return engine
-
-    seen = {"rows": np.arange(3, dtype="f4"), "deep": [(np.float16(0.1), np.bool_(1))], "zero_dim": np.array(2)}
-    expected = train(engine := make(0, 0.01, np.int64(3), seen), 4, save_at=2, folder=tmp_path)[2:]
-    other = make(1, 0.3, 0, found := {})
-    other.load(tmp_path)
-    group = other.optimizer.param_groups[0]
-    assert [type(group[key]) for key in ("initial_lr", "lr", "layer")] == [np.float32, np.float64, np.int64]
-    assert (found["rows"].dtype, found["deep"], found["zero_dim"].shape) == ("f4", [(np.float16(0.1), np.bool_(1))], ())
-    assert type(other.optimizer.state[other.model.first.weight]["decay"]) is np.float32
-    assert train(other, 2) == expected
-    assert differing(weights(other), weights(engine)) == []
-
-
 def quantised():
     """State of torchao, of a size that it would leave unquantised."""
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
@@ -399,21 +164,143 @@ def test_state_of_quantised_tensors_comes_back(tmp_path):
         assert torch.equal(getattr(loaded, inner), getattr(saved, inner))
 
 
-def quantised_stages(rank, world_size, folder):
-    """By a checkpoint of two stages in one process, and in the full state dict."""
+def state_of_parts(rank, world_size, folder):
+    """What is said of lists and numbers of divided parameters, and the full state dict of quantised state of stages,
+    which is saved."""
+    said = []
+    for make in (lambda param: [param], lambda param: np.float32(3)):
+        engine = make_engine("tp2", "none", optimizer=lambda params, make=make: Keeps(params, {"kept": make}))
+        train(engine, 1)
+        try:
+            engine.save(f"{folder}/parts")
+            said.append("saved")
+        except InputError as error:
+            said.append(str(error))
     entries = quantised()
     engine = make_engine("pp2", "none", optimizer=lambda params: Keeps(params, entries))
     train(engine, 1)
-    engine.save(folder)
+    engine.save(f"{folder}/stages")
     state = engine.full_state_dict(optimizer=True, rank0_only=False)["optimizer"]["state"]
     engine.close()
-    return [state[name]["exp_avg"].codes.flatten()[:3].tolist() for name in ("first.weight", "head.weight")]
+    return *said, [state[name]["exp_avg"].codes.flatten()[:3].tolist() for name in ("first.weight", "head.weight")]
 
 
 @pytest.mark.distributed
-def test_quantised_state_of_stages(tmp_path):
-    assert run_ranks(quantised_stages, 2, str(tmp_path)) == [[[0, 1, 2]] * 2] * 2
+@pytest.mark.sends
+def test_state_of_divided_parameters_and_quantised_state_of_stages(tmp_path):
     quantised()  # imports the class
+    for kept, same, codes in run_ranks(state_of_parts, 2, str(tmp_path)):
+        assert "Keeps keeps a list as state 'kept' of up.weight, of which this rank holds a shard" in kept
+        assert same == "saved"
+        assert codes == [[0, 1, 2]] * 2
     other = make_small(optimizer=Keeps)
-    other.load(tmp_path)
+    other.load(tmp_path / "stages")
     assert other.optimizer.state[other.model.head.weight]["exp_avg"].codes.flatten()[:3].tolist() == [0, 1, 2]
+
+
+def test_numbers_and_arrays_of_numpy_come_back_as_they_were(tmp_path):
+    """A Python float in place of a np.float32 would change what is computed with it."""
+
+    def make(seed, rate, layer, seen):
+        group = {"lr": np.float32(rate), "weight_decay": np.float64(0.1), "layer": layer}
+        engine = make_small(
+            optimizer=lambda params: Keeps([{"params": params, **group}], {"decay": lambda param: np.float32(0.9)}),
+            seed=seed,
+            lr_scheduler=lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 9)),
+        )
+        engine.attach("seen", seen)
+        return engine
+
+    seen = {"rows": np.arange(3, dtype="f4"), "deep": [(np.float16(0.1), np.bool_(1))], "zero_dim": np.array(2)}
+    expected = train(engine := make(0, 0.01, np.int64(3), seen), 4, save_at=2, folder=tmp_path)[2:]
+    other = make(1, 0.3, 0, found := {})
+    other.load(tmp_path)
+    group = other.optimizer.param_groups[0]
+    assert [type(group[key]) for key in ("initial_lr", "lr", "layer")] == [np.float32, np.float64, np.int64]
+    assert (found["rows"].dtype, found["deep"], found["zero_dim"].shape) == ("f4", [(np.float16(0.1), np.bool_(1))], ())
+    assert type(other.optimizer.state[other.model.first.weight]["decay"]) is np.float32
+    assert train(other, 2) == expected
+    assert differing(weights(other), weights(engine)) == []
+
+
+# -- groups ----------------------------------------------------------------------------------------------------------
+
+
+def in_groups(*order):
+    """AdamW, with the first and the other parameters in groups of this order."""
+
+    def build(params):
+        groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.001}]
+        return optim.AdamW([groups[number] for number in order])
+
+    return build
+
+
+def halved(optimizer):
+    return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def rates(engine):
+    return [group["lr"] for group in engine.optimizer.param_groups]
+
+
+def test_groups_in_another_order(tmp_path):
+    """Settings come back by names; a scheduler knows groups by their number."""
+    engine = make_small(optimizer=in_groups(0, 1), lr_scheduler=halved)
+    train(engine, 2)
+    engine.save(tmp_path)
+    with pytest.raises(InputError, match="groups are here in the order 1, 0: the lr_scheduler"):
+        make_small(optimizer=in_groups(1, 0), lr_scheduler=halved).load(tmp_path)
+    same, alone = make_small(optimizer=in_groups(0, 1), lr_scheduler=halved), make_small(optimizer=in_groups(1, 0))
+    same.load(tmp_path)
+    alone.load(tmp_path)
+    assert rates(same) == rates(engine)
+    assert rates(alone) == rates(engine)[::-1]
+
+
+def test_a_group_that_was_added(tmp_path):
+    """Saved and loaded before the step that would take it in, and after it."""
+
+    def grown():
+        optimizer = lambda params: optim.AdamW(params[:4], lr=0.1)  # noqa: E731
+        engine = make_engine("one", "naive", samples=16, batch=4, optimizer=optimizer)
+        train(engine, 1)
+        engine.optimizer.add_param_group({"params": list(engine.model.head.parameters()), "lr": 0.5})
+        return engine
+
+    engine = grown()
+    engine.save(tmp_path / "early")
+    train(engine, 1)
+    engine.save(tmp_path / "later")
+    for folder in ("early", "later"):
+        other = grown()
+        other.load(tmp_path / folder)
+        assert [len(group["params"]) for group in other.optimizer.param_groups] == [4, 2]
+        assert rates(other)[1] == 0.5
+    assert differing(whole_state(other), whole_state(engine)) == []
+
+
+def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
+    engine = make_small(lr_scheduler=lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 0.5))
+    train(engine, 1)
+    engine.save(tmp_path)
+    model = Net()
+    model.head = nn.Linear(16, 9)
+    model.ups = model.up
+    del model.up
+    other = make_small(model=model, optimizer=lambda params: optim.SGD(params, lr=0.1))
+    before = weights(other)
+    with pytest.raises(InputError) as refused:
+        other.load(tmp_path)
+    for words in (
+        "step-00000001 does not fit the model and optimizer of this engine:",
+        "the checkpoint has no ups.bias (but up.bias), ups.weight (but up.weight)",
+        "other shapes: head.bias ((4,) in the checkpoint, (9,) here), head.weight",
+        "it was saved with the optimizer torch.optim.adamw.AdamW, and this is torch.optim.sgd.SGD; use the same class",
+    ):
+        assert words in str(refused.value)
+    assert differing(weights(other), before) == []
+    with pytest.raises(InputError, match=r"has groups of \[14\] parameters, and this one of \[2, 2\]"):
+        make_small(optimizer=lambda p: optim.AdamW([{"params": p[:2]}, {"params": p[2:4]}], lr=0.1)).load(tmp_path)
+    with pytest.raises(InputError, match=r"with the lr_scheduler torch.*LambdaLR, and this is .*StepLR"):
+        make_small(lr_scheduler=halved).load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.checkpoint.loops import NOWHERE, ahead, at, halved, loop, made, parts
 from tests.support.checkpoint_runs import FP16, Net, differing, make_engine, weights
 from tests.support.models import make_data
 
-CASES = {
+CASES = {  # the update after which it is told, and how it trains
     "first step": (1, {}),
     "in the middle": (5, {}),
     "the last batch of an epoch": (12, {}),
@@ -25,58 +26,39 @@ CASES = {
     "after an epoch": (12, {"lr_scheduler": halved, "lr_interval": "manual", "lr": "epochs"}),
     "by epoch": (24, {"lr_scheduler": halved, "lr_interval": "epoch"}),
     "accumulation": (4, {"gradient_accumulation": 2}),
-    "in a cycle": (4, {"gradient_accumulation": 3, "position": 2}),
+    "in a cycle": (4, {"gradient_accumulation": 3, "position": 2, "saved": 5}),  # it is completed first
     "naive": (7, {"mode": "naive"}),
+    "two steps with a batch": (5, {"train": twice, "saved": 6}),
+    "epochs that are left": (5, {"train": parts}),
+    **{f"a batch ahead, {number}": (number, {"train": ahead}) for number in (1, 11, 12, 13)},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_was_told_to_end_goes_on_exactly(name, tmp_path):
     number, options = CASES[name]
-    options = {"mode": "torch"} | options
-    lr, position = options.pop("lr", None), options.pop("position", None)
-    expected = loop(whole := made(None, **options), lr=lr)
+    options = {"mode": "torch", "train": loop, "saved": number, "position": 1} | options
+    saved, position = options.pop("saved"), options.pop("position")
+    train = partial(options.pop("train"), **({"lr": options.pop("lr")} if "lr" in options else {}))
+    expected = train(whole := made(None, **options))
     first = made(tmp_path, **options)
     with pytest.raises(Preempted) as ended:
-        loop(first, at(number, position or 1), lr)
-    told_in = number + 1 if position else number  # a cycle is completed first
+        train(first, at(number, position))
     assert ended.value.code == halfmesh.EXIT_PREEMPTED == 75
-    assert ended.value.folder == tmp_path / f"step-{told_in:08d}"
-    assert steps_in(tmp_path) == [told_in]
+    assert ended.value.folder == tmp_path / f"step-{saved:08d}"
+    assert steps_in(tmp_path) == [saved]
     first.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # another one changes nothing: the process is to end
     os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     second = made(tmp_path, seed=2, **options)
-    assert second.global_step == told_in
-    found = loop(second, lr=lr)
-    assert found == {key: value for key, value in expected.items() if (key[1], not key[2]) > (told_in, False)}
+    assert second.global_step == saved
+    found = train(second)
+    assert found == expected[len(expected) - len(found) :]
     assert differing(weights(second), weights(whole)) == []
     assert second.global_step == whole.global_step
     if "lr_scheduler" in options:
         assert second.lr_scheduler.last_epoch == whole.lr_scheduler.last_epoch
-    second.close()
-
-
-@pytest.mark.parametrize(
-    ("train", "number", "saved"),
-    [
-        (twice, 5, 6),
-        (parts, 5, 5),
-        *((ahead, number, number) for number in (1, 11, 12, 13)),
-    ],
-)
-def test_loops_of_other_shapes_go_on_exactly(train, number, saved, tmp_path):
-    expected = train(whole := made(None))
-    with pytest.raises(Preempted):
-        train(made(tmp_path), at(number))
-    assert steps_in(tmp_path) == [saved]
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    found = train(second := made(tmp_path, seed=2))
-    if expected is not None:
-        assert found == {key: value for key, value in expected.items() if key > saved}
-    assert differing(weights(second), weights(whole)) == []
-    assert second.global_step == whole.global_step
     second.close()
 
 

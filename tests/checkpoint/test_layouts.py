@@ -11,37 +11,61 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import halfmesh
-from tests.support.checkpoint_runs import FP16, LAYOUTS, PIPE, Net, differing, make_engine, train, whole_state
+from tests.support.checkpoint_runs import LAYOUTS, PIPE, Net, differing, make_engine, train, whole_state
 from tests.support.models import CLASSES, FEATURES
-from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.ranks import rank_device, run_ranks
 
 pytestmark = pytest.mark.distributed
 TOLERANCES = {"none": 1e-5, "torch": 2e-4, "naive": 4e-4}
-CHOSEN = ("one", "zero1", "fsdp", "tp2", "pp2", "tp2_fsdp2")
 STEPS, ALL = 5, 8
 
 
+class Scale(nn.Module):
+    """A scalar, a single element, and tensors without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.1]))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("none", torch.empty(2, 0))
+
+    def forward(self, x):
+        return x.tanh() * self.scale + self.shift + self.nothing.sum()
+
+
+def odd_model(seed):
+    """Sizes that ranks do not divide, channels last; the first layer and the last, in other stages, share a weight."""
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
+    uneven = [nn.Linear(8, 13), nn.Unflatten(1, (1, 1, 13)), conv, nn.Flatten(), nn.Linear(26, 8)]
+    model = nn.Sequential(nn.Linear(8, 8), *uneven, Scale(), nn.Linear(8, 8))
+    model[-1].weight = model[0].weight
+    return model
+
+
 def make(layout, mode, seed=0, deferred=False):
-    def build():
-        return Net(seed=seed, norm=nn.LayerNorm)
-
-    return make_engine(layout, mode, model=build if deferred else build(), samples=64, clip_grad_norm=1.0)
-
-
-def losses_of(engine, batches, **save):
-    return [loss for loss, _ in train(engine, batches, **save)]
+    """`layout` may begin with "odd ": with the odd model, and amsgrad."""
+    is_odd, name = layout.startswith("odd "), layout.removeprefix("odd ")
+    build = (lambda: odd_model(seed)) if is_odd else (lambda: Net(seed=seed, norm=nn.LayerNorm))
+    options = {"samples": 64, "clip_grad_norm": 1.0, "model": build if deferred and not is_odd else build()}
+    if is_odd:
+        options["optimizer"] = lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True)
+        options["parallel"] = {"pipeline": PIPE | {"partition": "auto"}} if name == "pp2" else LAYOUTS[name][1]
+    return make_engine(name, mode, **options)
 
 
 def save_cells(rank, world_size, cells, folder):
     """For each cell the losses that follow the checkpoint, and the state at the time."""
     found = {}
     for layout, mode in cells:
-        engine = make(layout, mode, seed=1)
-        losses = losses_of(engine, ALL, save_at=STEPS, folder=f"{folder}/{layout}_{mode}")[STEPS:]
+        engine, states = make(layout, mode, seed=1), []
+
+        def look(engine=engine, states=states):
+            states.append(whole_state(engine, close=False))
+
+        losses = train(engine, ALL, STEPS, f"{folder}/{layout}_{mode}", look)[STEPS:]
         engine.close()
-        again = make(layout, mode, seed=1)
-        train(again, STEPS)
-        found[layout, mode] = losses, whole_state(again)
+        found[layout, mode] = [loss for loss, _ in losses], states[0]
     return found
 
 
@@ -49,15 +73,12 @@ def load_cells(rank, world_size, cells, folder, states):
     """For each target and source: the losses that follow a load, and what was not loaded as it was saved."""
     found = {}
     for target, source in cells:
-        wrong = []
-        for looks in (True, False):
-            engine = make(*target, seed=3, deferred=True)
-            train(engine, 1)  # a state of its own, to be overwritten
-            engine.load(f"{folder}/{'_'.join(source)}")
-            wrong += ["step"] * (engine.global_step != STEPS)
-            if looks:
-                wrong += differing(whole_state(engine), states[source])
-        found[target, source] = losses_of(engine, ALL - STEPS), wrong
+        engine = make(*target, seed=3, deferred=True)
+        train(engine, 1)  # a state of its own, to be overwritten
+        engine.load(f"{folder}/{'_'.join(source)}")
+        wrong = ["step"] * (engine.global_step != STEPS)
+        wrong += differing(whole_state(engine, close=False), states[source])
+        found[target, source] = [loss for loss, _ in train(engine, ALL - STEPS)], wrong
         engine.close()
     return found
 
@@ -65,9 +86,13 @@ def load_cells(rank, world_size, cells, folder, states):
 def on_ranks(fn, cells, layout_of, *args):
     """What `fn` gives for `cells`, by cell: of each rank, in one call for each number of ranks."""
     found = {}
-    for ranks in sorted({LAYOUTS[layout_of(cell)][0] for cell in cells}):
-        mine = [cell for cell in cells if LAYOUTS[layout_of(cell)][0] == ranks]
-        results = run_ranks(fn, ranks, mine, *args, timeout=200, init=ranks > 1)
+
+    def ranks_of(cell):
+        return LAYOUTS[layout_of(cell).removeprefix("odd ")][0]
+
+    for ranks in sorted({ranks_of(cell) for cell in cells}):
+        mine = [cell for cell in cells if ranks_of(cell) == ranks]
+        results = [fn(0, 1, mine, *args)] if ranks == 1 else run_ranks(fn, ranks, mine, *args, timeout=200)
         found |= {key: [result[key] for result in results] for key in results[0]}
     return found
 
@@ -88,13 +113,9 @@ def compare(cells, folder):
     return wrong
 
 
-@pytest.mark.sends
-def test_a_checkpoint_goes_from_layout_to_layout(tmp_path):
-    """Each of them loads once and is loaded once, in changing precisions; the rest is in the slow tests."""
-    cells = [
-        (layout, mode) for layout, mode in zip(CHOSEN[:5], ("none", "naive", "torch", "naive", "none"), strict=True)
-    ]
-    assert compare([*itertools.pairwise(cells), (cells[-1], cells[0])], str(tmp_path)) == {}
+RING = [("one", "none"), ("zero1", "naive"), ("fsdp", "torch"), ("tp2", "naive"), ("pp2", "none")]
+ODD = [(f"odd {layout}", "naive") for layout in ("one", "pp2", "zero1", "fsdp")]
+FOUR = [("one", "none"), ("tp2_fsdp2", "naive"), ("pp2_zero1", "torch")]
 
 
 @pytest.mark.promise(
@@ -104,91 +125,14 @@ def test_a_checkpoint_goes_from_layout_to_layout(tmp_path):
     page="checkpoints.md",
 )
 @pytest.mark.sends
-@pytest.mark.slow
-def test_every_layout_loads_what_every_other_saved(tmp_path):
-    cells = [((target, "naive"), (source, "naive")) for target in CHOSEN for source in CHOSEN]
-    assert compare(cells, str(tmp_path)) == {}
-
-
-@pytest.mark.promise("no full optimizer checkpoint under tensor parallelism")
-@pytest.mark.sends
-@pytest.mark.slow
-def test_every_mode_loads_what_every_other_saved(tmp_path):
-    """And full precision in other layouts."""
-    modes = [(mine, theirs) for mine in TOLERANCES for theirs in TOLERANCES if mine != theirs]
-    layouts = [("one", "zero1"), ("fsdp", "one"), ("zero1", "fsdp")]
-    cells = [((target, mine), (source, theirs)) for target, source in layouts for mine, theirs in modes]
-    cells += [((target, "none"), (source, "none")) for target, source in itertools.pairwise([*CHOSEN, CHOSEN[0]])]
-    assert compare(cells, str(tmp_path)) == {}
-
-
-class Scale(nn.Module):
-    """A scalar, a single element, and tensors without elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.1]))
-        self.nothing = nn.Parameter(torch.empty(0, 3), requires_grad=False)
-        self.register_buffer("none", torch.empty(2, 0))
-
-    def forward(self, x):
-        return x.tanh() * self.scale + self.shift
-
-
-def odd_model(seed):
-    """Sizes that ranks do not divide, channels last; the first layer and the last, in other stages, share a weight."""
-    torch.manual_seed(seed)
-    conv = nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
-    uneven = [nn.Linear(8, 13), nn.Unflatten(1, (1, 1, 13)), conv, nn.Flatten(), nn.Linear(26, 8)]
-    model = nn.Sequential(nn.Linear(8, 8), *uneven, Scale(), nn.Linear(8, 8))
-    model[-1].weight = model[0].weight
-    return model
-
-
-STAGES = {"pipeline": PIPE | {"partition": "auto"}}
-PARALLEL = {"one": {}, "zero1": {"data": "zero1"}, "fsdp": {"data": "fsdp"}, "pp2": STAGES}
-PARALLEL["pp2_zero1"] = STAGES | {"data": "zero1"}
-
-
-def odd(rank, world_size, layouts, folder, sources=None):
-    """Saves it in each of the layouts; or loads all `sources` into each. The states that come of it."""
-    found = {}
-    x, y = here((torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8)))
-    for layout, source in itertools.product(layouts, sources or [None]):
-        engine = halfmesh.initialize(
-            odd_model(4 if sources else 3),
-            lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
-            nn.functional.cross_entropy,
-            config={**FP16["naive"], "parallel": PARALLEL[layout]},
-            device=rank_device(),
-        )
-        if sources:
-            engine.load(f"{folder}/{source}")
-        else:
-            engine.backward(engine.criterion(engine(x), y))
-            engine.step()
-            engine.save(f"{folder}/{layout}")
-        found[layout, source] = whole_state(engine)
-    return found
-
-
-@pytest.mark.sends
 @pytest.mark.parametrize(
-    "layouts",
-    [
-        {1: ["one"], 2: ["zero1", "pp2"]},
-        pytest.param({1: ["one"], 2: ["fsdp", "pp2"], 4: ["pp2_zero1"]}, marks=pytest.mark.slow),
-    ],
+    "ring", [RING, ODD, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["two ranks", "odd shapes", "four ranks"]
 )
-def test_odd_shapes_and_weights_that_stages_share(layouts, tmp_path):
-    saved = {}
-    for ranks, names in layouts.items():
-        saved |= run_ranks(odd, ranks, names, str(tmp_path))[0]
-    sources = [layout for layout, _ in saved]
-    for ranks, names in layouts.items():
-        for found in run_ranks(odd, ranks, names, str(tmp_path), sources, timeout=100):
-            wrong = {cell: differing(state, saved[cell[1], None]) for cell, state in found.items()}
-            assert wrong == {cell: [] for cell in found}
+def test_a_checkpoint_goes_from_layout_to_layout(ring, tmp_path):
+    """Files hold whole tensors, whoever wrote them: so each cell loads once what another saved, in a precision that
+    changes on the way, and all states are compared to the bit."""
+    cells = list(itertools.pairwise([*ring, ring[0]]))
+    assert compare(cells, str(tmp_path)) == {}
 
 
 class Numbered(Dataset):
@@ -204,19 +148,17 @@ class Numbered(Dataset):
 def samples_seen(rank, world_size, layout, folder, save_at=None, batch=8):
     """What two epochs give, with a save on the way; or what is left of them after a load. The dropout of the first
     batches. And the log."""
-    parallel = LAYOUTS[layout][1]
     torch.manual_seed(1 if save_at else 2)
     engine = halfmesh.initialize(
         Net(dropout=0.5 if world_size > 1 else 0.0),  # in one process it draws from what the order is drawn from
         lambda params: torch.optim.SGD(params, lr=1e-6),
         nn.functional.cross_entropy,
         DataLoader(Numbered(), batch // 2 if layout == "dp2" else batch, shuffle=True),
-        {"parallel": parallel},
+        {"parallel": LAYOUTS[layout][1]},
         device=rank_device(),
     )
-    masks, seen = [], []
+    masks, seen, said = [], [], []
     engine.model.drop.register_forward_hook(lambda *given: masks.append((given[2] == 0).tolist()))
-    said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("halfmesh").addHandler(handler)
@@ -230,49 +172,37 @@ def samples_seen(rank, world_size, layout, folder, save_at=None, batch=8):
             if len(seen) == save_at:
                 engine.save(folder)
     logging.getLogger("halfmesh").removeHandler(handler)
+    engine.close()
     return seen, masks[:4], said
 
 
-def joined(layout, results):
-    """The samples of all data ranks, as one process has them."""
-    if layout != "dp2":
-        return results[0][0]
-    pairs = zip(results[0][0], results[1][0], strict=True)
+def in_runs(rank, world_size, runs):
+    return [samples_seen(rank, world_size, *run) for run in runs]
+
+
+def joined(mine, theirs):
+    """The batches of two data ranks, as one process has them."""
+    pairs = zip(mine, theirs, strict=True)
     return [[sample for both in zip(*pair, strict=True) for sample in both] for pair in pairs]
 
 
-ONE_ORDER = {"one": 1, "dp2": 2, "tp2": 2}
-
-
-@pytest.mark.distributed
-def test_an_epoch_goes_on_at_the_same_sample_in_every_layout(tmp_path):
-    """And so does the next one, although other numbers were seeded."""
-
-    def run(layout, *how):
-        ranks = ONE_ORDER[layout]
-        return run_ranks(samples_seen, ranks, layout, *how, init=ranks > 1)
-
-    whole, dropped = None, {}
-    for source in ONE_ORDER:
-        results = run(source, str(tmp_path / source), 2)
-        whole = whole or joined(source, results)
-        assert joined(source, results) == whole
-        dropped[source] = [masks for _, masks, _ in results]
+def test_an_epoch_goes_on_at_the_same_sample_in_another_layout(tmp_path):
+    """And so does the next one, although other numbers were seeded. Dropout is drawn anew, and that is said."""
+    one, dp2 = str(tmp_path / "one"), str(tmp_path / "dp2")
+    whole, _, _ = samples_seen(0, 1, "one", one, 2)
+    runs = [("dp2", dp2, 2), ("dp2", dp2), ("dp2", one), ("tp2", dp2)]
+    first, second = run_ranks(in_runs, 2, runs)
     assert len(whole) == 8
-    assert dropped["dp2"][0] != dropped["dp2"][1]
-    for source in ONE_ORDER:
-        for target in ONE_ORDER:
-            results = run(target, str(tmp_path / source))
-            assert joined(target, results) == whole[2:], (source, target)
-            said = results[0][-1]
-            assert not [words for words in said if "change during training" in words], "of a buffer that the load wrote"
-            anew = "it was saved in another layout: random numbers (dropout) are reseeded" in said[-1]
-            assert anew == (source != target)
-            if anew and target != "one":
-                repeated = [mask for masks in dropped[target] for mask in masks]
-                assert not any(mask in repeated for _, masks, _ in results for mask in masks)
-    seen, _, said = samples_seen(0, 1, "one", str(tmp_path / "dp2"), None, 4)
-    assert (sum(seen, []), len(seen)) == (sum(whole[2:], []), 12), "smaller batches"  # noqa: RUF017
-    seen, _, said = samples_seen(0, 1, "one", str(tmp_path / "dp2"), None, 5)
-    assert sum(seen, []) == sum(whole[4:], [])  # noqa: RUF017 - they are few
+    assert joined(first[0][0], second[0][0]) == whole
+    assert joined(first[1][0], second[1][0]) == joined(first[2][0], second[2][0]) == whole[2:]
+    assert first[3][0] == second[3][0] == whole[2:]
+    dropped = [ranks[0][1] for ranks in (first, second)]
+    assert dropped[0] != dropped[1]
+    for (_, _, said), anew in zip(first[1:], (False, True, True), strict=True):
+        assert not [words for words in said if "change during training" in words], "of a buffer that the load wrote"
+        assert ("it was saved in another layout: random numbers (dropout) are reseeded" in said[-1]) == anew
+    assert not any(mask in dropped[0] + dropped[1] for ranks in (first, second) for mask in ranks[2][1])
+    for batch, number, left in ((8, 6, whole[2:]), (4, 12, whole[2:]), (5, 7, whole[4:])):
+        seen, _, said = samples_seen(0, 1, "one", dp2, None, batch)
+        assert (sum(seen, []), len(seen)) == (sum(left, []), number)  # noqa: RUF017 - they are few
     assert "2 batches of epoch 0 were trained on, which is no position in this run's order" in said[-1]

@@ -81,14 +81,14 @@ OPTIMIZERS = (
         "checkpoint/validate.py",
         "            self._lr.replay(copy.deepcopy(self._schedule), saved)\n",
         "            pass\n",
-        ("tests/checkpoint/test_settings.py::test_a_schedule_of_another_class_may_go_on",),
+        ("tests/checkpoint/test_keep.py::test_a_schedule_of_another_class_may_go_on",),
     ),
     Fault(
         "what an optimizer counts in its groups is kept as a setting",
         "checkpoint/validate.py",
         "is_other = theirs.get(name) != mine.get(name) or",
         "is_other = True or",
-        ("tests/checkpoint/test_settings.py::test_without_a_scheduler_the_rate_is_a_setting_and_counts_are_not",),
+        ("tests/checkpoint/test_keep.py::test_without_a_scheduler_the_rate_is_a_setting_and_counts_are_not",),
     ),
 )
 
@@ -318,7 +318,7 @@ CHECKPOINT = (
         "checkpoint/checkpointer.py",
         'yield from self.attached.load_state_dict(attached.get("attached", {}))',
         "yield from ()",
-        ("tests/checkpoint/test_contents.py::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",),
+        ("tests/checkpoint/test_attached.py::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",),
     ),
     Fault(
         "a background save writes what training changes meanwhile",
@@ -332,7 +332,7 @@ CHECKPOINT = (
         "checkpoint/checkpointer.py",
         "            written.result()\n",
         "            pass\n",
-        ("tests/checkpoint/test_background.py::test_an_error_is_logged_at_once_and_training_goes_on",),
+        ("tests/checkpoint/test_background.py::test_an_error_is_logged_at_once_and_comes_with_what_waits",),
     ),
     Fault(
         "a checkpoint has its name before it is complete",

@@ -107,10 +107,10 @@ def make_small(**options: Any) -> halfmesh.Engine:
 
 
 def train(
-    engine: halfmesh.Engine, batches: int, save_at: int | None = None, folder: Any = None, **how: Any
+    engine: halfmesh.Engine, batches: int, save_at: int | None = None, folder: Any = None, look: Any = None
 ) -> list[tuple[float, float]]:
     """The README's loop for so many batches, over as many epochs as that takes: loss and loss scale of each. After the
-    batch `save_at` it saves to `folder`."""
+    batch `save_at` it saves to `folder`, and calls `look`."""
     seen: list[tuple[float, float]] = []
     while True:
         for x, y in engine.dataloader:
@@ -120,17 +120,18 @@ def train(
             engine.step()
             seen.append((loss.item(), engine.loss_scale))
             if len(seen) == save_at:
-                engine.save(folder, **how)
+                engine.save(folder)
+                if look is not None:
+                    look()
             if len(seen) == batches:
-                if save_at is not None:
-                    engine.wait_for_save()
                 return seen
 
 
-def whole_state(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
-    """Closes the engine. The full model's state and the optimizer's, in full precision."""
+def whole_state(engine: halfmesh.Engine, close: bool = True) -> dict[str, torch.Tensor]:
+    """The full model's state and the optimizer's, in full precision; then the engine is closed, unless told not to."""
     full = engine.full_state_dict(optimizer=True, rank0_only=False)
-    engine.close()
+    if close:
+        engine.close()
     found = dict(full["model"])
     for name, state in full["optimizer"]["state"].items():
         found |= {f"{name} {key}": torch.as_tensor(value) for key, value in state.items()}
