@@ -218,6 +218,8 @@ def ratio(measure: Measure, floor: float = 0.0) -> float:
 
 def _measure(own: torch.Tensor, part: torch.Tensor, factor: float | None) -> Measure:
     """`factor`: by which `own` is divided; None: the one that brings it nearest."""
+    hidden = part.isinf() & (own == part)  # by an additive mask
+    own, part = own.masked_fill(hidden, 0.0), part.masked_fill(hidden, 0.0)
     if factor is None:
         norm = _square(part)
         factor = float((own * part).sum()) / norm if norm else 1.0

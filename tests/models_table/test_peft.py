@@ -11,11 +11,13 @@ from torch import optim
 import halfmesh
 from halfmesh.checkpoint import export
 from halfmesh.parallel.tensor.plans import resolve
+from tests.support.proofs import Row, TeamWork, rows
 from tests.support.ranks import run_ranks
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
+NAIVE = {"bf16": {"mode": "naive"}}
 
 
 def llama() -> Any:
@@ -56,20 +58,16 @@ def build_gpt2() -> Any:
     of="SageMaker",
     page="models.md",
 )
-@pytest.mark.parametrize(
-    ("build", "parallel", "mode"),
-    [
-        (build_llama, {"tensor": 2}, {}),
-        pytest.param(build_llama_and_head, {"tensor": 2}, {}, marks=pytest.mark.slow),
-        pytest.param(build_gpt2, {"tensor": 2}, {}, marks=pytest.mark.slow),
-        pytest.param(build_llama, {"context": 2, "data": "fsdp"}, {}, marks=pytest.mark.slow),
-        pytest.param(build_llama, {"data": "zero1"}, {}, marks=pytest.mark.slow),
-        pytest.param(build_llama, {"data": "fsdp"}, {"bf16": {"mode": "naive"}}, marks=pytest.mark.slow),
-    ],
+@rows(
+    Row("llama, tensor", build_llama, {"parallel": {"tensor": 2}}),
+    Row("llama and its head, tensor", build_llama_and_head, {"parallel": {"tensor": 2}}),
+    Row("GPT-2, tensor", build_gpt2, {"parallel": {"tensor": 2}}),
+    Row("llama, context and fsdp", build_llama, {"parallel": {"context": 2, "data": "fsdp"}}),
+    Row("llama, zero1", build_llama, {"parallel": {"data": "zero1"}}),
+    Row("llama, fsdp", build_llama, {"parallel": {"data": "fsdp"}, **NAIVE}, work=TeamWork),
 )
-def test_adapters_are_trained_as_in_one_process(build, parallel, mode):
-    report = halfmesh.verify({"parallel": parallel, **mode}, build, world_size=2)
-    assert report.equal, str(report)
+def test_adapters_are_trained_as_in_one_process(row):
+    row.prove()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_adapters_that_cannot_be_sharded_are_refused_once(options, sequence_para
 def save(rank: int, world_size: int, parallel: dict[str, Any], folder: str) -> Any:
     model = build_llama_and_head()[0]
     trained = [param for param in model.parameters() if param.requires_grad]
-    config = {"parallel": parallel, "bf16": {"mode": "naive"}}
+    config = {"parallel": parallel, **NAIVE}
     engine = halfmesh.initialize(model, optim.AdamW(trained, lr=0.01), None, config=config, device="cpu")
     engine.backward(engine(**batch()).loss)
     engine.step()
@@ -120,39 +118,9 @@ def build_two_adapters() -> Any:
     return model
 
 
-def save_two(rank: int, world_size: int, folder: str) -> Any:
-    model = build_two_adapters()
-    config = {"parallel": {"tensor": world_size}}
-    engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config=config, device="cpu")
-    engine.save_pretrained(folder)
-    engine.close()
-
-
-def test_each_of_several_adapters_has_its_folder(tmp_path):
-    run_ranks(save_two, 2, str(tmp_path))
-    weights = build_two_adapters().state_dict()
-    for adapter in ("task", "second"):
-        loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path / adapter), adapter_name=adapter).state_dict()
-        mine = {name: value for name, value in weights.items() if f".{adapter}." in name}
-        torch.testing.assert_close({name: loaded[name] for name in mine}, mine)
-
-
-def save_tied(rank: int, world_size: int, folder: str) -> Any:
+def build_tied() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, **sizes, tie_word_embeddings=True)
-    model = transformers.LlamaForCausalLM(config)
-    config = {"parallel": {"tensor": world_size}}
-    engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config=config, device="cpu")
-    engine.save_pretrained(folder, dtype=torch.bfloat16)
-    engine.close()
-
-
-def test_weights_that_are_tied_stay_so(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    run_ranks(save_tied, 2, str(tmp_path))
-    written = safetensors.load_file(tmp_path / "model.safetensors")
-    assert {value.dtype for value in written.values()} == {torch.bfloat16}
-    assert [name for name in written if "embed" in name or "lm_head" in name] == ["model.embed_tokens.weight"]
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, tie_word_embeddings=True))
 
 
 class OwnFolder(torch.nn.Linear):
@@ -162,20 +130,36 @@ class OwnFolder(torch.nn.Linear):
         raise AssertionError("called")
 
 
-def refuse(rank: int, world_size: int) -> list[str]:
+def save_others(rank: int, world_size: int, folder: str) -> list[str]:
+    """Write two folders; return what other models are refused with."""
     said = []
-    for model in (torch.nn.Linear(2, 2), OwnFolder(2, 2)):
-        engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config={}, device="cpu")
-        with pytest.raises(halfmesh.InputError) as error:
-            engine.save_pretrained("anywhere")
+    for model, place in (
+        (build_two_adapters(), "adapters"),
+        (build_tied(), "tied"),
+        (torch.nn.Linear(2, 2), ""),
+        (OwnFolder(2, 2), ""),
+    ):
+        config = {"parallel": {"tensor": world_size}} if place else {}
+        engine = halfmesh.initialize(model, optim.SGD(model.parameters()), None, config=config, device="cpu")
+        try:
+            engine.save_pretrained(f"{folder}/{place}", dtype=torch.bfloat16 if place == "tied" else None)
+        except halfmesh.InputError as error:
+            said.append(str(error))
         engine.close()
-        said.append(str(error.value))
     return said
 
 
-def test_another_model_has_no_folder():
-    for said in run_ranks(refuse, 2):
-        for kind, each in zip(("Linear", "OwnFolder"), said, strict=True):
-            assert each.startswith(
-                f"a {kind} has no save_pretrained(folder, state_dict=...), as models of transformers"
-            )
+def test_several_adapters_tied_weights_and_models_without_folders(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    for said in run_ranks(save_others, 2, str(tmp_path)):
+        for kind, words in zip(("Linear", "OwnFolder"), said, strict=True):
+            assert words.startswith(f"a {kind} has no save_pretrained(folder, state_dict=...), as models of transform")
+    weights = build_two_adapters().state_dict()
+    for adapter in ("task", "second"):
+        folder = str(tmp_path / "adapters" / adapter)
+        loaded = peft.PeftModel.from_pretrained(llama(), folder, adapter_name=adapter).state_dict()
+        mine = {name: value for name, value in weights.items() if f".{adapter}." in name}
+        torch.testing.assert_close({name: loaded[name] for name in mine}, mine)
+    written = safetensors.load_file(tmp_path / "tied" / "model.safetensors")
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+    assert [name for name in written if "embed" in name or "lm_head" in name] == ["model.embed_tokens.weight"]

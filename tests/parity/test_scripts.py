@@ -1,20 +1,24 @@
 """pytorch/examples word_language_model: an LSTM that keeps its state from batch to batch, and a Transformer.
 
-What a conversion changes: batches come first ([batch, length]), since data ranks and microbatches divide the batch; so
-does the LSTM's state. Weights are updated by SGD, and clipping is in the config.
+It trains as before its conversion in one process, and as in one process in each layout. What a conversion changes:
+batches come first ([batch, length]), since data ranks and microbatches divide the batch; so does the LSTM's state.
+Weights are updated by SGD, and clipping is in the config. The scripts of examples/own_loop are in tests/scripts.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
-from tests.support.ranks import here, rank_device
-from tests.support.whole import close_whole
+from tests.support.proofs import Row, rows
+
+pytestmark = pytest.mark.distributed
 
 TOKENS, WIDTH, LAYERS, BATCH, BPTT, EPOCHS, LR, CLIP = 20, 8, 2, 4, 6, 2, 0.5, 0.25
 LSTM_PLAN = {"encoder": "vocab", "decoder": "colwise_gather"}
@@ -25,15 +29,14 @@ TRANSFORMER_PARTITION = ("decoder",)
 class RNNModel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.drop = nn.Dropout(0.0)
         self.encoder = nn.Embedding(TOKENS, WIDTH)
         self.rnn = nn.LSTM(WIDTH, WIDTH, LAYERS, batch_first=True)
         self.decoder = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, x, h, c):
         state = h.transpose(0, 1).contiguous(), c.transpose(0, 1).contiguous()
-        output, (h, c) = self.rnn(self.drop(self.encoder(x)), state)
-        scores = F.log_softmax(self.decoder(self.drop(output)), dim=-1)
+        output, (h, c) = self.rnn(self.encoder(x), state)
+        scores = F.log_softmax(self.decoder(output), dim=-1)
         return scores, h.transpose(0, 1), c.transpose(0, 1)
 
 
@@ -82,41 +85,59 @@ def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
     return F.nll_loss(scores.flatten(0, 1), targets.flatten())
 
 
-def train_plain(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The script before the conversion, with the batch first."""
+def train(kind: str, engine: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The script after its conversion, or before it, without an engine."""
     model, losses = make_model(kind), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    if engine:
+        engine = halfmesh.initialize(model, optimizer, criterion, config={"clip_grad_norm": CLIP}, device="cpu")
     for _ in range(EPOCHS):
         state = [torch.zeros(BATCH, LAYERS, WIDTH) for _ in range(2)]
         for x, y in get_batches(batchify()):
-            optimizer.zero_grad()
-            output = model(x, *state) if kind == "lstm" else model(x)
+            (engine or optimizer).zero_grad()
+            output = (engine or model)(*((x, *state) if kind == "lstm" else (x,)))
             loss = criterion(output, y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
+            if engine:
+                engine.backward(loss)
+                engine.step()
+            else:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
             if kind == "lstm":
                 state = [part.detach() for part in output[1:]]
             losses.append(loss.item())
     return losses, model.state_dict()
 
 
-def train(kind: str, config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The script after it."""
-    model, losses = make_model(kind), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    config = {"clip_grad_norm": CLIP, **config}
-    engine = halfmesh.initialize(model, optimizer, criterion, config=config, device=rank_device())
-    rank, ranks = engine.context.dp_rank, engine.context.dp_size
-    for _ in range(EPOCHS):
-        state = [here(torch.zeros(BATCH // ranks, LAYERS, WIDTH)) for _ in range(2)]
-        for x, y in here(list(get_batches(batchify().chunk(ranks)[rank]))):
-            engine.zero_grad()
-            output = engine(x, *state) if kind == "lstm" else engine(x)
-            loss = engine.criterion(output, y)
-            engine.backward(loss)
-            engine.step()
-            if kind == "lstm":
-                state = [part.detach() for part in output[1:]]
-            losses.append(loss.item())
-    return losses, close_whole(engine)
+@pytest.mark.promise("existing scripts")
+@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+def test_it_trains_as_before_the_conversion(kind):
+    (losses, weights), (expected, plain) = train(kind, engine=True), train(kind, engine=False)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
+
+
+def build(kind: str) -> Any:
+    """Batches of the script, the LSTM's with a state."""
+    state = torch.randn(2, BATCH, LAYERS, WIDTH)
+    batches = get_batches(batchify())
+    return make_model(kind), [((x, *state) if kind == "lstm" else x, y) for x, y in batches], criterion
+
+
+def layouts(kind: str, plan: Any, partition: Any) -> list[Row]:
+    stages = {"size": 2, "microbatches": 2, "partition": partition, "keep_outputs": True, "eval_outputs": "all"}
+    parallel = [
+        {"data": "replicate"},
+        {"tensor": {"size": 2, "plan": plan}},
+        {"pipeline": stages},
+        {"data": "fsdp"},
+    ]
+    settings = [{"parallel": layout, "clip_grad_norm": CLIP} for layout in parallel]
+    return [Row(f"{kind}, {next(iter(one['parallel']))}", partial(build, kind), one) for one in settings]
+
+
+@pytest.mark.promise("existing scripts")
+@rows(*layouts("lstm", LSTM_PLAN, LSTM_PARTITION), *layouts("transformer", "auto", TRANSFORMER_PARTITION))
+def test_it_trains_as_one_process(row):
+    row.prove()
