@@ -140,8 +140,8 @@ def two_ranks_on_one_gpu(page: Page) -> None:
     # Models of timm and transformers, and torchao, are not carried.
     layouts = "(mlp or gpt) and not gpt2 and not fp8 and not pp"  # gloo sends between stages from the host only
     suites = {
-        "zero1 beside replicate": ["tests/parallel/sharding/test_zero1.py", "-k", "trains_as_replicated and 2"],
-        "fsdp beside replicate": ["tests/parallel/sharding/test_fsdp.py", "-k", "trains_as_replicated and 2"],
+        "zero1 beside one process": ["tests/parity/test_sharding.py", "-k", "zero1", "-m", "not slow"],
+        "fsdp beside one process": ["tests/parity/test_sharding.py", "-k", "odd and fsdp", "-m", "not slow"],
         "data ranks": ["tests/engine/test_data_parallel.py", "-m", "not slow"],
         "tensor": ["tests/parallel/tensor/test_tensor.py", "tests/engine/test_tensor_parallel.py", "-m", "not slow"],
         "context": [

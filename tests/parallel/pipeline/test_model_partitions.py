@@ -90,13 +90,10 @@ def make_vit(kind: str = "vision_transformer.VisionTransformer", **options: Any)
 
 VITS = [
     {},
-    {"class_token": False, "global_pool": "avg", "pos_embed": "none"},
-    {"reg_tokens": 2, "no_embed_class": True, "qk_norm": True, "init_values": 0.1},
-    {"global_pool": "map", "class_token": False},
-    {"pre_norm": True, "fc_norm": True},
-    {"final_norm": False, "num_classes": 0},
-    {"drop_rate": 0.2, "pos_drop_rate": 0.2, "drop_path_rate": 0.5, "proj_drop_rate": 0.2},
-    {"patch_drop_rate": 0.5},
+    {"class_token": False, "global_pool": "avg", "pos_embed": "none", "pre_norm": True, "fc_norm": True},
+    {"reg_tokens": 2, "no_embed_class": True, "qk_norm": True, "init_values": 0.1, "global_pool": "map"},
+    {"final_norm": False, "num_classes": 0, "drop_rate": 0.2, "pos_drop_rate": 0.2, "drop_path_rate": 0.5},
+    {"patch_drop_rate": 0.5, "proj_drop_rate": 0.2},
 ]
 
 
@@ -164,57 +161,56 @@ def check_logits(model: Any, *args: Any, **inputs: Any) -> None:
         assert_equal(compose(model, pieces, *args, **inputs), expected)
 
 
-ATTENTIONS = [("eager", True), ("sdpa", False)]
-
-
-@pytest.mark.parametrize(("attention", "tied"), ATTENTIONS)
 @pytest.mark.parametrize("kind", DECODERS)
-def test_causal_language_models(kind, attention, tied):
-    model = make(kind, attn_implementation=attention, tie_word_embeddings=tied, use_cache=False)
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
-    positions = torch.arange(6).expand(2, 6)
-    for inputs in (
-        {},
-        {"attention_mask": LEFT_PADDED},
-        {"position_ids": positions + 3},
-        {"position_ids": positions[:1]},
-        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)},  # two packed sequences
-    ):
-        check_logits(model, input_ids=IDS, **inputs)
+def test_causal_language_models(kind):
+    for attention, tied in (("eager", True), ("sdpa", False)):
+        model = make(kind, attn_implementation=attention, tie_word_embeddings=tied, use_cache=False)
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+        positions = torch.arange(6).expand(2, 6)
+        for inputs in (
+            {},
+            {"attention_mask": LEFT_PADDED},
+            {"position_ids": positions[:1] + 3},
+            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)},  # two packed sequences
+        ):
+            check_logits(model, input_ids=IDS, **inputs)
     check_pieces(model, [], {"input_ids": IDS, "attention_mask": LEFT_PADDED})
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["bert", "masked"])
-def test_bert(kind, attention):
-    model = make(kind, attn_implementation=attention)
+def test_bert(kind):
     types, mask = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2), LEFT_PADDED.flip(1)
     layers = [f"bert.encoder.layer.{i}" for i in range(3)]
-    assert [piece.name for piece in check_pieces(model, [IDS])] == ["the beginning", *layers, "the end"]
-    for given in ({"token_type_ids": types}, {"position_ids": torch.arange(1, 7)[None]}):
-        check_logits(model, input_ids=IDS, **given)
-    check_pieces(model, [IDS, mask, types])
+    for attention in ("eager", "sdpa"):
+        model = make(kind, attn_implementation=attention)
+        for given in ({"token_type_ids": types}, {"position_ids": torch.arange(1, 7)[None]}):
+            check_logits(model, input_ids=IDS, **given)
+        assert [piece.name for piece in check_pieces(model, [IDS, mask, types])] == [
+            "the beginning",
+            *layers,
+            "the end",
+        ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.3}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_inner": 20}),
-    ],
-    ids=str,
-)
-def test_variants_of_language_models(kind, options):
-    check_logits(make(kind, **options), input_ids=IDS)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_half_precision_and_gradient_checkpointing_of_hugging_face(kind):
-    check_logits(make(kind).bfloat16(), input_ids=IDS, attention_mask=LEFT_PADDED)
+def checkpointed(kind: str) -> Any:
     model = make(kind)
     model.gradient_checkpointing_enable()
-    check_logits(model, input_ids=IDS)
+    return model
+
+
+VARIANTS = {
+    "one key": lambda: make("llama", num_key_value_heads=1, attention_bias=True, mlp_bias=True, attention_dropout=0.3),
+    "rope": lambda: make("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+    "scales": lambda: make("gpt2", scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True, n_inner=20),
+    "half precision": lambda: make("llama").bfloat16(),
+    "checkpointed": lambda: checkpointed("gpt2"),
+    "checkpointed encoder": lambda: checkpointed("bert"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_language_models(name):
+    check_logits(VARIANTS[name](), input_ids=IDS, attention_mask=LEFT_PADDED)
 
 
 ONLY = "under a pipeline a Hugging Face model takes input_ids, attention_mask, .*position_ids only; leave it out"

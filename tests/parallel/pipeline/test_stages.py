@@ -339,18 +339,6 @@ def ranks() -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.promise(
-    "parameters shared by stages",
-    "stay equal",
-    of="SageMaker",
-    page="pipeline.md",
-)
-@pytest.mark.promise(
-    "simple and interleaved pipeline schedules",
-    "gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev",
-    of="SageMaker",
-    page="pipeline.md",
-)
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_equal_to_one_process(name, schedule, ranks, one_process):
     kind, (evaluated, *parts, last), weights = one_process[name]

@@ -1,63 +1,33 @@
-"""fsdp: FSDP2 shards weights, gradients and state. Replicated data parallelism is the oracle."""
+"""fsdp: what FSDP2 shards, how whole weights come in, and what is sent."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfmesh
-from halfmesh.compat import check, raise_for
-from halfmesh.errors import IncompatibleConfigError, InputError
-from tests.support.ranks import here, run_ranks
-from tests.support.sharding import (
-    CASES,
-    MODES,
-    Odd,
-    batch,
-    compare,
-    differences,
-    largest,
-    make_engine,
-    take_step,
-    whole,
-)
+from halfmesh.errors import InputError
+from halfmesh.utils.torch_private import ALL_GATHER
+from halfmesh.verify.models import mixture
+from tests.support.models import make_data
+from tests.support.pipeline_parts import make, pipe, step
+from tests.support.ranks import rank_device, run_ranks
+from tests.support.sharding import MODES, Blocks, Odd, make_engine, take_step
 from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.promise("FSDP mixed precision")
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_trains_as_replicated_weights_do(ranks):
-    """Weights, optimizer state, norm and scale, with parts that are uneven, or empty."""
-    for found in run_ranks(compare, ranks, "fsdp", CASES, timeout=150):
-        assert len(found) == len(CASES)
-        # FSDP2 adds up the gradients of several microbatches in fp32, and replicate in the parameters' dtype.
-        rounded = {"naive_bf16 {'gradient_acc": 4e-3}
-        assert largest(found, **rounded) <= 1, found
-
-
-class Blocks(nn.Module):
-    def __init__(self, width: int = 32, depth: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.begin = nn.Linear(7, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth))
-        self.end = nn.Linear(width, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.begin(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.end(x)
-
-
-def _local(param):
+def local(param):
     return param.detach().to_local() if isinstance(param, DTensor) else param.detach()
+
+
+def units_of(engine):
+    return [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def held(rank, world_size):
@@ -67,45 +37,50 @@ def held(rank, world_size):
         model = Blocks(64)
         total = sum(p.numel() for p in model.parameters())
         engine = make_engine("fsdp", model=model, **MODES[mode])
-        units = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
         take_step(engine, rank, 0)
         assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
         assert all(p.grad is None for p in engine.model.parameters())
-        tensors = [_local(param) for param in engine.model.parameters()] + list(engine.master_params())
+        tensors = [local(param) for param in engine.model.parameters()] + list(engine.master_params())
         tensors += [v for state in engine.optimizer.state.values() for n, v in state.items() if n != "step"]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        found[mode] = sum(storages.values()) / total, units
+        found[mode] = sum(storages.values()) / total, units_of(engine)
         engine.close()
     return found
 
 
 @pytest.mark.promise("optimizer state sharding")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_and_state_are_one_part_of_it(ranks):
+def test_weights_and_state_are_one_part_of_it():
     """16 bytes a parameter / ranks: an fp32 weight, which is the master, and the three moments of amsgrad."""
-    for found in run_ranks(held, ranks):
+    for found in run_ranks(held, 2):
         for bytes_held, units in found.values():
-            assert bytes_held == pytest.approx(16 / ranks, rel=0.02)
+            assert bytes_held == pytest.approx(16 / 2, rel=0.02)
             assert units == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
-def late(rank, world_size):
-    """A layer that the optimizer holds later, by its new objects and by those that the model came with."""
-    for new in (True, False):
-        model = Blocks()
-        before = list(model.end.parameters())
-        engine = make_engine(
-            "fsdp",
-            model=model,
-            optimizer=lambda groups: torch.optim.AdamW([p for g in groups for p in g["params"]][:4]),
-        )
-        engine.optimizer.add_param_group({"params": list(model.end.parameters()) if new else before})
-        with pytest.raises(InputError, match=r"end.weight, end.bias came into the optimizer after initialize"):
-            take_step(engine, rank, 0)
+def groups(rank, world_size):
+    """By axis the units, and over how many ranks each parameter is sharded; and the shape of a part of a hybrid."""
+    found = {}
+    for axis in ("expert", "context"):
+        torch.manual_seed(0)
+        config = {"parallel": {"data": "fsdp", axis: 2}}
+        engine = halfmesh.initialize(mixture()[0], torch.optim.SGD, config=config, device=rank_device())
+        sizes = {name: param.device_mesh.size() for name, param in engine.model.named_parameters()}
+        found[axis] = units_of(engine), sizes
+        engine.close()
+    engine = make_engine({"strategy": "fsdp", "hybrid": 2}, model=Blocks())
+    return found, local(engine.model.end.weight).shape
 
 
-def test_parameters_that_come_later():
-    run_ranks(late, 2)
+def test_units_and_the_ranks_that_share_them():
+    """Experts are units of their own, over the ranks that hold the same ones; of a hybrid there are two copies."""
+    for found, part in run_ranks(groups, 4):
+        units, ranks = found["expert"]
+        layers = {name for name in units if name.endswith(".experts")}
+        assert layers
+        assert set(units) - layers == {"", *(name.removesuffix(".mlp.experts") for name in layers)}
+        assert ranks == {name: 2 if ".experts." in name else 4 for name in ranks}
+        assert set(found["context"][1].values()) == {4}
+        assert part == (2, 32)
 
 
 def unsharded(rank, world_size):
@@ -137,9 +112,7 @@ def loads(rank, world_size):
 
 @pytest.mark.promise("weights are not inherited; loading before wrapping; changed shapes")
 def test_whole_weights_can_be_loaded():
-    for exact, inside, after in run_ranks(loads, 2, timeout=60):
-        assert exact
-        assert (inside, after) == ({"torch.float32"}, {"torch.float32"})
+    assert run_ranks(loads, 2) == [(True, {"torch.float32"}, {"torch.float32"})] * 2
 
 
 class Seen(TorchDispatchMode):
@@ -193,7 +166,7 @@ def test_what_is_sent():
         "bf16": {"reduce_dtype": "bfloat16"},
         "prefetch": {"prefetch": 2},
     }
-    for found in run_ranks(sends, 2, options, timeout=60):
+    for found in run_ranks(sends, 2, options):
         for name, (first, second) in found.items():
             scatters = [dtype for kind, dtype in second.calls if "reduce_scatter" in kind]
             assert not [kind for kind, _ in first.calls if "reduce_scatter" in kind], "reduced while accumulating"
@@ -203,77 +176,35 @@ def test_what_is_sent():
             assert first.gathers == second.gathers == ["bfloat16"] * (5 if name == "kept" else 9)
 
 
-def gathers_beside_torch(rank, world_size):
-    engine, plain = make_engine("fsdp", model=Blocks()), here(Blocks())
-    for unit in (*plain.blocks, plain):
-        fully_shard(unit)
-    take_step(engine, rank, 0)  # the ranks also compare what was written before it
-    with Seen() as ours:
-        take_step(engine, rank, 1)
-    x, y = batch(rank, 1)
-    with Seen() as theirs:
-        nn.functional.cross_entropy(plain(x), y).backward()
-    return len(ours.gathers), len(theirs.gathers)
+def gathers_in_a_pipeline(rank, world_size):
+    """By `reshard_after_forward`, the all-gathers of each batch, in cycles of two; and whether weights are shards after
+    it."""
+    found = {}
+    for reshards in (None, False, True):
+        config = pipe(microbatches=4, schedule="1f1b")
+        config["parallel"]["data"] = {"strategy": "fsdp", "reshard_after_forward": reshards}
+        layers = nn.Linear(8, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)
+        engine = make(config | {"gradient_accumulation": 2}, nn.Sequential(*layers))
+        found[reshards], calls = [], []
+        with pytest.MonkeyPatch.context() as patch:
+            inner = getattr(torch.distributed, ALL_GATHER)
+            patch.setattr(
+                torch.distributed,
+                ALL_GATHER,
+                lambda *args, calls=calls, inner=inner, **more: calls.append(1) or inner(*args, **more),
+            )
+            for _ in range(4):
+                calls.clear()
+                step(engine, *make_data(8))
+                is_freed = all(isinstance(param, DTensor) for param in engine.model.parameters())
+                found[reshards].append((len(calls), is_freed))
+        engine.close()
+    return found
 
 
-def test_gathers_as_often_as_fully_shard_does():
-    """By torch's defaults: the root, with which backward begins, is gathered once."""
-    assert run_ranks(gathers_beside_torch, 2) == [(9, 9)] * 2
-
-
-def hybrid(rank, world_size):
-    ours = make_engine({"strategy": "fsdp", "hybrid": 2}, model=Blocks(), track_grad_norm=True)
-    theirs = make_engine("replicate", model=Blocks(), track_grad_norm=True)
-    norms = [(take_step(ours, rank, s).grad_norm, take_step(theirs, rank, s).grad_norm) for s in range(3)]
-    part = _local(ours.model.end.weight).shape
-    return norms, part, max(differences(whole(ours), whole(theirs)).values())
-
-
-def test_hybrid_sharding():
-    """Two copies of two parts."""
-    for norms, part, difference in run_ranks(hybrid, 4, timeout=60):
-        assert part == (2, 32)
-        assert difference <= 2e-6
-        for ours, theirs in norms:
-            assert ours == pytest.approx(theirs, rel=1e-6)
-
-
-def guards(rank, world_size):
-    engine = make_engine("fsdp", gradient_accumulation=2)
-    take_step(engine, rank, 0)
-    with pytest.raises(InputError, match=r"not summed the gradients of .* ends the cycle: loop over engine.dataloader"):
-        engine.step(last=True)
-
-    engine = make_engine("fsdp")
-    x, y = batch(rank, 0)
-    loss = engine.criterion(engine(x), y)
-    handle = loss.register_hook(lambda grad: (_ for _ in ()).throw(ZeroDivisionError("in backward")))
-    with pytest.raises(ZeroDivisionError):
-        engine.backward(loss)
-    handle.remove()
-    with pytest.raises(InputError, match="gradients of an update were dropped before its end"):
-        take_step(engine, rank, 0)
-
-
-def test_what_is_refused():
-    run_ranks(guards, 2)
-
-
-PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
-REFUSED = [
-    ({"compile": {"scope": "model"}}, {}, "gathers the weights of each block between graphs"),
-    ({"activation_offload": True}, {}, "would also offload the gathered weights"),
-    ({}, {"param_dtype": "bfloat16"}, "is not the dtype that the mode computes in"),
-    ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "is not the dtype that the mode computes in"),
-    ({}, {"hybrid": 3}, "parallel.data.hybrid: 3 does not divide the 4 data ranks"),
-    (PIPELINE, {"prefetch": 2}, "FSDP2 does not support this under a pipeline"),
-    (PIPELINE, {"output_dtype": "float32"}, "FSDP2 does not support this under a pipeline"),
-]
-
-
-@pytest.mark.parametrize(("config", "data", "words"), REFUSED)
-def test_keys_that_cannot_work(config, data, words):
-    parallel = config.get("parallel", {}) | {"data": {"strategy": "fsdp", **data}}
-    loaded = halfmesh.load_config(config | {"parallel": parallel})
-    with pytest.raises(IncompatibleConfigError, match=words):
-        raise_for(check(loaded, 8 if "pipeline" in parallel else 4, "cpu"))
+@pytest.mark.sends
+def test_in_a_pipeline_a_unit_is_gathered_once_for_a_batch():
+    """There are two linear layers in each stage."""
+    for found in run_ranks(gathers_in_a_pipeline, 4):
+        for reshards, times in ((None, 1), (False, 1), (True, 2 * 4)):
+            assert found[reshards][1:] == [(2 * times, True)] * 3, reshards

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfmesh
 from halfmesh.amp.float8 import Float8Product
 from halfmesh.errors import InputError
-from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.ranks import here, rank_device, ranks_on, run_ranks
 from tests.support.whole import close_whole
 
 pytest.importorskip("torchao")
@@ -106,14 +106,19 @@ def assert_same(one, other):
 FSDP = {"strategy": "fsdp"}
 CASES = {
     "plain": (2, {"data": FSDP}, {}),
-    "bf16, accumulated": (2, {"data": FSDP | {"param_dtype": "bfloat16"}}, {"gradient_accumulation": 2}),
-    "kept": (2, {"data": FSDP | {"reshard_after_forward": False}}, {}),
-    "checkpointed": (2, {"data": FSDP}, {"activation_checkpoint": "full"}),
-    "compiled": (2, {"data": FSDP}, {"compile": {"backend": "aot_eager"}}),
-    "hybrid": (4, {"data": FSDP | {"hybrid": 2}}, {}),
+    "bf16, kept, accumulated": (
+        2,
+        {"data": FSDP | {"param_dtype": "bfloat16", "reshard_after_forward": False}},
+        {"gradient_accumulation": 2},
+    ),
+    "checkpointed and compiled": (
+        2,
+        {"data": FSDP},
+        {"activation_checkpoint": "full", "compile": {"backend": "aot_eager"}},
+    ),
     "tensor": (4, {"data": FSDP, "tensor": {"size": 2, "plan": PLAN}}, {}),
 }
-QUICK = ("plain", "bf16, accumulated")
+SLOW = ("checkpointed and compiled", "tensor")
 
 
 @pytest.mark.promise(
@@ -122,7 +127,7 @@ QUICK = ("plain", "bf16, accumulated")
     of="PyTorch",
     page="precision.md",
 )
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_the_same_bits_as_gathered_wide(name):
     ranks, parallel, more = CASES[name]
     for ours, theirs in run_ranks(train_both, ranks, parallel, more, timeout=200):
@@ -151,77 +156,85 @@ class Gathered(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gather_once(rank, world_size, parallel, recipe):
-    engine = make_engine(parallel, recipe=recipe)
-    train(engine)
-    with Gathered() as gathered, torch.no_grad():
-        engine(here(torch.zeros(1, dtype=torch.long)))
-    count = [word for word in str(engine.plan).split(", ") if "float8" in word and "gathered" in word]
-    return gathered.bytes, count
-
-
-OFFLOADED = pytest.mark.on_cpu("offloaded shards need a backend for the host, too")
 REST = sum(param.numel() for param in Net().parameters()) - FLOAT8
+BYTES = {
+    "fp32": ({}, "tensorwise", FLOAT8 + 4 * REST, 5),
+    "bf16": ({"param_dtype": "bfloat16"}, "tensorwise", FLOAT8 + 2 * REST, 5),
+    "rowwise": ({}, "rowwise", 4 * (FLOAT8 + REST), 0),
+    "offloaded": ({"cpu_offload": True}, "tensorwise", 4 * (FLOAT8 + REST), 0),
+}
+
+
+def gather_once(rank, world_size, names):
+    """Bytes that a forward gathers, and what the plan says of it."""
+    found = {}
+    for name in names:
+        options, recipe, _, _ = BYTES[name]
+        engine = make_engine({"data": FSDP | options}, recipe=recipe)
+        train(engine)
+        with Gathered() as gathered, torch.no_grad():
+            engine(here(torch.zeros(1, dtype=torch.long)))
+        said = [word for word in str(engine.plan).split(", ") if "float8" in word and "gathered" in word]
+        found[name] = gathered.bytes, said
+        engine.close()
+    return found
 
 
 @pytest.mark.promise("float8 all-gather under FSDP2")
-@pytest.mark.parametrize(
-    ("ranks", "options", "recipe", "expected", "count"),
-    [
-        (2, {}, "tensorwise", FLOAT8 + 4 * REST, 5),
-        (2, {"param_dtype": "bfloat16"}, "tensorwise", FLOAT8 + 2 * REST, 5),
-        (2, {}, "rowwise", 4 * (FLOAT8 + REST), 0),
-        pytest.param(2, {"cpu_offload": True}, "tensorwise", 4 * (FLOAT8 + REST), 0, marks=OFFLOADED),
-        pytest.param(3, {}, "tensorwise", None, 0, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_bytes_that_are_gathered(ranks, options, recipe, expected, count):
-    """A byte for each number of a weight that only products in float8 use; 3 ranks pad rows, and gather them wide."""
-    for found, said in run_ranks(gather_once, ranks, {"data": FSDP | options}, recipe):
-        assert len(said) == (count > 0)
-        assert all(words.startswith(f"{count} weights gathered in float8") for words in said)
-        if expected is None:
-            assert found >= 4 * (FLOAT8 + REST)
-        else:
-            assert found == expected
+def test_bytes_that_are_gathered():
+    """A byte for each number of a weight that only products in float8 use."""
+    names = [name for name in BYTES if name != "offloaded" or ranks_on() == "gloo-cpu"]
+    for found in run_ranks(gather_once, 2, names):
+        for name in names:
+            _, _, expected, count = BYTES[name]
+            gathered, said = found[name]
+            assert gathered == expected, name
+            assert len(said) == (count > 0)
+            assert all(words.startswith(f"{count} weights gathered in float8") for words in said)
 
 
-def count_scales(rank, world_size, config):
-    """How often ranks exchange largest numbers: in two updates, and in an evaluation."""
-    engine = make_engine({"data": FSDP}, **config)
-    train(engine)
-    counts, all_reduce = [], dist.all_reduce
+@pytest.mark.slow
+def test_three_ranks_pad_rows_and_gather_them_wide():
+    for found in run_ranks(gather_once, 3, ["fp32"]):
+        gathered, said = found["fp32"]
+        assert gathered >= 4 * (FLOAT8 + REST)
+        assert not said
+
+
+def count_scales(rank, world_size):
+    """How often ranks exchange largest numbers: in two updates and an evaluation; also with recomputation."""
+    found, all_reduce = [], dist.all_reduce
 
     def counted(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
-        counts[-1] += op == dist.ReduceOp.MAX
+        found[-1] += op == dist.ReduceOp.MAX
         return all_reduce(tensor, op, *args, **kwargs)
 
     ids, y = here(torch.zeros(4, dtype=torch.long)), here(torch.zeros(4, dtype=torch.long))
-    dist.all_reduce = counted
-    try:
-        for _ in range(2):
-            counts.append(0)
-            engine.zero_grad()
-            engine.backward(engine.criterion(engine(ids), y))
-            engine.step()
-        counts.append(0)
-        with torch.no_grad():
-            engine.eval()(ids)
-    finally:
-        dist.all_reduce = all_reduce
-    return counts
+    for config in ({}, {"activation_checkpoint": "full"}):
+        engine = make_engine({"data": FSDP}, **config)
+        train(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", counted)
+            for _ in range(2):
+                found.append(0)
+                engine.zero_grad()
+                engine.backward(engine.criterion(engine(ids), y))
+                engine.step()
+            found.append(0)
+            with torch.no_grad():
+                engine.eval()(ids)
+        engine.close()
+    return found
 
 
-@pytest.mark.parametrize("config", [{}, {"activation_checkpoint": "full"}], ids=str)
-def test_all_scales_come_from_one_all_reduce(config):
+def test_all_scales_come_from_one_all_reduce():
     """For each forward, and none in backward, which gathers again."""
-    assert run_ranks(count_scales, 2, config) == [[1, 1, 1]] * 2
+    assert run_ranks(count_scales, 2) == [[1, 1, 1] * 2] * 2
 
 
-def write(rank, world_size):
+def write(rank, world_size, parallel):
     """By what torch does not count."""
-    engine = make_engine({"data": FSDP})
+    engine = make_engine(parallel)
     train(engine)
     with torch.no_grad():
         for param in engine.model.parameters():
@@ -229,18 +242,9 @@ def write(rank, world_size):
         return engine.eval()(here(torch.arange(4)))
 
 
-def write_alone(rank, world_size):
-    engine = make_engine({})
-    train(engine)
-    with torch.no_grad():
-        for param in engine.model.parameters():
-            param.data.mul_(64)
-        return engine.eval()(here(torch.arange(4)))
-
-
 def test_scales_follow_what_is_written():
-    (alone,) = run_ranks(write_alone, 1)
-    for output in run_ranks(write, 2):
+    (alone,) = run_ranks(write, 1, {})
+    for output in run_ranks(write, 2, {"data": FSDP}):
         assert torch.equal(output, alone)
 
 
@@ -251,9 +255,10 @@ def save(rank, world_size, path):
     return close_whole(engine)
 
 
-def load(rank, world_size, path, config):
+def load(rank, world_size, path):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"fp16": {"mode": "torch"}, "parallel": {"data": "zero1"}}
     engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device())
     engine.load(path)
     return close_whole(engine)
@@ -261,10 +266,8 @@ def load(rank, world_size, path, config):
 
 def test_checkpoints_load_into_other_modes(tmp_path):
     saved = run_ranks(save, 2, tmp_path / "saved")[0]
-    for config in ({"bf16": {"mode": "naive"}}, {"fp16": {"mode": "torch"}, "parallel": {"data": "zero1"}}):
-        for state in run_ranks(load, 2, tmp_path / "saved", config):
-            for name, value in state.items():
-                assert torch.equal(value, saved[name].to(value.dtype)), name
+    for state in run_ranks(load, 2, tmp_path / "saved"):
+        assert all(torch.equal(value, saved[name]) for name, value in state.items())
 
 
 class Reads(Net):

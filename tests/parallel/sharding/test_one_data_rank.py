@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import halfmesh
-from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.ranks import here, rank_device
 from tests.support.whole import close_whole
 
 X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -50,9 +51,14 @@ def train(engine: halfmesh.Engine, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_one_process_trains_saves_and_resumes_as_by_hand(offload: bool, tmp_path: Path):
+def test_one_process_trains_saves_and_resumes_as_by_hand(offload: bool, tmp_path: Path, monkeypatch):
     parallel = {"data": {"strategy": "fsdp", "cpu_offload": offload}}
+    given, init = list[CPUOffloadPolicy](), CPUOffloadPolicy.__init__
+    monkeypatch.setattr(
+        CPUOffloadPolicy, "__init__", lambda *args, **more: given.append(args[0]) or init(*args, **more)
+    )
     engine = engine_of(make(), parallel)
+    assert bool(given) == offload, "torch is told"
     assert all(isinstance(param, DTensor) for param in engine.model.parameters())
     where = "kept whole in host memory by one data rank (fsdp)" if offload else "kept whole by one data rank (fsdp)"
     assert where in str(engine.plan)
@@ -65,22 +71,6 @@ def test_one_process_trains_saves_and_resumes_as_by_hand(offload: bool, tmp_path
     engine.load(tmp_path / "saved")
     train(engine, 2, 4)
     torch.testing.assert_close(list(close_whole(engine).values()), by_hand())
-
-
-def in_a_tensor_group(rank: int, world_size: int) -> Any:
-    """All ranks are tensor ranks, so that one data rank is left."""
-    model = make()
-    engine = engine_of(model, {"tensor": {"size": 2, "plan": {"3": "colwise_gather"}}, "data": "fsdp"})
-    sharded = isinstance(engine.model[0][0].weight, DTensor)
-    train(engine, 0, 4)
-    return sharded, list(close_whole(engine).values())
-
-
-@pytest.mark.distributed
-def test_one_data_rank_of_several_ranks_trains_as_by_hand():
-    for sharded, params in run_ranks(in_a_tensor_group, 2):
-        assert sharded
-        torch.testing.assert_close(params, by_hand())
 
 
 def test_zero1_with_one_data_rank_says_that_it_is_replicate():

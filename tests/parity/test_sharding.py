@@ -1,0 +1,199 @@
+"""zero1 and fsdp: parameters of every shape, weights that are shared, and layers that some ranks do not use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from halfmesh.verify.models import mixture
+from tests.support.pipeline_parts import pipe
+from tests.support.proofs import FormatAlone, Row, rows
+from tests.support.sharding import FEATURES, Net, Odd
+
+pytestmark = pytest.mark.distributed
+
+CLASSES = 4
+
+
+def batches(features: int, count: int = 4) -> list[Any]:
+    return [(torch.randn(4, features), torch.randint(CLASSES, (4,))) for _ in range(count)]
+
+
+def odd() -> Any:
+    return Odd(), batches(FEATURES), nn.CrossEntropyLoss()
+
+
+def of_two_groups(kind: Callable[..., optim.Optimizer], params: Any, **options: Any) -> optim.Optimizer:
+    """Weight decay for weights only."""
+    weights, others = ([param for param in params if (param.dim() > 1) == is_weight] for is_weight in (True, False))
+    return kind([{"params": weights, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], **options)
+
+
+ADAMW = partial(of_two_groups, partial(optim.AdamW, lr=0.01, amsgrad=True))
+ADAGRAD = partial(of_two_groups, partial(optim.Adagrad, lr=0.01))
+"""It has state from the beginning."""
+
+
+def tied() -> Any:
+    """Blocks share a weight with each other, another with the rest, and one is a view of a larger tensor."""
+    model = Net()
+    model.blocks[0].one.weight = model.blocks[2].one.weight
+    model.end.weight = model.blocks[1].one.weight
+    model.begin.weight = nn.Parameter(torch.randn(8, 2 * FEATURES)[:, :FEATURES])
+    return model, batches(FEATURES), partial(F.cross_entropy, reduction="sum")
+
+
+def branching(used: tuple[bool, ...]) -> Any:
+    """Which layers a batch uses."""
+    given = zip(batches(FEATURES), used, strict=True)
+    return Net(), [({"x": x, "which": which}, y) for (x, y), which in given], nn.CrossEntropyLoss()
+
+
+def large_numbers() -> Any:
+    """In bf16 they would be all the same."""
+    given = [({"x": x, "places": torch.arange(3000.0, 3004.0)}, y) for x, y in batches(FEATURES)]
+    return Net(), given, nn.CrossEntropyLoss()
+
+
+class Logits:
+    """An output that nobody knows how to look into."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+class Opaque(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Logits(super().forward(x))
+
+
+def opaque() -> Any:
+    return Opaque(), batches(FEATURES), lambda output, target: F.cross_entropy(output.logits, target)
+
+
+class Weighted(nn.Module):
+    """A loss with learned weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.project = nn.Parameter(torch.zeros(1)), nn.Linear(4, 4)
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.project(output), labels) * torch.exp(-self.scale[0]) + self.scale.sum()
+
+
+class HeadLoss(nn.Module):
+    """A loss that applies the model's last layer, by its weight."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(hidden, self.head.weight, self.head.bias), labels)
+
+
+class Model(nn.Module):
+    def __init__(self, applies_head: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.loss = nn.Linear(8, 4), nn.Linear(4, 4), Weighted()
+        self.applies_head = applies_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        return self.head(hidden) if self.applies_head else hidden
+
+
+def with_criterion(kind: str) -> Any:
+    """A criterion with weights of the model."""
+    model = Model(applies_head=kind != "has a part")
+    criteria = {
+        "part of the model": model.loss,
+        "has a part": HeadLoss(model.head),
+        "function": lambda output, labels: F.cross_entropy(model.loss.project(output), labels),  # of the root's weights
+    }
+    return model, batches(8), criteria[kind]
+
+
+def nested() -> Any:
+    """A pipeline calls the layers of its blocks one by one. Of the first stage nothing is trained."""
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+    blocks[:2].requires_grad_(False)
+    return nn.Sequential(blocks, nn.Linear(8, CLASSES)), batches(8), nn.CrossEntropyLoss()
+
+
+def words(reduction: str = "mean") -> Any:
+    model, batch = mixture()[:2]
+
+    def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction=reduction)
+
+    return model, batch, criterion
+
+
+FSDP, ZERO1 = {"parallel": {"data": "fsdp"}}, {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 0.0005}}}
+HYBRID = {"strategy": "fsdp", "hybrid": 2}
+OFFLOADED = {"strategy": "fsdp", "cpu_offload": True}
+CYCLES = {"gradient_accumulation": 2, "clip_grad_norm": 0.05}
+BF16 = {"bf16": {"mode": "naive"}}
+SUMS = {"loss_reduction": "sum"}
+ALIKE, OTHERS = (True, True, False, False), (True, False, False, True)
+"""Whether both ranks use the same layers in an update."""
+
+
+def staged(data: str) -> dict[str, Any]:
+    config = pipe()
+    config["parallel"]["data"] = data
+    return config
+
+
+@pytest.mark.promise("gradients of a weight are reduced once")
+@pytest.mark.promise("fp16 does not go with ZeRO")
+@rows(
+    Row("odd, zero1", odd, ZERO1, optimizer=ADAMW, updates=3),
+    Row("odd, fsdp", odd, FSDP, optimizer=ADAMW, updates=3),
+    Row("odd, zero1, cycles", odd, ZERO1 | CYCLES, optimizer=ADAGRAD),
+    Row("odd, fsdp, cycles", odd, FSDP | CYCLES, optimizer=ADAGRAD),
+    Row("odd, zero1, 3 ranks", odd, ZERO1, ranks=3, slow=True),
+    Row("odd, fsdp, 3 ranks", odd, FSDP, ranks=3, slow=True),
+    Row("tied, zero1", tied, ZERO1 | SUMS),
+    Row("tied, fsdp", tied, FSDP | SUMS),
+    Row("now one layer, now another, zero1", partial(branching, ALIKE), ZERO1, accumulated=True),
+    Row("now one layer, now another, fsdp", partial(branching, ALIKE), FSDP, accumulated=True),
+    Row("ranks use other layers, zero1", partial(branching, OTHERS), ZERO1, accumulated=True),
+    Row("ranks use other layers, fsdp", partial(branching, OTHERS), FSDP, accumulated=True),
+    Row("large numbers go in, zero1", large_numbers, ZERO1 | BF16, work=FormatAlone),
+    Row("large numbers go in, fsdp", large_numbers, FSDP | BF16, work=FormatAlone),
+    Row("an object comes out, fsdp", opaque, FSDP),
+    Row("part of the model", partial(with_criterion, "part of the model"), FSDP),
+    Row("has a part", partial(with_criterion, "has a part"), FSDP),
+    Row("function", partial(with_criterion, "function"), FSDP),
+    Row(
+        "one data rank, fsdp",
+        opaque,
+        {"parallel": {"data": "fsdp", "tensor": {"size": 2, "plan": {"end": "colwise_gather"}}}},
+    ),
+    Row("hybrid", odd, {"parallel": {"data": HYBRID}}, ranks=4),
+    Row("copies of context ranks", words, {"parallel": {"data": HYBRID, "context": 2}}, ranks=4),
+    Row("two groups of experts", partial(words, "sum"), {"parallel": {"data": "fsdp", "expert": 2}} | SUMS, ranks=4),
+)
+def test_trains_as_one_process(row):
+    row.prove()
+
+
+@pytest.mark.on_cpu("offloaded shards need a backend for the host, too")
+@rows(Row("odd", odd, {"parallel": {"data": OFFLOADED}} | CYCLES, optimizer=ADAGRAD))
+def test_parts_in_host_memory(row):
+    row.prove()
+
+
+@pytest.mark.sends
+@rows(Row("zero1", nested, staged("zero1"), ranks=4), Row("fsdp", nested, staged("fsdp"), ranks=4))
+def test_a_stage_of_which_nothing_is_trained(row):
+    row.prove()
