@@ -157,7 +157,14 @@ def staged(start: str) -> dict[str, Any]:
 
 LAYOUTS = [
     ("mnist", {"tensor": {"size": 2, "plan": MLP_PLAN}}),
+    ("mnist", staged("fc1")),
+    ("mnist", {"data": "replicate"}),
+    ("nanogpt", {"tensor": {"size": 2, "plan": GPT_PLAN}}),
+    ("nanogpt", staged("h.1")),
     ("nanogpt", FSDP),
+    ("imagenet", ZERO1),
+    ("clm", {"tensor": 2}),
+    ("modded", FSDP),
 ]
 
 
