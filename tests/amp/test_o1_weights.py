@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -61,12 +61,10 @@ def test_a_weight_is_cast_once_and_activations_each_time():
 
 EDITS = {
     "in place": lambda m: m.weight.add_(1),
-    "fill_": lambda m: nn.init.constant_(m.weight, 3.0),
     "data": lambda m: m.weight.data.add_(1),
     "new data": lambda m: setattr(m.weight, "data", m.weight.data + 1),
     "detach": lambda m: m.weight.detach().add_(1),
     "load_state_dict": lambda m: m.load_state_dict({"weight": m.weight + 1}),
-    "assign": lambda m: m.load_state_dict({"weight": m.weight + 1}, assign=True),
     "new parameter": lambda m: setattr(m, "weight", nn.Parameter(m.weight + 1)),
     "foreach": lambda m: torch._foreach_add_([m.weight], 1),
 }
@@ -85,24 +83,22 @@ def test_edits_of_a_weight_in_the_scope_are_seen(edit):
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("off", [True, False])
-def test_optimizer_steps_in_the_scope(options, off):
-    models = [nn.Linear(2, 2, bias=False) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.25, **options) for model in models]
+def test_optimizer_steps_in_the_scope(options):
+    model, alone = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    alone.load_state_dict(model.state_dict())
+    optimizer, other = (torch.optim.AdamW(each.parameters(), lr=0.25, **options) for each in (model, alone))
     with scope():
         for _ in range(3):
-            y = models[0](torch.eye(2))
-            assert torch.equal(y.mT, models[0].weight.half())
+            y = model(torch.eye(2))
+            assert torch.equal(y.mT, model.weight.half())
             y.sum().backward()
-            models[1].weight.grad = models[0].weight.grad.clone()
-            with OFF() if off else nullcontext():
-                optimizers[0].step()
-                optimizers[0].zero_grad()
-    with_steps = models[0].weight.detach().clone()
+            alone.weight.grad = model.weight.grad.clone()
+            optimizer.step()
+            with OFF():
+                optimizer.zero_grad()
     for _ in range(3):  # the gradient is the same in each step
-        optimizers[1].step()
-    assert torch.equal(with_steps, models[1].weight)
+        other.step()
+    assert torch.equal(model.weight, alone.weight)
 
 
 def test_requires_grad_toggled_in_the_scope():
@@ -119,27 +115,20 @@ def test_requires_grad_toggled_in_the_scope():
                 assert torch.equal(linear.weight.grad, torch.full((2, 2), 2.0))
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_cast_in_inference_mode_is_not_used_outside(frozen):
-    linear, x = nn.Linear(2, 2).requires_grad_(not frozen), torch.ones(1, 2, requires_grad=True)
+def test_a_cast_in_inference_mode_is_not_used_outside():
+    linear, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     with scope():
         with torch.inference_mode():
             first = linear(x)
         linear(x).sum().backward()
-        assert x.grad is not None
-        assert (linear.weight.grad is None) == frozen
+        assert linear.weight.grad is not None
         with torch.inference_mode():
             assert torch.equal(linear(x), first)
 
 
 def test_a_transform_of_torch_func_does_not_leave_its_weights_behind():
     linear, x = nn.Linear(2, 2), torch.ones(1, 2)
-    for transform in (
-        lambda: torch.func.grad(lambda x: linear(x).sum())(x),
-        lambda: torch.func.vmap(linear)(x),
-        lambda: torch.func.jvp(linear, (x,), (x,)),
-        lambda: torch.func.functionalize(linear)(x),
-    ):
+    for transform in (lambda: torch.func.grad(lambda x: linear(x).sum())(x), lambda: torch.func.vmap(linear)(x)):
         linear.zero_grad()
         with scope():
             transform()

@@ -102,7 +102,7 @@ class ListsNet(nn.Module):
         return linear(self.last, torch.relu(x - x.mean(1, keepdim=True)) / (1 + size))
 
 
-NETS: dict[str, Callable[..., nn.Module]] = {"mlp": BatchNormMLP, "conv": ConvNet}
+NETS: dict[str, Callable[..., nn.Module]] = {"mlp": BatchNormMLP, "conv": ConvNet, "lists": ListsNet}
 SHAPES = {"mlp": (BATCH, FEATURES), "lists": (BATCH, FEATURES), "conv": (BATCH, 2, 4, 4)}
 
 
