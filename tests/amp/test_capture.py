@@ -37,13 +37,16 @@ class Capture(TorchDispatchMode):
                     old.copy_(value)
 
 
-@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adagrad"])
 @pytest.mark.parametrize(
-    "recipe",
-    [FP32, Recipe(loss_scale=SCALE), Recipe(torch.float16, torch.float16, False, True, TOLERANT)],
+    ("recipe", "name"),
+    [
+        (FP32, "sgd_momentum"),
+        (Recipe(loss_scale=SCALE), "adagrad"),
+        (Recipe(torch.float16, torch.float16, False, True, TOLERANT), "adamw"),
+    ],
     ids=["fp32", "scaled", "naive_fp16"],
 )
-def test_replays_are_updates(name, recipe):
+def test_replays_are_updates(recipe, name):
     """Growth, overflows and clipping that bites or not: decided anew by each replay."""
     factors = [1, 1, torch.inf, 1, 1e3, 1, 1, 1, torch.inf, torch.nan, 1, 1]
     if recipe.loss_scale is None:

@@ -40,26 +40,13 @@ def naive(key="bf16", **keys):
 
 
 @pytest.mark.parametrize(("pattern", "call"), [("t", "t"), ("t*", "t"), ("batch.t", "batch"), ("batch", "batch")])
-@pytest.mark.parametrize("key", ["fp16", "bf16"])
-def test_arguments_that_are_kept(key, pattern, call):
+def test_arguments_that_are_kept(pattern, call):
     model = Denoiser()
-    engine = start(model, naive(key, keep_fp32=[pattern]))
+    engine = start(model, naive(keep_fp32=[pattern]))
     x = torch.randn(3, 8)
     engine(x, **({"t": TIMES} if call == "t" else {"batch": {"t": TIMES}}))
     assert torch.equal(model.got, TIMES)
     engine.close()
-
-
-def test_what_patterns_keep_reaches_the_output():
-    torch.manual_seed(0)
-    model, x, times = Denoiser(), torch.randn(3, 8), TIMES[:2].repeat(2)[:3]
-    expected = model(x, times)
-    kept = start(model, naive(keep_fp32=["t", "fourier"]))
-    assert (kept(x, times) - expected).abs().max() < 0.02
-    kept.close()
-    rounded = start(model, naive())
-    assert (rounded(x, times) - expected).abs().max() > 0.2
-    rounded.close()
 
 
 @pytest.mark.promise(
@@ -68,7 +55,7 @@ def test_what_patterns_keep_reaches_the_output():
     of="PyTorch",
     page="precision.md",
 )
-@pytest.mark.parametrize("mode", [("naive", {}), ("apex", {"opt_level": "O2"}), ("apex", {"opt_level": "O3"})])
+@pytest.mark.parametrize("mode", [("naive", {}), ("apex", {"opt_level": "O2"})])
 def test_frequencies_that_are_not_trained_stay_in_fp32(mode):
     class Odd(nn.Module):
         def __init__(self):
@@ -142,7 +129,6 @@ def test_patterns_that_match_nothing_are_refused():
     [
         (naive("fp16"), "t", TIMES, "changes from 70000 to inf in float16"),
         (naive("bf16"), "t", TIMES[:2].repeat(2)[:3], "changes from 998.3897 to 1000 in bfloat16"),
-        (naive("bf16"), "batch.t", TIMES[:2].repeat(2)[:3, None], "changes from 998.3897 to 1000 in bfloat16"),
         ({"fp16": {"mode": "apex", "opt_level": "O2"}}, "t", TIMES, "changes from 70000 to inf"),
         (naive("fp16"), "batch.t", TIMES, "argument 'batch.t' changes"),
         (naive("fp16"), "t", torch.tensor([512.0, math.inf, 3.0]), None),
@@ -159,10 +145,12 @@ def test_the_first_call_tells_of_arguments_that_change(caplog, precision, name, 
     engine.close()
 
 
-def test_a_large_input_that_becomes_inf_is_told(caplog):
+@pytest.mark.parametrize("value", [1e5, -1e9, torch.finfo(FULL).min, -math.inf])
+def test_a_large_input_that_becomes_inf_is_told_and_a_mask_is_not(caplog, value):
     engine = start(Denoiser(), naive("fp16"))
-    engine(torch.full((3, 8), 1e5), TIMES[:1].round().repeat(3) * 0)
-    assert "argument 'x' changes from 100000 to inf" in caplog.text
+    engine(torch.full((3, 8), value), torch.zeros(3))
+    assert ("argument 'x' changes from 100000 to inf" in caplog.text) == (value > 0)
+    assert ("changes from" in caplog.text) == (value > 0)
     engine.close()
 
 
@@ -183,17 +171,7 @@ def test_what_the_warning_advises_can_be_set(name, by_name):
     engine.close()
 
 
-@pytest.mark.parametrize("least", [-1e9, torch.finfo(FULL).min, -math.inf])
-@pytest.mark.parametrize("key", ["fp16", "bf16"])
-def test_masks_that_become_inf_are_not_told(caplog, key, least):
-    engine = start(Denoiser(), naive(key))
-    engine(torch.full((3, 8), least), TIMES[:1].round().repeat(3) * 0)
-    assert "changes from" not in caplog.text
-    engine.close()
-
-
-@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
-def test_a_sparse_argument_is_cast(layout):
+def test_a_sparse_argument_is_cast():
     class Graph(nn.Module):
         def __init__(self):
             super().__init__()
@@ -204,31 +182,26 @@ def test_a_sparse_argument_is_cast(layout):
             return self.fc.weight.sum()
 
     engine = start(model := Graph(), naive())
-    engine(getattr(torch.eye(3), layout)())
+    engine(torch.eye(3).to_sparse())
     assert model.dtype == BF16
     engine.close()
 
 
 def kept_on_ranks(rank, world_size, data):
     torch.manual_seed(0)
-    model = Denoiser()
+    model, x = Denoiser(), torch.linspace(-1, 1, 24).view(3, 8)
     engine = start(model, naive(keep_fp32=["t", "fourier"]), parallel={"data": data})
     assert model.fourier.dtype == model.inv_freq.dtype == FULL
-    torch.manual_seed(1)
-    x = torch.randn(3, 8)
-    losses = []
-    for _ in range(3):
-        engine.zero_grad()
-        losses.append(engine.criterion(engine(x, TIMES), x))
-        engine.backward(losses[-1])
-        engine.step()
-    return [loss.item() for loss in losses]
+    loss = engine.criterion(engine(x, TIMES), x)
+    engine.backward(loss)
+    engine.step()
+    return loss.item(), engine.criterion(engine(x, TIMES), x).item()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
 def test_kept_parameters_with_sharded_ones(data):
-    alone = run_ranks(kept_on_ranks, 1, "replicate")[0]
-    assert run_ranks(kept_on_ranks, 2, data) == [alone, alone]
+    assert run_ranks(kept_on_ranks, 2, data) == [kept_on_ranks(0, 1, "replicate")] * 2
 
 
 def test_an_error_of_mixed_dtypes_names_the_layer_and_the_way_out():

