@@ -1,5 +1,9 @@
 """The first day with a GPU: ten steps, each alone, within its minutes, without make and without a network.
 
+Nothing here has run on a GPU yet. One GPU shows whether kernels give the right numbers, the order of streams, where the
+host waits, how long steps take and how much memory. It does not show what ranks send to each other over NCCL: for that
+it takes two (`halfmesh verify`, and `pytest --ranks-on nccl`).
+
 Where there is a network, for the Python and the torch (2.11 or later) of the machine with the GPU:
 
     pip download --dest wheels pydantic pyyaml rich typer pytest pytest-timeout
@@ -134,30 +138,25 @@ def tests_on_gpu(page: Page) -> None:
             run_pytest(page, file.name, "-m", "gpu", str(file))
 
 
+# Models of timm and transformers, and torchao, are not carried; gloo sends between stages from the host only.
+LAYOUTS = "(mlp or gpt) and not gpt2 and not fp8 and not pp"
+SUITES = {
+    "layouts beside one process": ["tests/composition/test_parity.py", "-m", "not slow", "-k", LAYOUTS],
+    "zero1 and fsdp": [
+        "tests/parallel/sharding/test_zero1.py",
+        "tests/parallel/sharding/test_fsdp.py",
+        "-m",
+        "not slow",
+    ],
+}
+
+
 def two_ranks_on_one_gpu(page: Page) -> None:
     page.columns = ["two or more ranks on one device, over gloo", "status", "result"]
     place = "gloo-cpu" if page.device.type == "cpu" else "gloo-cuda"
-    # Models of timm and transformers, and torchao, are not carried.
-    layouts = "(mlp or gpt) and not gpt2 and not fp8 and not pp"  # gloo sends between stages from the host only
-    suites = {
-        "zero1 beside one process": ["tests/parity/test_sharding.py", "-k", "zero1", "-m", "not slow"],
-        "fsdp beside one process": ["tests/parity/test_sharding.py", "-k", "odd and fsdp", "-m", "not slow"],
-        "data ranks": ["tests/engine/test_data_parallel.py", "-m", "not slow"],
-        "tensor": ["tests/parallel/tensor/test_tensor.py", "tests/engine/test_tensor_parallel.py", "-m", "not slow"],
-        "context": [
-            "tests/parallel/context",
-            "-m",
-            "not slow",
-            "-k",
-            "(GPT and not GPT-2) or test_attention or test_losses",
-        ],
-        "layouts beside one process": [*map(str, (ROOT / "tests/composition").glob("test_parity*.py")), "-k", layouts],
-    }
-    if page.rehearses:
-        name = "layouts beside one process"
-        suites = {name: ["tests/composition/test_parity.py", "-m", "not slow", "-k", "trains_to and none-mlp"]}
-    for name, arguments in suites.items():
-        run_pytest(page, name, *arguments, RANKS_ON=place)
+    for name, arguments in [*SUITES.items()][: 1 if page.rehearses else None]:
+        rehearsed = ["-k", "trains_to and none-mlp"] if page.rehearses else []
+        run_pytest(page, name, *arguments, *rehearsed, RANKS_ON=place)
 
 
 SLOWER = 1.05

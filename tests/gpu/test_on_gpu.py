@@ -1,4 +1,9 @@
-"""What only a GPU shows: no synchronisation in a step, fused kernels, parity in every mode. Skipped without CUDA."""
+"""What only a GPU shows of one process: no wait in a step, fused kernels, cuDNN, pinned memory, its random numbers.
+
+These tests are skipped without CUDA, and none has run on a GPU yet; on simulated GPUs they run. That shows devices that
+mix, reads by the host, and where tensors are. It cannot show the order of streams (work is done when it is asked for),
+what CUDA's kernels round, what NCCL does, or how much memory is taken: only a GPU does.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +16,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfmesh
+from halfmesh.parallel.rng import RandomFork
 from halfmesh.utils.torch_private import foreach_mul_
-from tests.support.models import (
-    MLP,
-    MODES,
-    TOLERANCES,
-    adamw,
-    difference,
-    full_weights,
-    make_loader,
-    reference,
-    sgd,
-    train,
-)
+from tests.support import checkpoint_runs
+from tests.support.models import MLP, MODES, adamw, difference, full_weights, make_loader, reference, sgd, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def make_gpu_engine(config, optimizer=sgd, **options):
-    return halfmesh.initialize(
-        MLP(), optimizer, nn.CrossEntropyLoss(), make_loader(80), config, device="cuda", **options
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_parity(mode):
-    growing = {"growth_interval": 3} if "fp16" in mode else {}
-    config = {key: {**value, **growing} for key, value in MODES[mode].items()} | {"clip_grad_norm": 0.7}
-    engine = make_gpu_engine(config)
-    train(engine)
-    weights = {name: value.cpu() for name, value in full_weights(engine).items()}
-    assert difference(weights, reference(make_loader(80), max_norm=0.7)) < TOLERANCES[mode]
+def make_gpu_engine(config, optimizer=sgd, model=None, loader=None, **options):
+    model, loader = model or MLP(), loader or make_loader(80)
+    options = {"device": "cuda"} | options
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), loader, config, **options)
 
 
 @pytest.fixture
@@ -71,21 +57,6 @@ def test_a_product_with_half_precision_rounds_once(dtype):
         assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_never_waits_for_the_device(mode, optimizer, no_waits):
-    engine = make_gpu_engine(MODES[mode] | {"clip_grad_norm": 1.0}, lambda p: optimizer(p))
-    x, y = next(iter(engine.dataloader))
-    for step in range(4):
-        engine.zero_grad()
-        loss = engine.criterion(engine(x), y)
-        with no_waits() if step > 1 else nullcontext():
-            engine.backward(loss)
-            result = engine.step()
-    assert result.grad_norm is not None
-    assert math.isfinite(result.grad_norm)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loop_with_a_scheduler_and_accumulation_never_waits(mode, no_waits):
     """With gradients of more than 65,536 elements, and in NAIVE and O2 of more than one bucket."""
@@ -94,8 +65,7 @@ def test_a_loop_with_a_scheduler_and_accumulation_never_waits(mode, no_waits):
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.9**update)
     config = MODES[mode] | {"clip_grad_norm": 1.0, "gradient_accumulation": 2}
-    loss = nn.CrossEntropyLoss()
-    engine = halfmesh.initialize(model, optimizer, loss, make_loader(80), config, lr_scheduler=scheduler, device="cuda")
+    engine = make_gpu_engine(config, optimizer, model, lr_scheduler=scheduler)
     batches = list(engine.dataloader)
     for number, (x, y) in enumerate(batches):
         with no_waits() if number > 3 else nullcontext():
@@ -106,14 +76,18 @@ def test_a_loop_with_a_scheduler_and_accumulation_never_waits(mode, no_waits):
     assert all(value.isfinite().all() for value in full_weights(engine).values())
 
 
-@pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
-def test_overflow_on_the_first_step(mode):
-    engine = make_gpu_engine(MODES[mode])
-    before = full_weights(engine)
+def test_several_losses_do_not_wait_for_the_device(no_waits):
+    engine = make_gpu_engine({"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2}})
     x, y = next(iter(engine.dataloader))
-    engine.backward(engine.criterion(engine(x), y) * math.inf)
-    assert engine.step().skipped
-    torch.testing.assert_close(full_weights(engine), before, rtol=0, atol=0)
+    for step in range(4):
+        output = engine(x)
+        losses = engine.criterion(output, y), output.square().mean() * (math.inf if step == 2 else 1.0)
+        with no_waits() if step > 1 else nullcontext():
+            engine.backward(losses[0], loss_id=0, retain_graph=True)
+            engine.backward(losses[1], loss_id=1)
+            engine.step()
+    assert engine.skipped_steps == 1
+    assert engine.loss_scales == (2.0**16, 2.0**15)
 
 
 def test_existing_state_moves_with_the_model():
@@ -124,7 +98,7 @@ def test_existing_state_moves_with_the_model():
     optimizer, plain = adamw(model.parameters()), adamw(other.parameters())
     optimizer.step()
     plain.step()
-    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), make_loader(8), {}, device="cuda")
+    engine = make_gpu_engine({}, optimizer, model, make_loader(8))
     train(engine)
     reference(make_loader(8), lambda _: plain, model=other)
     weights = {name: value.cpu() for name, value in full_weights(engine).items()}
@@ -149,54 +123,29 @@ def test_o1_casts_again_in_the_threads_of_backward(reentrant):
     for saves in (False, True):
         model = Saving()
         model.saves = saves
-        config = {"fp16": {"mode": "apex", "opt_level": "O1", "loss_scale": 128.0}}
-        engine = halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), make_loader(8), config, device="cuda")
+        engine = make_gpu_engine({"fp16": {"mode": "apex", "opt_level": "O1", "loss_scale": 128.0}}, model=model)
         x, y = next(iter(engine.dataloader))
         engine.backward(engine.criterion(engine(x), y))
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
-def test_several_losses_do_not_wait_for_the_device(no_waits):
-    engine = make_gpu_engine({"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2}})
-    x, y = next(iter(engine.dataloader))
-    for step in range(4):
-        output = engine(x)
-        losses = engine.criterion(output, y), output.square().mean() * (math.inf if step == 2 else 1.0)
-        with no_waits() if step > 1 else nullcontext():
-            engine.backward(losses[0], loss_id=0, retain_graph=True)
-            engine.backward(losses[1], loss_id=1)
-            engine.step()
-    assert engine.skipped_steps == 1
-    assert engine.loss_scales == (2.0**16, 2.0**15)
-
-
 @pytest.mark.parametrize("keep", [True, False])
-def test_o2_and_o3_with_batchnorm(keep):
+def test_o2_with_batchnorm(keep):
     """cuDNN takes fp16 inputs with fp32 BatchNorm weights, and with fp16 ones."""
-    for opt_level in ("O2", "O3"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
-        config = {"fp16": {"mode": "apex", "opt_level": opt_level, "keep_batchnorm_fp32": keep}}
-        engine = halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), make_loader(80), config, device="cuda")
-        results = train(engine)
-        assert model[2].weight.dtype == (torch.float32 if keep else torch.float16)
-        assert not results[-1].skipped
-        assert all(value.isfinite().all() for value in model.state_dict().values())
+    model = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
+    config = {"fp16": {"mode": "apex", "opt_level": "O2", "keep_batchnorm_fp32": keep}}
+    results = train(make_gpu_engine(config, model=model))
+    assert model[2].weight.dtype == (torch.float32 if keep else torch.float16)
+    assert not results[-1].skipped
+    assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
 def test_batches_come_from_pinned_memory_and_are_whole():
     """The copy of the next batch runs beside the work on this one. (Without workers the host waits for the last copy,
     of which the dataset may write the memory again, and not for the work.)"""
     batches = [torch.full((1 << 20,), float(number)) for number in range(8)]
-    engine = halfmesh.initialize(
-        MLP(),
-        sgd,
-        nn.CrossEntropyLoss(),
-        torch.utils.data.DataLoader(batches, batch_size=None, num_workers=0),
-        {},
-        device="cuda",
-    )
+    engine = make_gpu_engine({}, loader=torch.utils.data.DataLoader(batches, batch_size=None))
     sums = []
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -207,3 +156,57 @@ def test_batches_come_from_pinned_memory_and_are_whole():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [value.item() / (1 << 20) for value in sums] == [float(number) for number in range(8)]
+
+
+def make_saved_engine(mode, device="cuda"):
+    """With dropout, whose random numbers on the GPU are to go on, too."""
+    config = {**MODES[mode], "gradient_accumulation": 2}
+    return make_gpu_engine(config, adamw, MLP(dropout=0.3), make_loader(48, 4, shuffle=True), device=device)
+
+
+@pytest.mark.parametrize(("mode", "in_background"), [("torch_fp16", False), ("naive_bf16", True), ("apex_o2", True)])
+def test_a_resumed_run_goes_on_bit_by_bit(mode, in_background, tmp_path):
+    engine, other = make_saved_engine(mode), make_saved_engine(mode)
+    expected = checkpoint_runs.train(engine, 16, 6, tmp_path, in_background=in_background)[6:]
+    checkpoint_runs.train(other, 2)
+    other.load(tmp_path)
+    assert checkpoint_runs.train(other, 10) == expected
+
+
+def test_checkpoints_go_from_a_gpu_to_the_cpu_and_back(tmp_path):
+    engine = make_saved_engine("naive_bf16")
+    checkpoint_runs.train(engine, 6, 6, tmp_path / "gpu")
+    other = make_saved_engine("naive_bf16", "cpu")
+    other.load(tmp_path / "gpu")
+    other.save(tmp_path / "cpu")
+    again = make_saved_engine("naive_bf16")
+    again.load(tmp_path / "cpu")
+    for name, value in again.model.state_dict().items():
+        assert torch.equal(value, engine.model.state_dict()[name]), name
+    assert checkpoint_runs.train(again, 2)
+
+
+def draws(rank: int) -> list[torch.Tensor]:
+    """Outside, inside and after a fork of rank `rank`, which does not wait for the device: its state is a seed and a
+    counter, which the host knows."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.manual_seed(7)
+    fork = RandomFork(rank, device)
+    found = [torch.rand(1000, device=device)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            fork.open()
+            found.append(torch.rand(1000, device=device))
+            fork.close()
+            found.append(torch.rand(1000, device=device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return found
+
+
+def test_random_numbers_of_ranks_agree_outside_a_fork_and_differ_inside():
+    first, second = draws(0), draws(1)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, True, False, True]
+    values = torch.stack([*first, second[1], second[3]])
+    assert len(values.unique(dim=0)) == 7, "no sequence comes twice"

@@ -1,4 +1,11 @@
-"""`torch.cuda` over device.cpp. Work is done when it is asked for; streams have no order to keep."""
+"""`torch.cuda` over device.cpp: a host that says it is 8 GPUs.
+
+Here tests/gpu and the tests of ranks run with tensors that say they are on a device. That shows tensors of two devices
+that mix, reads by the host where `set_sync_debug_mode` forbids them, random numbers of a device, and what is sent by a
+group that takes no tensors of the host. It cannot show the order of streams (work is done when it is asked for, and
+streams have no order to keep), what CUDA's kernels compute (the CPU's do it), what NCCL does (gloo sends), or how much
+memory a GPU takes.
+"""
 
 from __future__ import annotations
 

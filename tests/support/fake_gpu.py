@@ -1,4 +1,10 @@
-"""A GPU that computes nothing: tensors that say they are on one, and a record of where the host would wait for it."""
+"""A GPU that computes nothing: tensors that say they are on one, and a record of where the host would wait for it.
+
+It shows, in one process and at once, where a step reads from the device or copies, what it could not do within a
+capture, and how many kernels it would launch, before any GPU is there. It cannot show numbers (no kernel runs, backward
+is replaced), the order of streams, NCCL, or memory. tests/simulated_gpu computes, over ranks too, and sees reads as
+well; tests/gpu needs the real thing.
+"""
 
 from __future__ import annotations
 
