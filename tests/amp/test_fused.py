@@ -101,33 +101,6 @@ def test_wide_gradients_add_up_in_fp32():
         assert -held(update)[0].item() == expected
 
 
-def test_an_fp16_loss_is_seeded_in_fp32():
-    param = nn.Parameter(torch.ones(1))
-    update = make_update([param], OPTIMIZERS["sgd"], Recipe(torch.float16, torch.float16, False, True, DYNAMIC))
-    loss = (param * 2).sum()
-    assert loss.dtype == torch.float16
-    update.backward(loss, 3.0)
-    assert param.grad.item() == pytest.approx(1024 / 3 * 2, rel=1e-3)
-
-
-@pytest.mark.parametrize("fresh", [True, False])
-def test_dampening_that_begins_later(fresh):
-    """Fused SGD starts from zeros, which with dampening is another first step than without a buffer; one that was used
-    stays."""
-
-    def train(fused):
-        params = make_params()
-        update = make_update(params, OPTIMIZERS["sgd_momentum"], fused=fused)
-        for step in range(3):
-            if step == (0 if fresh else 2):
-                update.optimizer.param_groups[0]["dampening"] = 0.5
-            give(params, gradients(step) if step else [None, *gradients(0)[1:]])
-            update.step()
-        return params
-
-    assert_close(train("auto"), train(False))
-
-
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw"])
 def test_parameters_with_gaps_or_a_changed_layout(name):
     """The CPU's fused kernels ignore strides: they must not be chosen where those of parameters or state differ."""

@@ -68,9 +68,9 @@ def test_hysteresis_example():
 
 @pytest.mark.promise("the loop with autocast and GradScaler")
 @pytest.mark.promise("TORCH's keys")
-@pytest.mark.parametrize("start", [2.0**16, 1000.1])
 @pytest.mark.parametrize(
-    ("growth", "backoff", "interval"), [(2.0, 0.5, 1), (2.0, 0.5, 3), (1.1, 0.9, 2), (3.7, 1e-3, 1)]
+    ("start", "growth", "backoff", "interval"),
+    [(2.0**16, 2.0, 0.5, 1), (1000.1, 2.0, 0.5, 3), (2.0**16, 1.1, 0.9, 2), (1000.1, 3.7, 1e-3, 1)],
 )
 def test_same_rule_as_torch_with_hysteresis_1(start, growth, backoff, interval):
     """Also where growth would give inf, and the scale stays."""

@@ -11,7 +11,7 @@ from torch import nn, optim
 
 from halfmesh.amp.convert import convert
 from halfmesh.amp.precision import Precision
-from halfmesh.amp.recipe import LossScale, Recipe
+from halfmesh.amp.recipe import Recipe
 from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
@@ -116,11 +116,3 @@ def test_what_the_optimizer_holds_no_more_is_not_judged(recipe, name):
     group["params"].append(dropped)  # and again
     give(params, grads)
     assert update.step().grad_norm > expected
-
-
-def test_loading_into_other_scaler_settings():
-    saved = make_update(make_params(), OPTIMIZERS["sgd"], Recipe(loss_scale=LossScale(initial=2.0**20))).state_dict()
-    for scale, expected in ((LossScale(128.0, dynamic=False), 128.0), (LossScale(64.0, max_scale=1024.0), 1024.0)):
-        update = make_update(make_params(), OPTIMIZERS["sgd"], Recipe(loss_scale=scale))
-        update.load_state_dict(saved)
-        assert scale_of(update) == expected

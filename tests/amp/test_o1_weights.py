@@ -101,20 +101,6 @@ def test_optimizer_steps_in_the_scope(options):
     assert torch.equal(model.weight, alone.weight)
 
 
-def test_requires_grad_toggled_in_the_scope():
-    linear, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
-    with scope():
-        for requires_grad in (True, False, True):
-            linear.weight.requires_grad_(requires_grad)
-            linear.weight.grad = None
-            y = linear(x)
-            assert y.requires_grad == requires_grad
-            if requires_grad:
-                y.sum().backward()
-                linear(x).sum().backward()  # twice through one cast weight
-                assert torch.equal(linear.weight.grad, torch.full((2, 2), 2.0))
-
-
 def test_a_cast_in_inference_mode_is_not_used_outside():
     linear, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     with scope():

@@ -31,7 +31,7 @@ class Odd(nn.Module):
         return self.second(x) * self.second.mask * self.rotation.imag.sum().to(x.dtype)
 
 
-@pytest.mark.parametrize("config", [{"mode": "naive"}, *({"mode": "apex", "opt_level": f"O{i}"} for i in range(4))])
+@pytest.mark.parametrize("config", [{"mode": "naive"}, *({"mode": "apex", "opt_level": f"O{i}"} for i in (1, 2))])
 def test_ties_and_complex_buffers_survive_training(config):
     model = Odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from unittest import mock
@@ -46,10 +45,9 @@ def plain_sgd(params):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("recipe", [FP32, SCALED], ids=["fp32", "scaled"])
-def test_a_step_on_the_object_gets_what_it_would_by_hand(recipe, late):
+def test_a_step_on_the_object_gets_what_it_would_by_hand(late):
     params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"] if late else plain_sgd, recipe, max_norm=0.5, on_nonfinite="skip")
+    update = make_update(params, OPTIMIZERS["sgd"] if late else plain_sgd, SCALED, max_norm=0.5, on_nonfinite="skip")
     for step in range(4):
         if late and step == 2:
             update.optimizer.step = plain_sgd(params).step
@@ -58,31 +56,6 @@ def test_a_step_on_the_object_gets_what_it_would_by_hand(recipe, late):
     before = [param.detach().clone() for param in params]
     assert take(update, params, 0, math.nan).skipped
     assert_close(params, before, 0, 0)
-
-
-@pytest.mark.parametrize("where", ["object", "class"])
-def test_a_wrapped_step_is_called_in_each_update(where, monkeypatch):
-    ran, params = [], make_params()
-    update = make_update(params, OPTIMIZERS["adamw"])
-    optimizer = update.optimizer
-    optim.lr_scheduler.StepLR(optimizer, 1)  # wraps it too
-    inner = optim.AdamW.step if where == "class" else optimizer.step
-
-    @functools.wraps(inner)
-    def own(*args, **kwargs):
-        ran.append(1)
-        return inner(*args, **kwargs)
-
-    take(update, params, 0)
-    if where == "class":
-        monkeypatch.delattr(optimizer, "step")
-        monkeypatch.setattr(optim.AdamW, "step", own)
-    else:
-        optimizer.step = own
-    take(update, params, 1)
-    take(update, params, 2)
-    assert len(ran) == 2
-    assert_close(params, by_hand(OPTIMIZERS["adamw"], 3)[0])
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
@@ -195,30 +168,6 @@ def test_edits_of_gradients_that_are_still_to_be_divided_are_told(config, batche
     assert ("still have to be divided" in caplog.text) == warns
 
 
-def test_the_optimizer_sees_the_parameters_of_one_bucket_only(monkeypatch):
-    """In groups of its own, so that it does not look through all parameters for each bucket."""
-    monkeypatch.setattr(stepper, "bucket_bytes", lambda *_: 1)
-    seen, inner = [], optim.AdamW.step
-
-    def step(self):
-        seen.append([[tuple(param.shape) for param in group["params"]] for group in self.param_groups])
-        inner(self)
-
-    monkeypatch.setattr(optim.AdamW, "step", step)
-    params = make_params()
-    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
-    update = make_update(params, lambda _: optim.AdamW(groups), NAIVE)
-    held = [group["params"] for group in update.optimizer.param_groups]
-    take(update, params, 0)
-    assert seen == [[[(7, 5)], []], [[(5,)], []], [[], [(3, 2, 2)]]]
-    assert all(group["params"] is own for group, own in zip(update.optimizer.param_groups, held, strict=True))
-    assert [len(own) for own in held] == [2, 1]
-    seen.clear()
-    update.optimizer.unit = "matrix"  # ranks send whole parameters to each other, once
-    take(update, params, 1)
-    assert seen == [[[(7, 5), (5,)], [(3, 2, 2)]]]
-
-
 def test_buckets_grow_with_the_model_on_a_gpu():
     mib, gpu = 2**20, torch.device("cuda")
     assert bucket_bytes(torch.device("cpu"), 10**10) == 25 * mib
@@ -256,11 +205,3 @@ def test_a_fused_step_can_be_captured(name, recipe, gpu, recwarn):
     tolerances = (0.05, 0.05) if recipe is NAIVE else ()
     assert_close(held(update), by_hand(make, 3)[0], *tolerances)
     assert not recwarn.list
-
-
-def test_other_steps_need_a_capturable_optimizer(gpu):
-    params = make_params()
-    update = make_update(params, functools.partial(optim.AdamW, foreach=True))
-    gpu.is_capturing.return_value = True
-    with pytest.raises(RuntimeError, match="but param_groups' capturable is False"):
-        take(update, params, 0)

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from halfmesh.amp import step_result
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import InputError, NonFiniteError
 from tests.support.updates import (
@@ -94,18 +93,6 @@ def test_losses_with_nan_before_the_first_look_count(late, ends):
                 update.step()
         else:
             update.step()
-
-
-def test_losses_of_eager_updates_are_not_asked_for_within_a_capture(monkeypatch):
-    """CUDA refuses to say within it whether a copy has arrived."""
-    params, asked, captured = make_params(), [], False
-    update = make_update(params, OPTIMIZERS["adamw"], FP32)
-    monkeypatch.setattr(step_result, "is_captured", lambda device: captured)
-    monkeypatch.setattr(step_result.HostCopy, "arrived", property(lambda copy: asked.append(captured)))
-    for captured in (False, False, True, True):  # noqa: B007
-        update.backward(sum(param.sum() for param in params))
-        update.step()
-    assert asked == [False, False]
 
 
 @pytest.mark.parametrize("recipe", [FP32, APEX])

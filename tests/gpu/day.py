@@ -142,12 +142,8 @@ def tests_on_gpu(page: Page) -> None:
 LAYOUTS = "(mlp or gpt) and not gpt2 and not fp8 and not pp"
 SUITES = {
     "layouts beside one process": ["tests/composition/test_parity.py", "-m", "not slow", "-k", LAYOUTS],
-    "zero1 and fsdp": [
-        "tests/parallel/sharding/test_zero1.py",
-        "tests/parallel/sharding/test_fsdp.py",
-        "-m",
-        "not slow",
-    ],
+    "zero1 beside one process": ["tests/parity/test_sharding.py", "-m", "not slow", "-k", "zero1"],
+    "fsdp beside one process": ["tests/parity/test_sharding.py", "-m", "not slow", "-k", "odd and fsdp"],
 }
 
 

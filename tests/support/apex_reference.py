@@ -1,7 +1,8 @@
 """What apex.amp does under O0 to O3, read from its source and written out by hand on plain torch tensors.
 
 An oracle: it shares no code with halfmesh, so that the two agree only if both follow apex. Where apex patches torch's
-functions (O1), the caller hands in a forward with the same casts written into it.
+functions (O1), the caller hands in a forward with the same casts written into it. One thing differs: masters begin with
+the weights as they came, as the engine's do, and not as the cast left them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ LEVELS: dict[str, dict[str, Any]] = {
 class Scaler:
     """One loss's scale. A static one never moves, and nothing is ever skipped on its account."""
 
-    def __init__(self, loss_scale: Any, floor: float | None, ceiling: float, window: int) -> None:
+    def __init__(self, loss_scale: Any, floor: float | None, ceiling: float) -> None:
         self.dynamic = loss_scale == "dynamic"
         self.scale = min(ceiling, INITIAL_SCALE) if self.dynamic else float(loss_scale)
         self.unskipped = 0
-        self.floor, self.ceiling, self.window = floor or 0.0, ceiling, window
+        self.floor, self.ceiling = floor or 0.0, ceiling
 
     def judge(self, overflow: bool) -> bool:
         """Move after a backward; returns whether the step that it was for has to be skipped."""
@@ -39,7 +40,7 @@ class Scaler:
             self.scale, self.unskipped = max(self.floor, self.scale / 2), 0
         else:
             self.unskipped += 1
-        if self.dynamic and self.unskipped == self.window:
+        if self.dynamic and self.unskipped == WINDOW:
             self.scale, self.unskipped = min(self.ceiling, self.scale * 2), 0
         return skip
 
@@ -67,7 +68,6 @@ class Apex:
         model: in fp32; it is cast in place.
         make_optimizer: called with the model after the cast.
         patched: the forward of O1: (model, inputs) with the casts of apex's lists written out.
-        rounded_masters: masters begin with the weights as the cast left them; False: as they were before it.
         overrides: keep_batchnorm_fp32, master_weights, loss_scale; None leaves what the level says.
     """
 
@@ -81,17 +81,15 @@ class Apex:
         num_losses: int = 1,
         min_loss_scale: float | None = None,
         max_loss_scale: float = MAX_SCALE,
-        window: int = WINDOW,
-        rounded_masters: bool = True,
         **overrides: Any,
     ) -> None:
         level = LEVELS[opt_level] | {key: value for key, value in overrides.items() if value is not None}
         self.model, self.cast = model, level["cast"]
-        self.before_cast = {} if rounded_masters else {p: p.detach().clone() for p in model.parameters()}
+        self.before_cast = {p: p.detach().clone() for p in model.parameters()}
         if self.cast is not None:
             cast_model(model, self.cast, level["keep_batchnorm_fp32"])
         self.forward = model if patched is None or self.cast is not None else lambda *inputs: patched(model, *inputs)
-        self.scalers = [Scaler(level["loss_scale"], min_loss_scale, max_loss_scale, window) for _ in range(num_losses)]
+        self.scalers = [Scaler(level["loss_scale"], min_loss_scale, max_loss_scale) for _ in range(num_losses)]
         self.keeps_masters = bool(level["master_weights"])
         self.optimizer = make_optimizer(model)
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # what the model computes with, what is stepped
@@ -153,10 +151,6 @@ class Apex:
                 param.data.copy_(target.data)
         self.zero_grad()
         return skipped
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        self.before_cast = {}  # by now all there is are the weights as they are
-        self.optimizer.add_param_group(group | {"params": self._stepped(group["params"])})
 
     @property
     def loss_scales(self) -> tuple[float, ...]:

@@ -131,13 +131,9 @@ def make_pair(
     config: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> tuple[halfmesh.Engine, Apex]:
-    """An engine and the reference, from the same weights. `keys` are those of `fp16`, `config` has other ones.
-
-    The engine's masters begin with the weights as they came. Apex has only the rounded ones to begin with; from there
-    on nothing is different, so the reference begins where the engine does.
-    """
+    """An engine and the reference, from the same weights. `keys` are those of `fp16`, `config` has other ones."""
     patched = type(model).patched if opt_level == "O1" and hasattr(model, "patched") else None
-    reference = Apex(copy.deepcopy(model), optimizer, opt_level, patched=patched, rounded_masters=False, **keys)
+    reference = Apex(copy.deepcopy(model), optimizer, opt_level, patched=patched, **keys)
     config = {"fp16": apex_config(opt_level, **keys)} | dict(config or {})
     engine = halfmesh.initialize(model, optimizer(model), F.cross_entropy, None, config, device="cpu")
     return engine, reference
