@@ -6,7 +6,6 @@ from collections import namedtuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from halfmesh.errors import InputError
 from tests.support.apex_runs import BatchNormMLP, make_batches
@@ -160,31 +159,6 @@ def test_casts_are_o1s_alone():
         other = make_engine(config)
         with pytest.raises(InputError, match="only mode='apex' with opt_level='O1' has"):
             other.casts  # noqa: B018
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_of_the_models_own_computes_the_same_twice(reentrant):
-    """Under O1 what is computed again in backward has to be cast again."""
-
-    class Saving(MLP):
-        saves = False
-
-        def block(self, x):
-            return self.last(nn.functional.gelu(self.tied(self.norm(x))))
-
-        def forward(self, x):
-            x = self.first(x)
-            return checkpoint(self.block, x, use_reentrant=reentrant) if self.saves else self.block(x)
-
-    grads = []
-    for saves in (False, True):
-        model = Saving()
-        model.saves = saves
-        engine = make_engine(apex("O1", loss_scale=128.0), model=model)
-        x, y = make_data(8)
-        engine.backward(engine.criterion(engine(x), y))
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
 def test_losses_and_states_of_other_numbers_of_losses_are_refused():
