@@ -21,10 +21,10 @@ from halfmesh.amp.apex_backend import ApexPrecision
 from halfmesh.amp.recipe import FP32
 from halfmesh.errors import IncompatibleConfigError
 from tests.support.apex_reference import LEVELS, cast_floats, cast_model
-from tests.support.apex_runs import SHAPES, BatchNormMLP, make_batches, make_optimizer, train
+from tests.support.apex_runs import BatchNormMLP, make_batches, make_optimizer, train
 
 CUDA = torch.device("cuda")
-BATCHES = make_batches(SHAPES["mlp"], 12)
+BATCHES = make_batches(12)
 FUNCTIONS = F.cross_entropy, F.linear, vars(nn.modules.rnn)["_VF"]
 OVERFLOWS = {2: 1e9, 5: math.inf, 6: math.nan}
 

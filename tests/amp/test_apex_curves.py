@@ -10,7 +10,6 @@ from tests.support.apex_reference import INITIAL_SCALE, Apex
 from tests.support.apex_runs import (
     LEVELS,
     NETS,
-    SHAPES,
     BatchNormMLP,
     assert_same,
     make_batches,
@@ -26,10 +25,10 @@ UNFUSED = {"fused": False}  # torch's fused optimizers round in another order th
 
 
 def compare(
-    engine: halfmesh.Engine, reference: Apex, net: str = "mlp", factors: dict[int, float] | None = None, steps: int = 8
+    engine: halfmesh.Engine, reference: Apex, factors: dict[int, float] | None = None, steps: int = 8
 ) -> list[bool]:
     """The same steps with both. Returns which of them were skipped."""
-    batches = make_batches(SHAPES[net], steps)
+    batches = make_batches(steps)
     expected, curve = train(reference, batches, factors), train(engine, batches, factors)
     assert (curve.scales, curve.skipped) == (expected.scales, expected.skipped)
     torch.testing.assert_close(curve.losses, expected.losses, rtol=1e-6, atol=0, equal_nan=True)
@@ -45,7 +44,7 @@ def test_training_curve(opt_level, net, optimizer, loss_scale):
     engine, reference = make_pair(NETS[net](), make_optimizer(optimizer), opt_level, UNFUSED, loss_scale=loss_scale)
     dynamic = reference.scalers[0].dynamic
     factors = ({6: HUGE} | ({} if opt_level == "O0" else {3: MILD})) if dynamic else {}
-    skipped = compare(engine, reference, net, factors)
+    skipped = compare(engine, reference, factors)
     assert all(skipped[step] for step in factors)
     assert any(skipped) == dynamic
 
@@ -73,7 +72,7 @@ def test_overridden_levels(opt_level, overrides):
 def test_inputs_beyond_half_precision(opt_level):
     """The forward overflows, so the loss is nan. The run goes on; BatchNorm's statistics stay what it made of them."""
     engine, reference = make_pair(BatchNormMLP(), make_optimizer("sgd"), opt_level, UNFUSED, loss_scale="dynamic")
-    batches = make_batches(SHAPES["mlp"], 4)
+    batches = make_batches(4)
     batches[2][0][0, 0] = 1e6
     expected, curve = train(reference, batches), train(engine, batches)
     assert curve.skipped == expected.skipped == [False, False, True, False]

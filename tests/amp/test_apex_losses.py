@@ -31,7 +31,7 @@ from tests.support.apex_runs import (
 
 CONFIG = {"fused": False}  # the gradients that the optimizer finds are unscaled
 SCALES = (2.0**10, 2.0**13)  # unlike each other: taking the wrong one cannot go unseen
-BATCHES = make_batches((8, FEATURES), 3)
+BATCHES = make_batches(3)
 WEIGHTS = {"fp16": "first.weight", "fp32": "norm.weight"}  # in O2 the second one stays in fp32
 
 
@@ -196,7 +196,7 @@ def test_accumulation_of_both_losses(opt_level, num_losses):
     loss_ids = (0, num_losses - 1)
     for batch, loss in [(-1, -1), (2, 0), (2, 1), (3, 1)]:
         engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses, gradient_accumulation=2)
-        injection, batches = Injection(batch, loss, "fp16"), make_batches((8, FEATURES), 6)
+        injection, batches = Injection(batch, loss, "fp16"), make_batches(6)
         history = run_losses(engine, loss_ids, injection, True, batches)
         assert history == run_losses(Accumulating(reference, loss_ids), loss_ids, injection, batches=batches)
         assert [was for was, _ in history] == [None, False, None, batch >= 0, None, False]

@@ -16,7 +16,6 @@ from halfmesh.utils.param_shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
     OPTIMIZERS,
-    CountReads,
     assert_close,
     by_hand,
     give,
@@ -44,20 +43,6 @@ def test_fused_leaves_the_users_choice(choice):
         "sgd_dampening": (None, None),
         "rmsprop": (None, None),
     }
-
-
-@pytest.mark.parametrize(("name", "reads"), [("sgd_momentum", 0), ("adagrad", 0), ("rmsprop", 1)])
-def test_the_host_reads_the_verdict_only_for_optimizers_that_cannot_take_it(name, reads):
-    counts = []
-    for recipe in (SCALED, FP32):
-        params = make_params()
-        update = make_update(params, OPTIMIZERS[name], recipe)
-        take(update, params, 0)
-        with CountReads() as counter:
-            give(params, gradients(1))
-            update.step()
-        counts.append(counter.reads)
-    assert counts[0] - counts[1] == reads
 
 
 @pytest.mark.parametrize("scale", [None, LossScale(64.0, dynamic=False)], ids=["", "scaled"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +21,6 @@ LEVELS = ("O0", "O1", "O2", "O3")
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """As O1 casts it: input, weight and bias in half."""
     return F.linear(x.half(), module.weight.half(), None if module.bias is None else module.bias.half())
-
-
-def conv(module: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    return F.conv2d(x.half(), module.weight.half(), None, padding=module.padding)
 
 
 class BatchNormMLP(nn.Module):
@@ -51,27 +46,6 @@ class BatchNormMLP(nn.Module):
         """tanh and BatchNorm are in no list of apex: they take what comes."""
         x = torch.tanh(self.norm(linear(self.first, x)))
         return linear(self.last, torch.tanh(self.plain(linear(self.again, x))))
-
-
-class ConvNet(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Conv2d(2, 4, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(4)
-        self.again = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(4)
-        self.last = nn.Linear(4 * 4, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm(self.first(x)))
-        x = F.relu(self.norm2(self.again(x)))
-        return self.last(F.max_pool2d(x, 2).flatten(1))
-
-    def patched(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm(conv(self.first, x)))
-        x = F.relu(self.norm2(conv(self.again, x)))
-        return linear(self.last, F.max_pool2d(x, 2).flatten(1))
 
 
 class ListsNet(nn.Module):
@@ -102,8 +76,7 @@ class ListsNet(nn.Module):
         return linear(self.last, torch.relu(x - x.mean(1, keepdim=True)) / (1 + size))
 
 
-NETS: dict[str, Callable[..., nn.Module]] = {"mlp": BatchNormMLP, "conv": ConvNet, "lists": ListsNet}
-SHAPES = {"mlp": (BATCH, FEATURES), "lists": (BATCH, FEATURES), "conv": (BATCH, 2, 4, 4)}
+NETS: dict[str, Callable[..., nn.Module]] = {"mlp": BatchNormMLP, "lists": ListsNet}
 
 
 def make_optimizer(name: str) -> Callable[[nn.Module], optim.Optimizer]:
@@ -113,11 +86,11 @@ def make_optimizer(name: str) -> Callable[[nn.Module], optim.Optimizer]:
     return lambda model: optim.Adam(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.01)
 
 
-def make_batches(shape: tuple[int, ...], steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    teacher = torch.randn(math.prod(shape[1:]), CLASSES, generator=generator)
-    xs = [torch.randn(shape, generator=generator) for _ in range(steps)]
-    return [(x, (x.flatten(1) @ teacher).argmax(1)) for x in xs]
+    teacher = torch.randn(FEATURES, CLASSES, generator=generator)
+    xs = [torch.randn(BATCH, FEATURES, generator=generator) for _ in range(steps)]
+    return [(x, (x @ teacher).argmax(1)) for x in xs]
 
 
 def apex_config(opt_level: str, **keys: Any) -> dict[str, Any]:
