@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -82,16 +81,6 @@ def test_existing_state_is_taken_along(name, master):
         take(update, params, step)
     tolerance = 2e-3 if master else 2e-6  # the gradients are rounded to bf16
     assert_close(held(update), by_hand(OPTIMIZERS[name], 5)[0], tolerance, tolerance)
-
-
-def test_loading_the_optimizer_alone_keeps_the_update_true():
-    """`optimizer.load_state_dict` brings its own flags; what the update relies on is found again."""
-    params, plain = by_hand(OPTIMIZERS["adamw"], 2)
-    fresh = copy.deepcopy(params)
-    update = make_update(fresh, OPTIMIZERS["adamw"], Recipe(loss_scale=DYNAMIC))
-    update.optimizer.load_state_dict(plain.state_dict())
-    take(update, fresh, 2)
-    assert_close(fresh, by_hand(OPTIMIZERS["adamw"], 3)[0])
 
 
 @pytest.mark.parametrize(("recipe", "name"), [(Recipe(), "rmsprop"), (BF16, "adamw")], ids=["fp32", "masters"])
