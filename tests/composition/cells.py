@@ -40,11 +40,6 @@ class Mode:
     def config(self, **more: Any) -> dict[str, Any]:
         return {self.row.key: {"mode": self.row.mode, **self.options, **more}} if self.row.key else {}
 
-    @property
-    def scaled(self) -> bool:
-        """Whether the loss is scaled, and an overflow skips the update."""
-        return self.row.key == "fp16"
-
 
 def _modes() -> Iterator[tuple[str, Mode]]:
     for row in get_rows():
@@ -125,8 +120,10 @@ class Cell:
         return self.pipeline.size * self.data * self.context * self.tensor
 
     @property
-    def scaled(self) -> bool:
-        return MODES[self.mode].scaled
+    def kinds(self) -> tuple[str, ...]:
+        """The columns of the composition table that it shows."""
+        axes = {"tensor": self.tensor, "pipeline": self.pipeline.size, "context": self.context, "expert": self.expert}
+        return tuple(kind for kind, size in (axes | {self.strategy: self.data}).items() if size > 1)
 
     def config(self, **options: Any) -> dict[str, Any]:
         """What a user would write; with more `options` of the mode."""
@@ -202,23 +199,22 @@ def _findings(cell: Cell) -> list[Finding]:
 
 
 def is_possible(cell: Cell) -> bool:
-    """Whether the samples can be divided so, and the ranks are not too many for a small machine."""
+    """Whether the samples can be divided so, the ranks are not too many for a small machine, and each axis that has no
+    effect in it has its default."""
     parts = cell.data * cell.gradient_accumulation * cell.pipeline.microbatches
-    return SAMPLES % parts == 0 and cell.world_size <= MOST_RANKS
-
-
-def without_idle_axes(cell: Cell) -> Cell:
-    """The same run, with the default on each axis that has no effect in it."""
-    if cell.tensor == 1:
-        cell = replace(cell, sequence_parallel=False)
-    return replace(cell, reduce_dtype="float32", strategy="replicate") if cell.data == 1 else cell
+    is_idle = (cell.tensor == 1 and cell.sequence_parallel) or (
+        cell.data == 1 and (cell.reduce_dtype, cell.strategy) != ("float32", "replicate")
+    )
+    return SAMPLES % parts == 0 and cell.world_size <= MOST_RANKS and not is_idle
 
 
 @cache
 def every() -> tuple[Cell, ...]:
-    """All combinations, allowed or not, each run once."""
-    cells = (Cell(*values) for values in itertools.product(*AXES.values()))
-    return tuple(dict.fromkeys(without_idle_axes(cell) for cell in cells if is_possible(cell)))
+    """All combinations, allowed or not."""
+    plain = {"mode": ("none",), "model": ("mlp",), "clip_grad_norm": (False,)}
+    layouts = [Cell(*values) for values in itertools.product(*(AXES | plain).values())]
+    others = [dict(zip(plain, values, strict=True)) for values in itertools.product(*(AXES[axis] for axis in plain))]
+    return tuple(replace(cell, **other) for cell in layouts if is_possible(cell) for other in others)
 
 
 @cache
@@ -234,13 +230,22 @@ def groups(cell: Cell, size: int) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(values, size))
 
 
-def is_3d(cell: Cell) -> bool:
-    return cell.pipeline.size > 1 and cell.data > 1 and cell.tensor > 1
-
-
 def is_plain(cell: Cell) -> bool:
     """Whether no pipeline cuts the model, ranks have whole sequences, and data ranks whole copies."""
     return cell.pipeline == NO_PIPE and cell.context == 1 and cell.strategy == "replicate"
+
+
+@cache
+def few() -> tuple[Cell, ...]:
+    """Few allowed combinations on at most 4 ranks in which every possible value of each axis occurs, each mode and each
+    model with each kind of layout, and any two kinds of layout together; and three with experts."""
+
+    def wanted(cell: Cell) -> set[tuple[Any, ...]]:
+        found = groups(cell, 1) | {(which, kind) for which in (cell.mode, cell.model) for kind in cell.kinds}
+        return found | set(itertools.combinations(cell.kinds, 2))
+
+    chosen = _choose([cell for cell in product() if cell.world_size <= 4], wanted)
+    return tuple(sorted((*chosen, *EXPERTS[:3]), key=lambda cell: cell.world_size))
 
 
 @cache
@@ -250,20 +255,12 @@ def covering() -> tuple[Cell, ...]:
     ranks, and each mode where all three kinds of parallelism meet."""
 
     def wanted(cell: Cell) -> set[tuple[Any, ...]]:
-        found = groups(cell, 2)
-        found |= {("tensor", cell.mode, cell.model)} if cell.tensor > 1 else set()
-        found |= {("pipeline", cell.mode, cell.model)} if cell.pipeline.size > 1 else set()
+        found, kinds = groups(cell, 2), cell.kinds
+        found |= {(kind, cell.mode, cell.model) for kind in ("tensor", "pipeline") if kind in kinds}
         found |= {("data", cell.mode, cell.strategy)} if cell.data > 1 else set()
-        return found | ({("3d", cell.mode)} if is_3d(cell) else set())
+        return found | ({("3d", cell.mode)} if cell.data > 1 and {"tensor", "pipeline"} <= {*kinds} else set())
 
     return tuple(sorted((*_choose(product(), wanted), *EXPERTS), key=lambda cell: cell.world_size))
-
-
-@cache
-def layouts() -> tuple[Cell, ...]:
-    """Few allowed combinations without a precision in which every possible pair of values of two axes occurs."""
-    plain = [cell for cell in product() if (cell.mode, cell.reduce_dtype) == ("none", "float32")]
-    return _choose(plain, lambda cell: groups(cell, 2))
 
 
 @cache

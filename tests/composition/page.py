@@ -9,10 +9,10 @@ from pathlib import Path
 from halfmesh.compat import render_table
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
-from .cells import EXPERTS, MODES, MOST_RANKS, covering, layouts, product, thorough
-from .overflows import KINDS
+from .cells import EXPERTS, MODES, MOST_RANKS, covering, few, product
 from .parity import MOVEMENT, NORM
 from .refusals import messages
+from .test_overflow import KINDS
 from .workloads import SAMPLES, WORKLOADS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
@@ -49,18 +49,19 @@ def _trained() -> Iterator[str]:
         f"""The cells of `tests/composition/cells.py` combine mode, model, tensor and context ranks (up to 4 of each),
         data ranks and strategy, pipeline (up to 4 ranks), sequence parallelism, accumulation, clipping and
         `reduce_dtype`. {len(product()):,} are
-        allowed on up to {MOST_RANKS} ranks. `make test` runs {len(covering())} of them: every pair of values, each
-        mode with each model on a tensor group and on a pipeline, and each mode where pipeline, data and tensor
-        parallelism meet. `make test-composition` runs {len(thorough()):,}: all without a pipeline, and every triple of
-        values with one."""
+        allowed on up to {MOST_RANKS} ranks. `make test` runs {len(few())} of them: every value, each mode and each
+        model with each kind of layout, and any two kinds together. `make test-all` runs {len(covering())} more: every
+        pair of values, each mode with each model on a tensor group and on a pipeline, and each mode where pipeline,
+        data and tensor parallelism meet. `make test-composition` runs all without a pipeline, and every triple of
+        values with one: about 2,000."""
     )
     yield _table(("model", "what is in it"), MODELS.items())
     yield _fill(
         f"""Each cell makes 2 or 3 updates of SGD with momentum and a scheduler, on {SAMPLES} samples each, the same in
         every layout, and is compared tensor by tensor with the same mode in one process. Ranks start with different
-        weights, and must take rank 0's. {len(layouts())} layouts without a precision, in which every pair of values
-        occurs, are compared with plain torch in float64, within 1e-9, or 1e-7 of the way that a parameter went. In a
-        mode verify allows what rounding explains, and the suite not more than these relative differences:"""
+        weights, and must take rank 0's. First its layout is compared with plain torch in float64, within 1e-9, or 1e-7
+        of the way that a parameter went. Then, in its mode, verify allows what rounding explains, and the suite not
+        more than these relative differences:"""
     )
     yield _table(("mode", "weights", "distance moved", "gradient norm"), map(_limits, modes))
     yield _list(
@@ -75,13 +76,13 @@ def _trained() -> Iterator[str]:
     )
     yield "Also tested:"
     yield _list(
-        f"""an inf in one rank's gradient of one parameter, of each kind ({", ".join(KINDS)}), on each rank in turn:
-        every rank skips, and nothing changes;""",
+        f"""an inf in one rank's gradient of one parameter, of each kind ({", ".join(KINDS)}), on the first and
+        the last rank that holds it: every rank skips, and nothing changes;""",
         "norms of type 1, 2, 3 and inf, to 1e-9 of those of one process: replicated tensors count once;",
         f"""experts of mixture-of-experts layers (Mixtral) on 2 to 8 ranks: {len(EXPERTS)} cells, each mode in one;""",
         "parameters without gradients: frozen layers, layers that only one data rank uses, layers that nobody uses;",
-        """that these comparisons can fail: faults put into the engine on purpose (`tests/verify/faults/`), such as a
-        loss scale updated too early, or a norm that counts replicated tensors twice, are reported with their place.""",
+        """that these comparisons can fail: faults put into the engine on purpose (`tests/faults_on_purpose/`), such as
+        a norm that counts replicated tensors twice, are reported with their place.""",
     )
 
 
@@ -94,8 +95,8 @@ def _refused() -> Iterator[str]:
 def _how_to_run() -> Iterator[str]:
     yield "## Run it"
     yield """```
-make test                # the covering cells
-make test-composition    # many more: about 40 minutes on two cores
+make test ROOM=composition    # the few cells; make test-all ROOM=composition: every pair of values, too
+make test-composition         # many more: about 40 minutes on two cores
 ```"""
     yield f"One cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`"
 

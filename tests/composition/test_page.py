@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from .page import PAGE, render
 
 
-@pytest.mark.slow
 def test_the_page_is_what_is_generated():
     assert PAGE.read_text() == render(), "write it anew: .venv/bin/python -m tests.composition.page"

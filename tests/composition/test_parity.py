@@ -1,8 +1,8 @@
-"""Every allowed cell trains to parity with one process: the mode in the layout, and the layout in float64.
+"""Every allowed cell trains to parity with one process: the layout in float64, and the mode in the layout.
 
-The few cells of `covering()` and `layouts()`; with COMPOSITION=full in the environment all of `thorough()`, with
-COMPOSITION=seeds the few with each of three seeds. Those on 8 ranks have a file of their own, so that two workers share
-the work.
+The cells of `few()`, and of `covering()`, which are slow; with COMPOSITION=full in the environment all of `thorough()`,
+with COMPOSITION=seeds these with each of three seeds. Those on 8 ranks have a file of their own, so that two workers
+share the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.ranks import ranks_on
 
-from .cells import MOST_RANKS, Cell, Pipe, covering, layouts, thorough
+from .cells import MOST_RANKS, Cell, Pipe, covering, few, thorough
 from .parity import find_problems
 
 pytestmark = pytest.mark.distributed
@@ -47,7 +47,12 @@ def by_size(cells: Sequence[Cell], is_large: bool) -> list[Any]:
     """Those on 8 ranks, or the others, and a seed for each: of model and samples. (With seed 0 two experts tie in bf16,
     and top-k may order them either way.)"""
     return [
-        pytest.param(cell, seed, id=str(cell) + f"-seed{seed}" * (WHICH == "seeds"))
+        pytest.param(
+            cell,
+            seed,
+            id=str(cell) + f"-seed{seed}" * (WHICH == "seeds"),
+            marks=() if cell in few() else pytest.mark.slow,
+        )
         for number, cell in enumerate(cells)
         for seed in (range(3) if WHICH == "seeds" else [1 if cell.expert > 1 else number % 3])
         if (cell.world_size == MOST_RANKS) == is_large
@@ -55,9 +60,8 @@ def by_size(cells: Sequence[Cell], is_large: bool) -> list[Any]:
 
 
 WHICH = os.environ.get("COMPOSITION")
-CELLS = thorough() if WHICH == "full" else covering()
+CELLS = thorough() if WHICH == "full" else tuple(dict.fromkeys((*few(), *covering())))
 SMALL, LARGE = by_size(CELLS, False), by_size(CELLS, True)
-SMALL_LAYOUTS, LARGE_LAYOUTS = by_size(layouts(), False), by_size(layouts(), True)
 SEQUENCE = {"tensor": 2, "data": 2, "sequence_parallel": True}
 TIED = {"tensor": 2, "pipeline": Pipe(2, "1f1b", 2)}  # a weight that both stages hold
 NORMS = [With("none", "gpt", **TIED, norm_type=kind) for kind in (1.0, 3.0, inf)]
@@ -102,14 +106,7 @@ OTHERS = [
 )
 @pytest.mark.parametrize(("cell", "seed"), SMALL)
 def test_trains_to_parity(cell, seed):
-    """In its mode; without one in float64, too."""
-    assert not find_problems(cell, "both" if cell.mode == "none" else "format", seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cell", "seed"), SMALL_LAYOUTS)
-def test_layouts_train_to_parity_in_float64(cell, seed):
-    assert not find_problems(cell, "structure", seed)
+    assert not find_problems(cell, seed=seed)
 
 
 @pytest.mark.promise("`clip_master_grads`")

@@ -16,7 +16,7 @@ from .training import make_engine
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 LAYOUTS = ({"tensor": 2}, {"pipeline": Pipe(2, "1f1b", 2)}, {"context": 2}, {"data": 2, "strategy": "fsdp"})
-MODES = ("none", "torch_fp16", "torch_bf16", "torch_fp8", "naive_fp16", "naive_bf16")
+MODES = ("torch_fp16", "torch_bf16", "torch_fp8", "naive_fp16", "naive_bf16")
 FLOAT8 = {torch.bfloat16, torch.float32}  # emulated in fp32; heads and small layers stay in bf16
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
+from tests.support.proofs import prove
 
 pytestmark = pytest.mark.distributed
 
@@ -18,20 +19,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.proj, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-        self.kept = torch.zeros(16)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.last(self.proj(self.first(x)).relu())
-
-
-class Keeping(Model):
-    """Adds what it has seen in earlier calls."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = self.first(x)
-        out = self.last(h + self.kept)
-        self.kept = self.kept + h.detach().mean(0)
-        return out
 
 
 class RankDependent(Model):
@@ -54,10 +44,6 @@ def with_data(model: nn.Module) -> tuple[Any, ...]:
 
 def single() -> Any:
     return with_data(Single())
-
-
-def keeping() -> Any:
-    return with_data(Keeping())
 
 
 def deferred() -> Any:
@@ -88,40 +74,23 @@ def of_unequal_lengths() -> Any:
     return Model(), batches, nn.MSELoss()
 
 
-def tensor(**plan: str) -> dict[str, Any]:
-    return {"parallel": {"tensor": {"size": 2, "plan": plan}}}
+PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
+PLANNED = {"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise", "proj": "rowwise"}}}}
 
 
-def test_state_that_is_kept_from_call_to_call_is_named_in_the_first_update():
-    first = halfmesh.verify({"gradient_accumulation": 2}, keeping, world_size=2, updates=1).first
-    assert first is not None
-    assert (first.step, first.cause[:38]) == (0, "something is kept from an earlier call")
-
-
-def test_sums_that_the_model_makes_in_float32_are_proven_in_float64():
-    report = halfmesh.verify({}, single, world_size=2, updates=1)
+@pytest.mark.parametrize(
+    ("config", "build", "ranks", "options", "note"),
+    [
+        ({}, single, 2, {}, "in float32 in places; for the proof these were lifted to float64"),
+        ({}, contrastive, 2, {"accumulated": True}, "as asked: compared with one process that accumulates"),
+        (PIPELINE, normalised, 4, {}, ""),  # by microbatches
+        (PLANNED, deferred, 2, {}, ""),
+    ],
+)
+def test_what_is_equal(config, build, ranks, options, note):
+    report = prove(config, build, ranks, updates=1, **options)
     assert report.equal, str(report)
-    assert report.phases[0].notes == (
-        "the model computes in float32 in places; for the proof these were lifted to float64",
-    )
-
-
-def test_a_loss_within_each_ranks_batch_is_proven_as_accumulated():
-    report = halfmesh.verify({}, contrastive, world_size=2, updates=1)
-    assert report.first is not None
-    assert "--accumulated (accumulated=True)" in report.first.advice
-    report = halfmesh.verify({}, contrastive, world_size=2, updates=1, accumulated=True)
-    assert report.equal, str(report)
-    assert "as asked: compared with one process that accumulates" in report.phases[0].notes[0]
-    wrong = halfmesh.verify({}, contrastive_and_wrong, world_size=2, updates=1, accumulated=True)
-    assert wrong.first is not None
-    assert (wrong.first.what, wrong.first.ranks) == ("output", (1,))
-
-
-def test_batchnorm_in_a_pipeline_is_compared_by_microbatches():
-    config = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
-    report = halfmesh.verify(config, normalised, world_size=4, updates=1)
-    assert report.equal, str(report)
+    assert note in "".join(report.phases[0].notes)
 
 
 def test_batches_that_cannot_be_joined_are_accumulated_in_one_process():
@@ -130,22 +99,26 @@ def test_batches_that_cannot_be_joined_are_accumulated_in_one_process():
     assert "accumulates, since it cannot take the whole batch: RuntimeError: Sizes of" in report.phases[0].notes[0]
 
 
-def test_a_deferred_model_gets_its_values():
-    report = halfmesh.verify(tensor(first="colwise", proj="rowwise"), deferred, world_size=2, updates=1)
-    assert report.equal, str(report)
-
-
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("config", "build", "options", "words"),
     [
+        ({}, contrastive, {}, "--accumulated (accumulated=True)"),
+        ({}, contrastive_and_wrong, {"accumulated": True}, "on rank 1"),
         (
-            {"proj": "rowwise"},
+            {"parallel": {"tensor": {"size": 2, "plan": {"proj": "rowwise"}}}},
+            deferred,
+            {},
             "proj (rowwise, from plan 'proj'): it takes this rank's 8 features, but",
         ),
-        ({"first": "colwise"}, "In 'proj' (Linear), with tensor=2."),
+        (
+            {"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise"}}}},
+            deferred,
+            {},
+            "In 'proj' (Linear), with tensor=2.",
+        ),
     ],
 )
-def test_an_error_of_a_plan_names_the_layer(plan, words):
-    report = halfmesh.verify(tensor(**plan), deferred, world_size=2, updates=1)
+def test_what_is_said_of_what_differs(config, build, options, words):
+    report = prove(config, build, 2, updates=1, **options)
     assert not report.equal
     assert words in str(report)

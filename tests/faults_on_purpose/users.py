@@ -74,42 +74,39 @@ def penalty_on_a_shard() -> Given:
 # -- forwards --------------------------------------------------------------------------------------------------------
 
 
+def between(**methods: Any) -> Given:
+    """The MLP with this code between its layers."""
+    return given("mlp", type("Model", (Between,), methods)())
+
+
+def learns(model: nn.Module) -> bool:
+    """Whether this forward is one that backward follows."""
+    return model.training and torch.is_grad_enabled()
+
+
 def rows_mixed() -> Given:
     """The forward subtracts the mean over the rows of its batch."""
-
-    class Centred(Between):
-        def after_first(self, x: torch.Tensor) -> torch.Tensor:
-            return x - x.mean(0)
-
-    return given("mlp", Centred())
+    return between(after_first=lambda self, x: x - x.mean(0))
 
 
 def state_kept() -> Given:
     """The forward uses what it has seen in the call before."""
 
-    class Remembers(Between):
-        seen: Any = 0.0
+    def after_first(self: Any, x: torch.Tensor) -> torch.Tensor:
+        before, self.seen = self.seen, x.detach().mean(0) if learns(self) else self.seen
+        return x + before
 
-        def after_first(self, x: torch.Tensor) -> torch.Tensor:
-            before = self.seen
-            if self.training and torch.is_grad_enabled():
-                self.seen = x.detach().mean(0)
-            return x + before
-
-    return given("mlp", Remembers())
+    return between(seen=0.0, after_first=after_first)
 
 
 def calls_counted() -> Given:
     """The forward depends on how often it was called."""
 
-    class Counts(Between):
-        calls = 0
+    def after_first(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.calls += learns(self)
+        return x * (1 + 0.1 * self.calls)
 
-        def after_first(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += self.training and torch.is_grad_enabled()
-            return x * (1 + 0.1 * self.calls)
-
-    return given("mlp", Counts())
+    return between(calls=0, after_first=after_first)
 
 
 def weights_written() -> Given:
@@ -127,52 +124,27 @@ def weights_written() -> Given:
 
 def scaled_by_the_world() -> Given:
     """The forward multiplies by the number of ranks."""
-
-    class Scaled(Between):
-        def after_first(self, x: torch.Tensor) -> torch.Tensor:
-            return x * _ranks()
-
-    return given("mlp", Scaled())
+    return between(after_first=lambda self, x: x * _ranks())
 
 
 def depends_on_the_rank() -> Given:
     """The forward adds something on ranks other than the first."""
-
-    class Shifted(Between):
-        def after_first(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 0.1 * (dist.get_rank() if dist.is_initialized() else 0)
-
-    return given("mlp", Shifted())
+    return between(after_first=lambda self, x: x + 0.1 * (dist.get_rank() if dist.is_initialized() else 0))
 
 
 def random_numbers() -> Given:
     """The forward draws random numbers."""
-
-    class Noisy(Between):
-        def after_first(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 0.1 * torch.randn_like(x) if self.training else x
-
-    return given("mlp", Noisy())
+    return between(after_first=lambda self, x: x + 0.1 * torch.randn_like(x) if self.training else x)
 
 
 def features_mixed_in_training() -> Given:
     """The forward subtracts the mean over features that a tensor group shards, in training only."""
-
-    class Centred(Between):
-        def after_up(self, x: torch.Tensor) -> torch.Tensor:
-            return x - x.mean(-1, keepdim=True) if self.training and torch.is_grad_enabled() else x
-
-    return given("mlp", Centred())
+    return between(after_up=lambda self, x: x - x.mean(-1, keepdim=True) if learns(self) else x)
 
 
 def features_mixed() -> Given:
     """The forward has a softmax over features that a tensor group shards."""
-
-    class Soft(Between):
-        def after_up(self, x: torch.Tensor) -> torch.Tensor:
-            return x.softmax(-1)
-
-    return given("mlp", Soft())
+    return between(after_up=lambda self, x: x.softmax(-1))
 
 
 def tokens_mixed_in_training() -> Given:
@@ -182,7 +154,7 @@ def tokens_mixed_in_training() -> Given:
     class Centred(GPT):
         def embed(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
             x = super().embed(ids, positions)
-            return x - x.mean(1, keepdim=True) if self.training and torch.is_grad_enabled() else x
+            return x - x.mean(1, keepdim=True) if learns(self) else x
 
     return given("gpt", Centred(context=8, width=16, depth=2, num_heads=4))
 
@@ -220,12 +192,7 @@ class Normalised(Function):
 
 def gradient_of_its_own() -> Given:
     """A custom autograd function divides by the norm of what it gets, which is this rank's rows."""
-
-    class Divides(Between):
-        def after_first(self, x: torch.Tensor) -> torch.Tensor:
-            return Normalised.apply(x)
-
-    return given("mlp", Divides())
+    return between(after_first=lambda self, x: Normalised.apply(x))
 
 
 def gradient_hook() -> Given:

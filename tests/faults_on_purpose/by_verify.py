@@ -1,4 +1,4 @@
-"""Runs `halfmesh verify` on many faults: ranks in processes that stay, each reference once and in this process."""
+"""Verifies layouts that have a fault: ranks in processes that stay, each reference once and in this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,27 @@ import pytest
 from halfmesh.verify import layout, phases
 from halfmesh.verify.report import VerifyReport
 from halfmesh.verify.run import Case, compare, record
-from tests.support.ranks import run_ranks
+from tests.support.proofs import TeamWork
 
-from .corpus import FAULTS, Fault
+from . import workloads
+from .fault import Fault, In, Text, put
 
 
-def run_faulty(rank: int, world_size: int, number: int | None, args: Sequence[Any]) -> Any:
+def compare_faulty(texts: Sequence[Text], args: Sequence[Any]) -> Any:
     """`compare` with a fault, which is put in before the engine is made."""
-    with pytest.MonkeyPatch.context() as patch:
-        if number is not None:
-            FAULTS[number].apply(patch)
+    with put(texts):
         return compare(*args)
 
 
 @dataclass(frozen=True)
-class QuickWork(phases.Work):
-    """Without new processes for each run.
-
+class FaultyWork(TeamWork):
+    """
     Attributes:
-        fault: its number; None: the engine has none.
-        known: references by what they depend on.
+        texts: the fault of the ranks.
+        known: references by what they depend on; each is made once, in `folder`.
     """
 
-    fault: int | None = None
+    texts: Sequence[Text] = ()
     known: dict[bytes, Path] = field(default_factory=dict)
     folder: Path = Path()
 
@@ -55,35 +54,29 @@ class QuickWork(phases.Work):
                 path.with_suffix(suffix).symlink_to(self.known[key].with_suffix(suffix))
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        if function is not compare:
-            return [function(*args)]
-        return run_ranks(run_faulty, world_size, self.fault, args, timeout=self.options.timeout)
+        if function is compare:
+            function, args = compare_faulty, (self.texts, args)
+        return super()._run(world_size, function, args)
 
 
-class Runs:
-    """Verifies one fault after the other."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[bytes, Path] = {}
-
-    def report(self, fault: Fault, is_clean: bool = False) -> VerifyReport:
-        """What verify finds. `is_clean`: without the fault, if it is one of the engine."""
-        number = None if is_clean or fault.is_users else FAULTS.index(fault)
-
-        def work(*args: Any) -> QuickWork:
-            return QuickWork(*args, fault=number, known=self._known, folder=self._folder)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(phases, "Work", work)
-            return phases.verify(fault.config(), fault.builder, world_size=fault.cell.world_size, timeout=60.0)
+Verify = Callable[[Fault, In, bool], VerifyReport]
+"""What verify finds of a fault in a layout; or without the fault, if it is one of the engine."""
 
 
 @contextmanager
-def runs() -> Iterator[Runs]:
-    """A scope in which faults are verified."""
+def verifying() -> Iterator[Verify]:
+    """A scope in which faults are verified one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        yield Runs(Path(folder))
+        known: dict[bytes, Path] = {}
+
+        def verify(fault: Fault, place: In, is_faulty: bool = True) -> VerifyReport:
+            build = place.build or (partial(workloads.given, place.cell.model) if fault.texts else fault.where)
+            options = {"texts": fault.texts if is_faulty else (), "known": known, "folder": Path(folder)}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(phases, "Work", lambda *args: FaultyWork(*args, **options))
+                return phases.verify(place.config(), build, world_size=place.cell.world_size, timeout=60.0)
+
+        yield verify
 
 
 def said(found: VerifyReport) -> str:
@@ -92,3 +85,9 @@ def said(found: VerifyReport) -> str:
         return f"refused {'; '.join(found.problems)}"
     first = found.first
     return "" if first is None else f"{first.what} {first.module}; {first.where}"
+
+
+def verdict(place: In, report: VerifyReport) -> str:
+    """Whether the place that is named first is right: "right", "another" or "missed"."""
+    words = said(report)
+    return "right" if place.is_right(words) else "another" if words else "missed"

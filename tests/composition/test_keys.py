@@ -1,0 +1,135 @@
+"""The keys `activation_checkpoint`, `activation_offload` and `compile` with several ranks: the same weights as without
+them, with dropout, too, which verify switches off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from halfmesh.engine import offload
+from halfmesh.engine.recompute import Checkpointed
+from tests.support import compiling
+from tests.support.models import COMPUTE_DTYPES, TOLERANCES
+from tests.support.whole import close_whole
+
+from .cells import Cell, Pipe
+from .training import digest, make_engine, run_cell, train
+
+pytestmark = pytest.mark.distributed
+UPDATES, DROPOUT = 3, 0.3
+
+
+@dataclass(frozen=True)
+class KeyCell(Cell):
+    """A cell with the keys."""
+
+    checkpoint: Any = False
+    offload: bool = False
+    compiled: str = ""  # the scope
+
+    def config(self, **options: Any) -> dict[str, Any]:
+        form = {"patterns": list(self.checkpoint)} if isinstance(self.checkpoint, tuple) else self.checkpoint
+        keys = {"activation_checkpoint": form, "activation_offload": self.offload}
+        if self.compiled:
+            keys["compile"] = {"scope": self.compiled, "backend": compiling.NAME}
+        return super().config(**options) | keys
+
+    def __str__(self) -> str:
+        return "-".join([super().__str__(), *[self.compiled] * bool(self.compiled)])
+
+
+@contextmanager
+def counted() -> Iterator[list[torch.Tensor]]:
+    """What is moved to the host within, however small."""
+    moved: list[torch.Tensor] = []
+    inner = offload._OnHost.__init__
+
+    def init(self: offload._OnHost, host: torch.Tensor, *more: Any) -> None:
+        inner(self, host, *more)
+        moved.append(host)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload._OnHost, "__init__", init)
+        patch.setattr(offload, "SMALLEST", 1)
+        yield moved
+
+
+def run(rank: int, world_size: int, cell: KeyCell) -> tuple[dict[str, torch.Tensor], int, int, Any, list[str]]:
+    """The weights after some updates; how many modules were changed and tensors moved; what was compiled, and why
+    graphs ended."""
+    with counted() as moved, compiling.watched() if cell.compiled else nullcontext() as compiled:
+        engine = make_engine(cell, rank, DROPOUT)
+        changed = sum(isinstance(module.forward, Checkpointed) for module in engine.model.modules())
+        train(engine, UPDATES)
+        weights = close_whole(engine)
+        assert not any("forward" in vars(module) for module in engine.model.modules())
+        return weights, changed, len(moved), compiled, compiled.breaks if compiled else []
+
+
+PARTS = ("blocks.*.mlp", "blocks.0.attention", "blocks.1.norm?")
+PIPE = Pipe(2, "1f1b", 4)
+SEQUENCE = {"tensor": 2, "sequence_parallel": True}
+LAYOUTS = [
+    KeyCell("none", "gpt", **SEQUENCE),
+    KeyCell("none", "gpt", pipeline=PIPE),
+    pytest.param(KeyCell("naive_bf16", "gpt", data=2, strategy="fsdp"), marks=pytest.mark.slow),
+    pytest.param(KeyCell("torch_bf16", "gpt", tensor=2, data=2, pipeline=PIPE), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.promise(
+    "activation checkpointing and offloading, with the rest",
+    "the same weights, less memory",
+    of="SageMaker",
+    page="memory.md",
+)
+@pytest.mark.parametrize("cell", LAYOUTS, ids=str)
+def test_the_same_bits(cell):
+    expected = [digest(weights) for weights, *_ in run_cell(cell, run, cell)]
+    found = {}
+    forms = [("full", False), ("selective", False), (PARTS, False), (False, True), ("full", True)]
+    for checkpoint, offloads in forms[: 4 if cell.strategy == "fsdp" else 5]:
+        given = replace(cell, checkpoint=checkpoint, offload=offloads and cell.strategy != "fsdp")
+        result = run_cell(cell, run, given, timeout=120)
+        assert [digest(weights) for weights, *_ in result] == expected, given
+        assert all(bool(changed) == bool(given.checkpoint) for _, changed, *_ in result), given
+        assert all(bool(moved) == given.offload for _, _, moved, *_ in result), given
+        found[checkpoint, offloads] = [counts for _, *counts in result]
+    if cell == LAYOUTS[1]:  # each rank changes what it computes
+        assert [changed for changed, *_ in found["full", False]] == [1, 1]
+        assert [changed for changed, *_ in found[PARTS, False]] == [2, 3]
+        moved = [count for _, count, *_ in found["full", True]]
+        assert moved == [4 * UPDATES] * 2, "what each of four microbatches gives to one block, in each update"
+
+
+COMPILED = [
+    KeyCell("naive_bf16", "llama", data=2, gradient_accumulation=2, clip_grad_norm=True, compiled="auto"),
+    KeyCell("none", "gpt", data=2, strategy="fsdp", pipeline=Pipe(2, "1f1b", 2), compiled="auto"),
+    KeyCell("torch_fp16", "gpt", pipeline=PIPE, clip_grad_norm=True, compiled="auto"),
+    KeyCell("torch_fp16", "llama", tensor=2, compiled="model"),
+    KeyCell("naive_fp16", "gpt", **SEQUENCE, data=2, gradient_accumulation=2, compiled="auto"),
+    KeyCell("none", "gpt", tensor=2, checkpoint="full", compiled="blocks"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.promise("torch.compile", "`compile=True`, with the same weights", of="PyTorch", page="benchmarks.md")
+@pytest.mark.parametrize("cell", COMPILED, ids=str)
+def test_compiled_code_trains_as_without(cell):
+    expected, *_ = run_cell(cell, run, replace(cell, compiled=""))[0]
+    result = run_cell(cell, run, cell, timeout=120)
+    largest = max(value.abs().max().item() for value in expected.values())
+    for weights, *_, compiled, breaks in result:
+        torch.testing.assert_close(weights, result[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCES[cell.mode] * largest)
+        microbatches = UPDATES * cell.gradient_accumulation * cell.pipeline.microbatches
+        assert compiled.forwards >= microbatches * (2 if cell.checkpoint else 1)
+        assert compiled.backwards >= microbatches
+        assert compiled.dtypes == {COMPUTE_DTYPES[cell.mode]}
+        assert bool(breaks) == (cell.tensor > 1), "graphs end where a tensor group meets, and nowhere else"
+        assert all("torch.compiler.disable" in reason for reason in breaks), "and only where halfmesh says so"
