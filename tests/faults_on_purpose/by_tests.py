@@ -111,7 +111,7 @@ def be_faulty(texts: Sequence[Text], tests: Sequence[str], pipe: int) -> None:
     forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     LocalRanks.begin = begin_faulty  # type: ignore[method-assign]
     with put(texts), open(pipe, "w") as answer:
-        json.dump(run_pytest("-m", "not slow", *tests), answer)
+        json.dump(run_pytest("--maxfail=1", *tests), answer)
 
 
 def serve(files: Sequence[str]) -> None:

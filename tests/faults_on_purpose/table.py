@@ -7,10 +7,11 @@ from .checkpoint import CHECKPOINT, FLOAT8_FAULTS
 from .data import DATA_FAULTS, SHARDED
 from .fault import Fault, In, user
 from .layouts import DATA, GPT_CONTEXT, GPT_TENSOR, GRADIENT, LOSS, MLP_TENSOR, OTHERWISE, TWICE, after, before, grad
+from .norm import NORM_AND_SCALE
 from .pipeline import PIPELINE
 from .shared_batches import CONTEXT, EXPERT_FAULTS
 from .tensor import TENSOR
-from .update import ACTIVATIONS, NORM_AND_SCALE, SEVERAL_OPTIMIZERS, WEIGHTS
+from .update import ACTIVATIONS, SEVERAL_OPTIMIZERS, WEIGHTS
 
 SUMMED, BETWEEN = (LOSS, GRADIENT), before("up")
 PLANNED = GPT_TENSOR.config()["parallel"]

@@ -5,19 +5,31 @@ from __future__ import annotations
 import pytest
 
 from .by_tests import testing
-from .table import FAULTS, TESTS
+from .table import FAULTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-PAIRS = [pytest.param(fault, test, id=fault.what) for fault in FAULTS for test in fault.tests]
+pytestmark = pytest.mark.distributed
+
+QUICK = {
+    "The loss scale leaves its bounds",
+    "An error in backward leaves half a gradient",
+    "New weights are used before they have arrived",
+}
+"""The others are slow."""
+MARKS = {True: (), False: pytest.mark.slow}
+PAIRS = [(fault, test) for fault in FAULTS for test in fault.tests]
 
 
 @pytest.fixture(scope="module")
-def run():
-    with testing(test.partition("::")[0] for test in TESTS) as run:
+def run(request):
+    """Runs tests of the files of those that were chosen."""
+    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
+    with testing(params["test"].partition("::")[0] for params in chosen) as run:
         yield run
 
 
-@pytest.mark.parametrize(("fault", "test"), PAIRS)
+@pytest.mark.parametrize(
+    ("fault", "test"), [pytest.param(*pair, id=pair[0].what, marks=MARKS[pair[0].what in QUICK]) for pair in PAIRS]
+)
 def test_the_fault_is_seen(run, fault, test):
     result = run(fault.texts, [test])
     assert result.red, result.output[-2000:]

@@ -31,19 +31,19 @@ def verify():
         yield verify
 
 
-def _params(places):
+def params(places):
     marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(*each, id=f"{each[0].what}-{each[1]}", marks=marks[each[0].what in QUICK]) for each in places]
 
 
-@pytest.mark.parametrize(("fault", "place"), _params(PLACES))
+@pytest.mark.parametrize(("fault", "place"), params(PLACES))
 def test_a_fault_is_reported_as_the_page_says(verify, fault, place):
     report = verify(fault, place, True)
     assert verdict(place, report) == read()[fault.what, str(place)], str(report)
     assert not place.cause or place.cause in f"{report.first.cause} {report.first.advice}", str(report)
 
 
-@pytest.mark.parametrize(("fault", "place"), _params(ONCE.values()))
+@pytest.mark.parametrize(("fault", "place"), params(ONCE.values()))
 def test_without_the_fault_all_is_equal(verify, fault, place):
     report = verify(fault, place, False)
     assert report.equal, str(report)
