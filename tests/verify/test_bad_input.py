@@ -101,7 +101,6 @@ def verify(folder: Path) -> Callable[..., dict[str, Any]]:
     ("build", "words"),
     [
         ("fails", "--model bad_models:fails: it raised FileNotFoundError: [Errno 2] No such file"),
-        ("fails", "bad_models.py:19). It is called without arguments"),
         ("text", "it returned str; let it return the model"),
         ("alone", "it returned no batch"),
         ("frozen", "no parameters that require gradients, so there is nothing to train"),
@@ -175,8 +174,8 @@ def test_ranks_that_hang(verify: Callable[..., Any], folder: Path) -> None:
     assert not list((folder / "temporary").glob("halfmesh_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_ends_all(folder: Path, number: signal.Signals) -> None:
+@pytest.mark.slow
+def test_a_signal_ends_all(folder: Path) -> None:
     (folder / "config.py").write_text("")
     command = [sys.executable, "-m", "halfmesh", "verify", "config.py", "--model", "bad_models:hangs"]
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # pytest's name is too long for the socket of the server
@@ -185,9 +184,9 @@ def test_a_signal_ends_all(folder: Path, number: signal.Signals) -> None:
             [*command, "--world-size", "2"], cwd=folder, env=environment, stdout=-1, stderr=-1, text=True
         )
         pids = wait_for(folder / "seen", 2)
-        process.send_signal(number)
-        process.send_signal(number)  # as `timeout` does, which ends the group of a command, and the command
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # as `timeout` does, which ends the group of a command, and the command
         out, _ = process.communicate()
-        assert (process.returncode, out) == (128 + number, "")
+        assert (process.returncode, out) == (128 + signal.SIGTERM, "")
         assert not running(pids)
         assert not [path for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor")]
