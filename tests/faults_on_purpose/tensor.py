@@ -79,7 +79,14 @@ TENSOR = (
     ),
     fault(
         "Of four shards of a head's output the last two are joined in the wrong order",
-        Text(COLLECTIVES, GATHER, f"{GATHER}.unflatten(dim, (4, -1))[..., [0, 1, 3, 2], :].flatten(-2)"),
+        Text(
+            COLLECTIVES,
+            "return connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: _shard(grad",
+            "shards = connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: _shard(grad, dim, group))"
+            ".chunk(group.size(), dim)\n"
+            "    return torch.cat([*shards[:2], *shards[:1:-1]], dim)\n"
+            "    return connect(x, lambda x: start_gather(x, dim, group)(), lambda grad: _shard(grad",
+        ),
         In(
             Cell("none", "gpt", tensor=4),
             after("head"),
