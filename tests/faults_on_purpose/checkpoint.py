@@ -7,7 +7,7 @@ from .fault import Text, fault
 CHECKPOINTER, STORAGE, STATE = (f"checkpoint/{name}.py" for name in ("checkpointer", "storage", "state"))
 VALIDATE, FLOAT8, WRAP = "checkpoint/validate.py", "amp/float8.py", "parallel/sharding/fsdp_wrap.py"
 RESUME, CONTENTS, BACKGROUND, SETTINGS, SAVING, DAMAGE = (
-    f"tests/checkpoint/test_{name}.py" for name in ("resume", "contents", "background", "settings", "saving", "damage")
+    f"tests/checkpoint/test_{name}.py" for name in ("resume", "contents", "background", "keep", "saving", "damage")
 )
 GATHER, FLOAT8_TESTS = "tests/parallel/sharding/test_fsdp_gather.py", "tests/amp/test_float8.py"
 
@@ -15,7 +15,7 @@ CHECKPOINT = (
     fault(
         "Loss scales are not restored",
         Text(CHECKPOINTER, "losses.load_state_dict(scalers)", "pass"),
-        f"{CONTENTS}::test_state_of_divided_parameters",
+        f"{RESUME}::test_one_process_goes_on_within_an_epoch_and_at_its_edges",
     ),
     fault(
         "Skip counts are not restored",
@@ -42,7 +42,7 @@ CHECKPOINT = (
     fault(
         "Attached state is not restored",
         Text(CHECKPOINTER, 'yield from self.attached.load_state_dict(attached.get("attached", {}))', "yield from ()"),
-        f"{CONTENTS}::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",
+        "tests/checkpoint/test_attached.py::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",
     ),
     fault(
         "A background save writes what training changes meanwhile",
@@ -52,7 +52,7 @@ CHECKPOINT = (
     fault(
         "An error of a background save is lost",
         Text(CHECKPOINTER, "            written.result()\n", "            pass\n"),
-        f"{BACKGROUND}::test_an_error_is_logged_at_once_and_training_goes_on",
+        f"{BACKGROUND}::test_an_error_is_logged_at_once_and_comes_with_what_waits",
     ),
     fault(
         "A checkpoint has its name before it is complete",
@@ -91,7 +91,7 @@ CHECKPOINT = (
     fault(
         "Optimizer settings start fresh",
         Text(STATE, "{**found, **kept,", "{**kept,"),
-        f"{RESUME}::test_at_the_edges_of_an_epoch",
+        f"{RESUME}::test_one_process_goes_on_within_an_epoch_and_at_its_edges",
     ),
     fault(
         "A schedule that is kept begins anew",
@@ -109,7 +109,7 @@ FLOAT8_FAULTS = (
     fault(
         "The filter of fp8 is ignored",
         Text(FLOAT8, "not is_filtered and all(", "all("),
-        f"{FLOAT8_TESTS}::test_the_plan_says_which_layers_stay",
+        f"{FLOAT8_TESTS}::test_layers_that_stay_compute_as_in_bf16_and_the_plan_names_them",
     ),
     fault(
         "Sharded layers multiply in bf16 under fp8",
@@ -119,7 +119,7 @@ FLOAT8_FAULTS = (
     fault(
         "The scale of a gathered weight is that of a shard",
         Text(WRAP, "dist.all_reduce(self._largest, dist.ReduceOp.MAX, mesh.get_group())", "pass"),
-        f"{GATHER}::test_bytes_that_are_gathered",
+        f"{GATHER}::test_the_same_bits_as_gathered_wide",
     ),
     fault(
         "The scale of a gathered weight is that of its first gather",
@@ -129,6 +129,6 @@ FLOAT8_FAULTS = (
     fault(
         "A weight that is tied to an embedding is gathered in float8",
         Text(FLOAT8, " if weight not in others", ""),
-        f"{GATHER}::test_bytes_that_are_gathered",
+        f"{GATHER}::test_the_same_bits_as_gathered_wide",
     ),
 )

@@ -45,7 +45,7 @@ WEIGHTS = (
             "known[param] if param in known else make_master(full_value(param))",
             "make_master(full_value(param))",
         ),
-        f"{EXACT}::test_masters_keep_the_full_precision_the_model_came_with",
+        f"{EXACT}::test_masters_step_as_an_fp32_optimizer_would",
     ),
     fault(
         "Each update begins with the model's rounded weights, and not with their masters",
@@ -109,7 +109,7 @@ WEIGHTS = (
     fault(
         "Fused SGD with dampening",
         Text(STEPPER, "return not dampened and not", "return not"),
-        f"{FUSED}::test_dampening_that_begins_later",
+        f"{FUSED}::test_fused_leaves_the_users_choice",
     ),
     fault(
         "Fused kernels ignore the layout of state",
