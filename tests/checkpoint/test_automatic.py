@@ -13,7 +13,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from halfmesh.errors import CheckpointError, InputError, Preempted
 from tests.checkpoint.loops import at, loop, made, step, steps_in, twice
@@ -44,36 +43,6 @@ def test_every_where_boundaries_do_not_meet_it(tmp_path):
     twice(engine := made(tmp_path, every=5))
     engine.close()
     assert steps_in(tmp_path) == [10, 16, 20]
-
-
-def test_gradients_that_no_step_has_used_are_not_lost(tmp_path):
-    engine = made(tmp_path, every=1)
-    batches = iter(engine.dataloader)
-    x, y = next(batches)
-    for _ in range(2):
-        step(engine, x, y)
-    engine.backward(engine.criterion(engine(x), y))
-    next(batches)  # no boundary: a save would be refused
-    assert engine.step() is not None
-    next(batches)
-    engine.close()
-    assert steps_in(tmp_path) == [3]
-
-
-def test_a_pass_without_gradients_is_no_boundary(tmp_path):
-    engine = made(tmp_path, every=1)
-    for number, (x, y) in enumerate(engine.dataloader):
-        step(engine, x, y)
-        if number == 2:
-            break
-    engine.wait_for_save()
-    with torch.no_grad():
-        for x, _ in engine.dataloader:
-            engine(x)
-    engine.wait_for_save()
-    assert steps_in(tmp_path) == [1, 2]
-    engine.close()
-    assert steps_in(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("error", [None, OSError("no room")])

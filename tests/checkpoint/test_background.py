@@ -110,35 +110,6 @@ def test_engines_that_share_a_folder_write_one_after_the_other(tmp_path, gate):
     assert not list((tmp_path / "all").glob(".step-*"))
 
 
-def test_close_waits_for_another_engine_that_writes_into_its_folder(tmp_path, gate):
-    """Closing its file ends the lock of the whole process."""
-    first, second = made(name="a"), made(name="b")
-    first.save(tmp_path)
-    gate.open.clear()
-    place = second.save(tmp_path, in_background=True)
-    threading.Timer(0.2, gate.open.set).start()
-    first.close()
-    assert place.exists()
-    second.close()
-
-
-def sharing(rank, world_size, folder):
-    engines = [make_engine(layout, "none", name=layout) for layout in ("dp2", "fsdp")]
-    for _ in range(3):
-        for engine in engines:
-            train(engine, 1)
-            engine.save(folder, in_background=True)
-    for engine in engines:
-        engine.close()
-    return sorted(os.listdir(folder))
-
-
-@pytest.mark.distributed
-def test_engines_of_two_ranks_that_share_a_folder(tmp_path):
-    steps = [f"step-0000000{step}{again}" for step in (1, 2, 3) for again in ("", ".1")]
-    assert run_ranks(sharing, 2, str(tmp_path)) == [[".lock", *steps]] * 2
-
-
 ENDS = """
 import os, sys, threading
 from tests.support.checkpoint_runs import make_engine

@@ -69,27 +69,6 @@ def test_ctrl_c_without_automatic_saves_ends_at_once(tmp_path):
     assert (session["status"], session["to_step"], engine.global_step) == ("interrupted", 2, 2)
 
 
-def test_ctrl_c_ends_fit(tmp_path):
-    class CtrlC(halfmesh.Hook):
-        def after_step(self, trainer, result):
-            at(3, signum=signal.SIGINT)(trainer.engine)
-
-    engine = made(tmp_path / "saves")
-    with pytest.raises(Interrupted):
-        halfmesh.Trainer(engine).fit(epochs=2, hooks=[CtrlC(), {"type": "run", "directory": tmp_path / "run"}])
-    session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
-    assert (session["status"], steps_in(tmp_path / "saves")) == ("interrupted", [3])
-
-
-def test_a_handler_of_the_users_for_ctrl_c_stays(tmp_path, caplog):
-    came = []
-    signal.signal(signal.SIGINT, lambda *_: came.append(1))
-    loop(engine := made(tmp_path), at(2, signum=signal.SIGINT))
-    engine.close()
-    assert (came, steps_in(tmp_path)) == ([1], [])
-    assert "handled already" not in caplog.text
-
-
 def test_ctrl_c_is_pythons_where_one_types(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
     engine = made(tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import UserDict, namedtuple
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,94 +9,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 import halfmesh
-from halfmesh.config.schema import ParallelConfig
-from halfmesh.data.loader import EngineDataLoader, ToDevice
-from halfmesh.data.sharding import ShardedLoader
 from halfmesh.errors import InputError
-from halfmesh.parallel.mesh import ParallelContext
-from halfmesh.utils.tensors import tensors_of
 from tests.support.models import MLP, make_engine, make_loader, sgd
-
-Pair = namedtuple("Pair", ["image", "label"])
-TENSOR = torch.ones(2)
 
 
 def dataloader(loader, accumulation=1):
     """With accumulation the end of an epoch has to be known before it comes."""
     return make_engine({"gradient_accumulation": accumulation}, loader=loader).dataloader
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        {"image": TENSOR, "extra": {"mask": TENSOR, "name": "a"}},
-        (TENSOR, (TENSOR, [TENSOR, 3])),
-        Pair(TENSOR, torch.tensor(1)),
-    ],
-    ids=["dicts", "nested tuples", "named tuples"],
-)
-def test_batches_of_any_structure_are_moved(item):
-    context = ParallelContext(ParallelConfig().dims(1), torch.device("meta"))
-    sharded = ShardedLoader(DataLoader([item] * 4, 2), context, training=True)
-    batch = next(iter(EngineDataLoader(sharded, context, 0)))
-    tensors = tensors_of(batch)
-    assert tensors
-    assert all(t.is_meta for t in tensors)
-    assert type(batch) is (Pair if isinstance(item, Pair) else dict if isinstance(item, dict) else list)
-
-
-class Graph:
-    """An object that moves its own tensors, in place or to a new one, with or without `non_blocking`."""
-
-    def __init__(self, x, moves):
-        self.x, self.moves, self.lengths = x, moves, torch.ones(2)
-
-    def to(self, device, **options):
-        if self.moves == "device only" and options:
-            raise TypeError("unexpected keyword argument 'non_blocking'")
-        if self.moves == "in place":
-            self.x = self.x.to(device)
-            return None
-        return Graph(self.x.to(device), self.moves)
-
-
-class Boxes(list):
-    """A list with a method of its own, as detection models have."""
-
-    def to(self, device, **options):
-        return Boxes(box.to(device) for box in self[:1])
-
-
-@pytest.mark.parametrize("moves", ["in place", "new", "device only"])
-def test_objects_move_their_own_tensors(moves):
-    moved = ToDevice(torch.device("meta"))
-    batch = moved.finish(moved.start({"graph": Graph(TENSOR, moves), "x": TENSOR, "boxes": [Boxes([TENSOR, TENSOR])]}))
-    assert type(batch["graph"]) is Graph
-    assert [batch["graph"].x.is_meta, batch["graph"].lengths.is_meta, batch["x"].is_meta] == [True, False, True]
-    assert [box.is_meta for box in batch["boxes"][0]] == [True]
-
-
-class Encoding(UserDict):
-    """A mapping with a method `to` that moves in place, and only tensors at the top, as transformers' BatchEncoding."""
-
-    def to(self, device, **options):
-        self.data = {key: value.to(device) if hasattr(value, "to") else value for key, value in self.data.items()}
-        return self
-
-
-def test_a_mapping_is_moved_with_all_it_holds_and_stays_as_it_was():
-    moved, given = ToDevice(torch.device("meta")), Encoding(ids=TENSOR, more={"mask": TENSOR})
-    batch = moved.finish(moved.start(given))
-    assert [batch["ids"].is_meta, batch["more"]["mask"].is_meta] == [True, True]
-    assert not given["ids"].is_meta
-
-
-def test_a_packed_sequence_keeps_its_lengths_on_the_host():
-    moved = ToDevice(torch.device("meta"))
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    packed = moved.finish(moved.start((packed, TENSOR)))[0]
-    assert packed.data.is_meta
-    assert packed.batch_sizes.tolist() == [2, 1, 1]
 
 
 class Reader(IterableDataset):
@@ -229,6 +145,19 @@ def test_epochs_count_up_and_can_be_set():
     assert loader.epoch == 7
 
 
+def test_it_has_the_attributes_of_the_loader_that_was_given():
+    for loader, expected in (
+        (DataLoader(range(16), 4, shuffle=True, drop_last=True), [4, True, 0]),
+        (DataLoader(Queue(4), 4), [4, False, 0]),
+    ):
+        ours = dataloader(loader)
+        assert [ours.batch_size, ours.drop_last, ours.num_workers] == expected
+        assert ours.dataset is loader.dataset
+        assert ours.sampler is not None
+        with pytest.raises(AttributeError, match="no attribute 'batchsize'"):
+            _ = ours.batchsize
+
+
 def test_an_empty_stream():
     engine = halfmesh.initialize(MLP(), sgd, None, DataLoader(Queue(0), 4), {}, eval_dataloader=DataLoader(Queue(0)))
     with pytest.raises(InputError, match="epoch 0: the dataloader gave no batch on this rank; give it at"):
@@ -270,111 +199,3 @@ def test_the_time_that_a_loop_waits_is_counted(monkeypatch):
     for _ in loader:
         now[0] += 100
     assert loader.waited_s == 4 * 2
-
-
-class OnGPU(torch.Tensor):
-    """Notes what is done with it, as a tensor that is copied to a GPU."""
-
-    stream, log, pinned = "compute", [], True
-
-    def to(self, *_, **__):
-        if self.stream == "copies":
-            self.log.append(f"copy {self.item():g} on {self.stream}")
-        return self
-
-    def pin_memory(self, *_):
-        if not self.pinned:
-            self.log.append(f"pin {self.item():g}")
-        return self
-
-    def record_stream(self, stream):
-        self.log.append(f"{self.item():g} used on {stream.name}")
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """Streams and events by name, in the order of the calls. Events are numbered."""
-    monkeypatch.setattr(OnGPU, "log", [])
-    count = itertools.count(1)
-
-    class Stream:
-        def __init__(self, device=None, name="copies"):
-            self.name = name
-
-        def wait_event(self, event):
-            OnGPU.log.append(f"{self.name} waits for {event.number}")
-
-    class Event:
-        def record(self, stream):
-            self.number = next(count)
-            OnGPU.log.append(f"event {self.number} on {stream.name}")
-
-        def synchronize(self):
-            OnGPU.log.append(f"host waits for {self.number}")
-
-    @contextmanager
-    def on(stream):
-        monkeypatch.setattr(OnGPU, "stream", stream.name)
-        yield
-        monkeypatch.setattr(OnGPU, "stream", "compute")
-
-    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", on)):
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name="compute"))
-    return ToDevice(torch.device("cuda")), OnGPU.log
-
-
-def on_gpu(value):
-    return torch.tensor(float(value)).as_subclass(OnGPU)
-
-
-def test_a_batch_on_a_gpu_waits_for_its_own_copy_only(gpu):
-    to_device, log = gpu
-    first = to_device.start({"x": on_gpu(1)})
-    second = to_device.start((on_gpu(2), on_gpu(3)))
-    to_device.finish(first)
-    to_device.finish(second)
-    assert log == [
-        *("copy 1 on copies", "event 1 on copies", "copy 2 on copies", "copy 3 on copies", "event 2 on copies"),
-        *("compute waits for 1", "1 used on compute", "compute waits for 2", "2 used on compute", "3 used on compute"),
-    ]
-    to_device.wait()
-    to_device.wait()
-    assert log[10:] == ["host waits for 2"]
-
-
-def test_an_object_is_moved_on_the_stream_that_uses_it(gpu):
-    log = gpu[1]
-
-    class Sentences:
-        def pin_memory(self):
-            log.append("pin sentences")
-            return self
-
-        def to(self, device, non_blocking):
-            log.append(f"{OnGPU.stream} moves to {device}, {non_blocking=}")
-            return self
-
-    gpu[0].finish(gpu[0].start(Sentences()))
-    assert log == [
-        *("pin sentences", "event 1 on copies", "compute waits for 1", "compute moves to cuda, non_blocking=True"),
-    ]
-
-
-def test_batches_are_pinned_where_no_worker_did_it(gpu, monkeypatch):
-    monkeypatch.setattr(OnGPU, "pinned", False)
-    gpu[0].start((on_gpu(1), on_gpu(2)))
-    assert gpu[1] == ["pin 1", "copy 1 on copies", "pin 2", "copy 2 on copies", "event 1 on copies"]
-
-
-def test_on_a_gpu_a_thread_of_the_loader_pins_and_the_one_that_was_given_is_left_alone():
-    """Without workers it has no such thread, and a dataset may be on the GPU itself, which cannot be pinned."""
-    for device, workers, pins in (("cuda", 1, True), ("cuda", 0, False), ("cpu", 1, False)):
-        given = DataLoader(range(4), 2, num_workers=workers)
-        sharded = ShardedLoader(given, ParallelContext(ParallelConfig().dims(1), torch.device(device)), training=True)
-        assert (sharded.loader.pin_memory, given.pin_memory) == (pins, False)

@@ -1,9 +1,11 @@
-"""Loaders whose data is this data rank's own already, and timm's loaders around a DataLoader."""
+"""Data that is each rank's own already, or that all ranks have alike; and timm's loaders around a DataLoader."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import halfmesh
 from halfmesh.trainer.trainer import Trainer
-from tests.support.models import make_data, make_engine, said, train
-from tests.support.ranks import run_ranks
+from tests.support.models import MLP, make_data, make_engine, said, sgd
+from tests.support.ranks import here, rank_device, run_ranks
 
 
 class OwnStream(IterableDataset):
@@ -44,8 +47,7 @@ class Counted(OwnStream):
         return len(range(dist.get_rank(), self.count, dist.get_world_size()))
 
 
-def first_epochs(engine: Any) -> list[list[list[int]]]:
-    return [[row for batch in engine.dataloader for row in batch.tolist()] for _ in range(2)]
+STREAMS = ("said", "attribute", "seen", "counted")
 
 
 def own(rank: int, world_size: int) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def own(rank: int, world_size: int) -> dict[str, Any]:
         loader = DataLoader(dataset, 2, shuffle=True) if name == "map-style" else DataLoader(dataset, 2)
         with make_engine(loader=loader, **options) as engine:
             torch.manual_seed(rank)
-            found[name] = first_epochs(engine)
+            found[name] = [[row for batch in engine.dataloader for row in batch.tolist()] for _ in range(2)]
     found["other rank"] = said(make_engine, loader=DataLoader(Node(0, 4), 2))
     found["unequal"] = said(make_engine, loader=DataLoader(Counted(17), 1), sharded=True)
     return found
@@ -76,10 +78,10 @@ def own(rank: int, world_size: int) -> dict[str, Any]:
 def test_data_of_this_rank_is_taken_as_it_is():
     everyone = run_ranks(own, 2)
     for rank, found in enumerate(everyone):
-        for name in ("said", "attribute", "seen", "counted", "map-style"):
+        for name in (*STREAMS, "map-style"):
             for epoch in found[name]:
                 assert sorted(row[0] for row in epoch) == list(range(rank, 16, 2)), name
-        for name in ("said", "attribute", "seen", "counted"):
+        for name in STREAMS:
             mine, theirs = ([[row[1] for row in epoch] for epoch in each[name]] for each in everyone)
             assert mine[0] != mine[1], "other numbers in each epoch"
             assert mine[0] != theirs[0], "the numbers of this rank's generators"
@@ -87,24 +89,65 @@ def test_data_of_this_rank_is_taken_as_it_is():
         assert "shards itself, and has 9 batches on some ranks and 8 on others" in found["unequal"]
 
 
-def alike(rank: int, world_size: int) -> list[str]:
-    """What is said of data that is called each rank's own, and is the same on all of them."""
+def loops(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What is said of loops over data of several kinds."""
+    x, y = make_data(32)
+    samples = TensorDataset(x, y)
+
+    def drawn_by(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return [(x[chosen], y[chosen]) for chosen in torch.randint(32, (4, 8))]
+
+    found: dict[str, list[str]] = {}
+    for name, batches, options in (
+        ("the engine's", None, {}),
+        ("called its own, alike", None, {"sharded": True}),
+        ("not given, alike", drawn_by(0), {}),
+        ("not given, by rank", drawn_by(rank), {}),
+        ("not given, by rank; other calls alike", drawn_by(rank), {}),
+    ):
+        loader = DataLoader(samples, 8) if batches is None else None
+        engine = halfmesh.initialize(
+            MLP(), sgd, torch.nn.functional.cross_entropy, loader, {}, device=rank_device(), **options
+        )
+        with warnings() as found[name], engine:
+            for inputs, targets in engine.dataloader if batches is None else batches:
+                outputs = engine(here(inputs))
+                if "other calls" in name:
+                    engine.call("forward", here(x[:2]))
+                    with torch.no_grad():
+                        engine(here(x[:2]))
+                engine.backward(engine.criterion(outputs, here(targets)))
+                engine.step()
+    return found
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("halfmesh").addHandler(handler)
-    with make_engine(loader=DataLoader(TensorDataset(*make_data(8)), 4), sharded=True) as engine:
-        train(engine)
-    logging.getLogger("halfmesh").removeHandler(handler)
-    return told
+    try:
+        yield told
+    finally:
+        logging.getLogger("halfmesh").removeHandler(handler)
 
 
+@pytest.mark.promise(
+    "data ranks that train on the same batches",
+    "a warning",
+    of="SageMaker",
+    page="loop.md",
+)
 @pytest.mark.distributed
-def test_the_same_data_on_each_rank_is_told():
-    first, second = run_ranks(alike, 2)
-    assert second == []
-    assert len(first) == 1
-    assert "all 2 data ranks were given the same inputs in the first update" in first[0]
+def test_the_same_batches_on_each_rank_are_told_once():
+    first, second = run_ranks(loops, 2)
+    assert all(not told for told in second.values()), "rank 0 speaks"
+    for name, told in first.items():
+        assert len(told) == (name in ("called its own, alike", "not given, alike")), (name, told)
+        for words in told:
+            assert words.startswith("[rank 0] all 2 data ranks were given the same inputs in the first update")
 
 
 def collate(samples: Any) -> Any:
@@ -125,7 +168,9 @@ def prefetched(rank: int, world_size: int) -> tuple[list[Any], list[Any], float,
     theirs = list(whole)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 4))
     with make_engine(model=model, loader=given, eval_dataloader=whole) as engine:
-        train(engine)
+        for x, y in engine.dataloader:
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
         assert len(engine.dataloader) == 1
         evaluated = [(x.cpu(), y.cpu()) for x, y in engine.eval_dataloader]
         return theirs, evaluated, Trainer(engine).evaluate(whole)["eval_loss"], Trainer(engine).predict(whole)
@@ -134,7 +179,7 @@ def prefetched(rank: int, world_size: int) -> tuple[list[Any], list[Any], float,
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_timms_prefetcher_normalises_what_each_rank_gets(ranks):
-    results = run_ranks(prefetched, ranks, init=ranks > 1)
+    results = [prefetched(0, 1)] if ranks == 1 else run_ranks(prefetched, ranks)
     ((images, labels),) = results[0][0]
     for rank, (_, evaluated, loss, outputs) in enumerate(results):
         ((x, y),) = evaluated

@@ -54,14 +54,17 @@ def net(*inner, between=None):
     return nn.Sequential(nn.Linear(8, 8), Block(*inner, between=between), nn.Linear(8, 4))
 
 
+def sgd_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
 def cross_entropy(output, y):
     return nn.functional.cross_entropy(output.float(), y)
 
 
 def fail(model, config, *, x=None, y=None, criterion=cross_entropy, loss=None, before=None, batches=1):
     """The error of a run whose batches are all the same."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = halfmesh.initialize(model, optimizer, criterion, config=config, device=rank_device())
+    engine = halfmesh.initialize(model, sgd_of(model), criterion, config=config, device=rank_device())
     samples, labels = make_data(4)
     x, y = here((samples if x is None else x, labels if y is None else y))
     if before is not None:
@@ -138,27 +141,57 @@ def test_where_it_began(name):
     assert (None if fault is None else (fault.kind, fault.name)) == expected
 
 
-def test_the_course_of_the_scale():
+def test_the_course_of_the_scale_and_how_to_watch():
     config = {"fp16": {"mode": "torch", "init_scale": 16.0}, "max_consecutive_skips": 4}
     error = fail(net(Times(INF)), config, batches=4)
     assert error.diagnosis.scales == ((16.0, 1), (8.0, 1), (4.0, 1), (2.0, 1))
     assert str(error).startswith("4 updates in a row had gradients with inf or nan (max_consecutive_skips=4)")
     assert "3 of the 3 updates before this one were skipped" in str(error)
     assert "loss scale: 16 -> 8 -> 4 -> 2\n" in str(error)
-
-
-def test_unwatched_updates_say_how_to_watch_them():
     error = fail(net(Times(INF)), {"on_nonfinite": "raise"})
     assert str(error).startswith("gradients hold inf or nan; the first parameter with a non-finite gradient is '")
     assert "set debug='nonfinite' in the config" in str(error)
     assert (error.diagnosis.fault, error.diagnosis.was_watched) == (None, False)
 
 
+def watched_engine(config):
+    """And the module in it that goes wrong while its factor is inf; `step(factor)` trains a batch."""
+    model = net(switch := Times(1.0))
+    engine = halfmesh.initialize(model, sgd_of(model), cross_entropy, config=config, device="cpu")
+    x, y = make_data(4)
+
+    def step(factor):
+        switch.factor = factor
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        return bool(switch._forward_hooks)
+
+    return engine, step
+
+
+def test_modules_are_watched_only_while_a_run_of_skips_nears_its_limit():
+    engine, step = watched_engine({"fp16": {"mode": "torch"}, "max_consecutive_skips": 6})
+    watched = [step(factor) for factor in (1.0, INF, INF, INF, INF, 1.0, 1.0, INF, INF, INF, INF, INF)]
+    assert watched == [False, False, False, True, True, False, False, False, False, True, True, True]
+    with pytest.raises(halfmesh.NonFiniteError) as caught:
+        step(INF)
+    assert caught.value.diagnosis.fault.name == "1.inner.0"
+    engine.close()
+    assert not any(module._forward_hooks for module in engine.model.modules())
+
+
+def test_the_first_microbatch_of_a_cycle_is_told():
+    _, step = watched_engine({**RAISE, "gradient_accumulation": 2})
+    step(INF)
+    with pytest.raises(halfmesh.NonFiniteError) as caught:
+        step(1.0)
+    assert caught.value.diagnosis.fault.name == "1.inner.0"
+
+
 # -- without a loss scale -----------------------------------------------------------------------------------------
 
 UNSCALED = {
     "fp32": {},
-    "torch_bf16": {"bf16": {"mode": "torch"}},
     "naive_bf16": {"bf16": {"mode": "naive"}},
     "clipped": {"clip_grad_norm": 1.0},
     "accumulated": {"gradient_accumulation": 2},
@@ -173,8 +206,7 @@ def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=N
     def criterion(output, y):
         return cross_entropy(output, y) * factor[0]
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = halfmesh.initialize(model, optimizer, criterion, None, config, device=rank_device())
+    engine = halfmesh.initialize(model, sgd_of(model), criterion, None, config, device=rank_device())
     x, y = here(make_data(4)) if x is None else (x, torch.arange(4))
     told, update = [], 0
     handler = logging.Handler(logging.WARNING)
@@ -233,7 +265,7 @@ def test_nan_beside_sparse_gradients_ends_the_run():
 
 def test_losses_that_are_dropped_do_not_count(caplog):
     model = net()
-    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01), cross_entropy, None, {})
+    engine = halfmesh.initialize(model, sgd_of(model), cross_entropy, None, {})
     x, y = make_data(4)
     for _ in range(12):
         engine.backward(engine.criterion(engine(x), y) * float("nan"))
@@ -248,77 +280,38 @@ def test_fp16_without_a_scale_is_advised_to_use_bf16():
     assert "or use bf16. on_nonfinite='raise'" in str(error)
 
 
-class Switch(nn.Module):
-    factor = 1.0
-
-    def forward(self, x):
-        return x * self.factor
-
-
-def test_modules_are_watched_only_while_a_run_of_skips_nears_its_limit():
-    model = net(switch := Switch())
-    config = {"fp16": {"mode": "torch"}, "max_consecutive_skips": 6}
-    engine = halfmesh.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), cross_entropy, config=config, device="cpu"
-    )
-    x, y = make_data(4)
-    watched = []
-    for factor in (1.0, INF, INF, INF, INF, 1.0, 1.0, INF, INF, INF, INF, INF):
-        switch.factor = factor
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-        watched.append(bool(switch._forward_hooks))
-    assert watched == [False, False, False, True, True, False, False, False, False, True, True, True]
-    engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(halfmesh.NonFiniteError) as caught:
-        engine.step()
-    assert caught.value.diagnosis.fault.name == "1.inner.0"
-    engine.close()
-    assert not switch._forward_hooks
-
-
-def test_the_first_microbatch_of_a_cycle_is_told():
-    model = net(switch := Switch())
-    config = {**RAISE, "gradient_accumulation": 2}
-    engine = halfmesh.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), cross_entropy, config=config, device="cpu"
-    )
-    x, y = make_data(4)
-    switch.factor = INF
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    switch.factor = 1.0
-    engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(halfmesh.NonFiniteError) as caught:
-        engine.step()
-    assert caught.value.diagnosis.fault.name == "1.inner.0"
-
-
-def nan_on_ranks(rank, world_size, config):
-    def is_last(context):
-        return context.dp_rank == context.dp_size - 1
-
-    update, error, told = run_into_nan(config, is_bad=is_last)
-    return update, error.diagnosis.began, [(at, text.partition(" of the last ")[2][:2].strip()) for at, text in told]
-
-
 LAYOUTS = {
     "dp": {"parallel": {"data": "replicate"}},
     "zero1": {"parallel": {"data": "zero1"}, "bf16": {"mode": "naive"}},
-    "fsdp": {"parallel": {"data": "fsdp"}},
     "pipeline": {"parallel": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["2"]}}},
 }
+
+
+def nan_on_ranks(rank, world_size):
+    """The nan is on the last data rank."""
+
+    def is_last(context):
+        return context.dp_rank == context.dp_size - 1
+
+    found = {}
+    for name, config in LAYOUTS.items():
+        update, error, told = run_into_nan(config, is_bad=is_last)
+        told = [(at, text.partition(" of the last ")[2][:2].strip()) for at, text in told]
+        found[name] = (update, error.diagnosis.began), told
+    return found
 
 
 @pytest.mark.promise("inf or nan without a loss scale")
 @pytest.mark.distributed
 @pytest.mark.sends
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_nan_on_one_rank_ends_all_together(name):
-    first, last = run_ranks(nan_on_ranks, 2, LAYOUTS[name], timeout=60)
-    assert first[:2] == last[:2] == (54, 5)
-    assert last[2] == [(8, "4")]
-    assert first[2] == [(50, "46")] if name == "pipeline" else [(8, "3")]
+def test_nan_on_one_rank_ends_all_together():
+    for rank, found in enumerate(run_ranks(nan_on_ranks, 2)):
+        for name, (ended, told) in found.items():
+            assert ended == (54, 5), name
+            if rank == 1:
+                assert told == [(8, "4")], name
+            else:
+                assert told == ([(50, "46")] if name == "pipeline" else [(8, "3")]), name
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------
@@ -361,9 +354,10 @@ def told(*args, **options):
     return (fault.kind, fault.name, fault.ranks), str(diagnosis)
 
 
-def on_data_ranks(rank, world_size):
-    """The fault is in rank 1's batch, or in its part of a weight."""
-    config = {**NAIVE, "parallel": {"data": "fsdp"}}
+def faults_on_ranks(rank, world_size):
+    """Of a batch or a part of a weight of data rank 1; and in stages of a pipeline, in the second microbatch only."""
+    data = {**NAIVE, "parallel": {"data": "fsdp"}}
+    stages = {**RAISE, "parallel": LAYOUTS["pipeline"]["parallel"]}
     odd, bad = batch(*([2] if rank else [])), batch()
     bad["x"][0, 0] = INF if rank else 0.0
 
@@ -371,32 +365,29 @@ def on_data_ranks(rank, world_size):
         if rank == 1:
             model[2].inner.weight.to_local()[-1, -1] = float("nan")
 
-    forward, backward = (told(row(late=late), config, **odd) for late in ("forward", "backward"))
-    return forward, backward, told(row(), config, **bad), told(row(), config, **batch(), before=spoil)
-
-
-@pytest.mark.distributed
-def test_the_fault_of_one_data_rank_is_told_by_all_with_its_rank():
-    (forward, backward, given, weight), other = run_ranks(on_data_ranks, 2, timeout=120)
-    assert (forward, backward, given, weight) == other
-    assert forward[0] == ("output", "3", (1,))
-    assert ", on rank 1" in forward[1]
-    assert (backward[0][0], backward[0][2]) == ("gradient", (1,))
-    assert given[0] == ("input", "", (1,))
-    assert weight[0] == ("weight", "2.inner.weight", (1,))
-
-
-def on_stages(rank, world_size):
-    """In the second microbatch only."""
-    pipeline = {"size": 2, "microbatches": 2, "partition": ["2"]}
-    config = {**RAISE, "parallel": {"pipeline": pipeline}}
-    return [told(row(**where), config, **batch(2)) for where in ({"early": "forward"}, {"late": "forward"})]
+    return {
+        "forward": told(row(late="forward"), data, **odd),
+        "backward": told(row(late="backward"), data, **odd),
+        "input": told(row(), data, **bad),
+        "weight": told(row(), data, **batch(), before=spoil),
+        "first stage": told(row(early="forward"), stages, **batch(2)),
+        "last stage": told(row(late="forward"), stages, **batch(2)),
+    }
 
 
 @pytest.mark.distributed
 @pytest.mark.sends
-def test_the_stage_of_a_pipeline_is_told_by_all():
-    (early, late), other = run_ranks(on_stages, 2, timeout=60)
-    assert [early, late] == other
-    assert early[0] == ("output", "1", (0,))
-    assert late[0] == ("output", "3", (1,))
+def test_the_fault_of_one_rank_is_told_by_all_with_its_rank():
+    """Of a data rank, or of a stage."""
+    found, other = run_ranks(faults_on_ranks, 2, timeout=120)
+    assert found == other
+    assert ", on rank 1" in found["forward"][1]
+    faults = {name: fault for name, (fault, _) in found.items()}
+    assert faults.pop("backward")[::2] == ("gradient", (1,))
+    assert faults == {
+        "forward": ("output", "3", (1,)),
+        "input": ("input", "", (1,)),
+        "weight": ("weight", "2.inner.weight", (1,)),
+        "first stage": ("output", "1", (0,)),
+        "last stage": ("output", "3", (1,)),
+    }

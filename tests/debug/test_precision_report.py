@@ -109,7 +109,7 @@ def test_a_block_without_a_step_is_refused():
 def reports_of(rank, world_size, layouts):
     found = []
     for layout in layouts:
-        engine = make_engine(layout, "naive", batch=16)
+        engine = make_engine(layout, "naive", batch=16, samples=16)
         for x, y in engine.dataloader:
             with engine.precision_report() as report:
                 engine.zero_grad()
@@ -122,14 +122,13 @@ def reports_of(rank, world_size, layouts):
 
 @pytest.mark.distributed
 @pytest.mark.sends
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_ranks_have_the_same_report(ranks):
-    layouts = [layout for layout, (size, _) in LAYOUTS.items() if size == ranks]
-    found, *others = run_ranks(reports_of, ranks, layouts, timeout=120)
-    assert all(other == found for other in others)
+def test_all_ranks_have_the_same_report():
+    layouts = [layout for layout, (size, _) in LAYOUTS.items() if size == 2]
+    found, other = run_ranks(reports_of, 2, layouts, timeout=120)
+    assert other == found
     (alone,) = reports_of(0, 1, ["one"])
+    names = [name for name, module in Net().named_modules() if any(True for _ in module.parameters(recurse=False))]
     for report in found:
-        names = [name for name, module in Net().named_modules() if any(True for _ in module.parameters(recurse=False))]
         assert [row.name for row in report.layers] == names
         for mine, theirs in zip(report.layers, alone.layers, strict=True):
             assert (mine.param_dtype, mine.masters) == (theirs.param_dtype, theirs.masters)

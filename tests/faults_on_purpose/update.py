@@ -224,6 +224,6 @@ ACTIVATIONS = (
     fault(
         "The fault of the last rank is told",
         Text(NONFINITE, "first = min(found.values(), key=lambda fault: fault.key)", "first = [*found.values()][-1]"),
-        f"{DIAGNOSIS}::test_the_stage_of_a_pipeline_is_told_by_all",
+        f"{DIAGNOSIS}::test_the_fault_of_one_rank_is_told_by_all_with_its_rank",
     ),
 )
