@@ -13,6 +13,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from halfmesh.errors import CheckpointError, InputError, Preempted
 from tests.checkpoint.loops import at, loop, made, step, steps_in, twice
@@ -43,6 +44,22 @@ def test_every_where_boundaries_do_not_meet_it(tmp_path):
     twice(engine := made(tmp_path, every=5))
     engine.close()
     assert steps_in(tmp_path) == [10, 16, 20]
+
+
+def test_a_pass_without_gradients_is_no_boundary(tmp_path):
+    engine = made(tmp_path, every=1)
+    for number, (x, y) in enumerate(engine.dataloader):
+        step(engine, x, y)
+        if number == 2:
+            break
+    engine.wait_for_save()
+    with torch.no_grad():
+        for x, _ in engine.dataloader:
+            engine(x)
+    engine.wait_for_save()
+    assert steps_in(tmp_path) == [1, 2]
+    engine.close()
+    assert steps_in(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("error", [None, OSError("no room")])

@@ -13,7 +13,7 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import CheckpointError, InputError, Preempted
 from tests.checkpoint.loops import NOWHERE, ahead, at, halved, loop, made, parts, step, steps_in, twice
-from tests.support.checkpoint_runs import FP16, Net, differing, make_engine, weights
+from tests.support.checkpoint_runs import differing, make_engine, weights
 from tests.support.models import make_data
 
 CASES = {  # the update after which it is told, and how it trains
@@ -65,14 +65,6 @@ def test_a_run_that_was_told_to_end_goes_on_exactly(name, tmp_path):
 def test_a_loop_with_a_loader_of_its_own_goes_on_exactly(tmp_path):
     """The next forward in training is the boundary: neither a second one of a step, nor an evaluation."""
 
-    def make(folder=None):
-        torch.manual_seed(1)
-        saves = {"checkpoint": {"directory": str(folder), "signals": ["SIGTERM"]}, "resume": "auto"}
-        optimizer = lambda params: torch.optim.AdamW(params, lr=0.01)  # noqa: E731
-        config = {**FP16["torch"], "lr_interval": "manual", **(saves if folder else {})}
-        loss = nn.functional.cross_entropy
-        return halfmesh.initialize(Net(seed=1), optimizer, loss, config=config, lr_scheduler=halved, device="cpu")
-
     def train(engine, batches, when=NOWHERE):
         for x, y in batches:
             engine.zero_grad()
@@ -88,11 +80,12 @@ def test_a_loop_with_a_loader_of_its_own_goes_on_exactly(tmp_path):
 
     x, y = make_data(80)
     batches = list(zip(x.split(8), y.split(8), strict=True))
-    train(whole := make(), batches)
+    options = {"mode": "torch", "lr_scheduler": halved, "lr_interval": "manual"}
+    train(whole := made(None, **options), batches)
     with pytest.raises(Preempted):
-        train(make(tmp_path), batches, at(4))
+        train(made(tmp_path, **options), batches, at(4))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    second = make(tmp_path)
+    second = made(tmp_path, **options)
     assert second.global_step == 4
     train(second, batches[4:])
     assert differing(weights(second), weights(whole)) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -188,132 +186,6 @@ def test_the_first_microbatch_of_a_cycle_is_told():
     assert caught.value.diagnosis.fault.name == "1.inner.0"
 
 
-# -- without a loss scale -----------------------------------------------------------------------------------------
-
-UNSCALED = {
-    "fp32": {},
-    "naive_bf16": {"bf16": {"mode": "naive"}},
-    "clipped": {"clip_grad_norm": 1.0},
-    "accumulated": {"gradient_accumulation": 2},
-}
-
-
-def run_into_nan(config, first=5, until=60, is_bad=lambda context: True, model=None, x=None):
-    """The loss of one batch of update `first` is nan, on the ranks of which `is_bad`. Returns the update that raised,
-    its error, and by update what was warned of."""
-    model, factor = net() if model is None else model, [1.0]
-
-    def criterion(output, y):
-        return cross_entropy(output, y) * factor[0]
-
-    engine = halfmesh.initialize(model, sgd_of(model), criterion, None, config, device=rank_device())
-    x, y = here(make_data(4)) if x is None else (x, torch.arange(4))
-    told, update = [], 0
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append((update, record.getMessage()))  # type: ignore[method-assign]
-    logging.getLogger("halfmesh").addHandler(handler)
-    try:
-        for update in range(1, until):
-            for batch in range(engine.config.gradient_accumulation):
-                bad = update == first and batch == 0 and is_bad(engine.context)
-                factor[0] = float("nan") if bad else 1.0
-                engine.backward(engine.criterion(engine(x), y))
-                engine.step()
-    except halfmesh.NonFiniteError as error:
-        return update, error, [(at, text) for at, text in told if "on_nonfinite='auto'" in text]
-    finally:
-        logging.getLogger("halfmesh").removeHandler(handler)
-        engine.close()
-    raise AssertionError("it never ended")
-
-
-@pytest.mark.promise(
-    "inf or nan without a loss scale",
-    "told soon, counted from the first, on all ranks",
-    of="PyTorch",
-    page="health.md",
-)
-@pytest.mark.parametrize("name", UNSCALED)
-def test_the_first_nan_is_told_soon_and_counted(name):
-    update, error, told = run_into_nan(UNSCALED[name])
-    assert [at for at, _ in told] == [8], "once, at the next look"
-    assert told[0][1].startswith("the loss, or the gradient norm, of the last 4 updates is inf or nan, and they were")
-    assert update == 54
-    assert str(error).startswith("50 updates in a row had gradients with inf or nan (max_consecutive_skips=50)")
-    assert error.diagnosis.began == 5
-    assert "is inf or nan since update 5, whose weights were kept; what follows is of the last update" in str(error)
-    assert "bf16" not in str(error).replace("bfloat16", "")
-
-
-def test_nan_from_the_first_update_on_ends_the_run_after_50():
-    update, error, told = run_into_nan({}, first=1)
-    assert (update, [at for at, _ in told], error.diagnosis.began) == (50, [1], 1)
-    assert "resume from an older checkpoint" in error.diagnosis.advice
-
-
-def test_nan_beside_sparse_gradients_ends_the_run():
-    """These have no norm."""
-
-    class MeanOfWords(nn.Sequential):
-        def forward(self, words):
-            return self[1](self[0](words).mean(1))
-
-    model = MeanOfWords(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 4))
-    update, error, told = run_into_nan({}, model=model, x=torch.arange(12).view(4, 3) % 4)
-    assert (update, [at for at, _ in told], error.diagnosis.began) == (54, [8], 5)
-
-
-def test_losses_that_are_dropped_do_not_count(caplog):
-    model = net()
-    engine = halfmesh.initialize(model, sgd_of(model), cross_entropy, None, {})
-    x, y = make_data(4)
-    for _ in range(12):
-        engine.backward(engine.criterion(engine(x), y) * float("nan"))
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-    assert "on_nonfinite='auto'" not in caplog.text
-
-
-def test_fp16_without_a_scale_is_advised_to_use_bf16():
-    _, error, _ = run_into_nan({"fp16": {"mode": "apex", "opt_level": "O3"}})
-    assert "or use bf16. on_nonfinite='raise'" in str(error)
-
-
-LAYOUTS = {
-    "dp": {"parallel": {"data": "replicate"}},
-    "zero1": {"parallel": {"data": "zero1"}, "bf16": {"mode": "naive"}},
-    "pipeline": {"parallel": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["2"]}}},
-}
-
-
-def nan_on_ranks(rank, world_size):
-    """The nan is on the last data rank."""
-
-    def is_last(context):
-        return context.dp_rank == context.dp_size - 1
-
-    found = {}
-    for name, config in LAYOUTS.items():
-        update, error, told = run_into_nan(config, is_bad=is_last)
-        told = [(at, text.partition(" of the last ")[2][:2].strip()) for at, text in told]
-        found[name] = (update, error.diagnosis.began), told
-    return found
-
-
-@pytest.mark.promise("inf or nan without a loss scale")
-@pytest.mark.distributed
-@pytest.mark.sends
-def test_nan_on_one_rank_ends_all_together():
-    for rank, found in enumerate(run_ranks(nan_on_ranks, 2)):
-        for name, (ended, told) in found.items():
-            assert ended == (54, 5), name
-            if rank == 1:
-                assert told == [(8, "4")], name
-            else:
-                assert told == ([(50, "46")] if name == "pipeline" else [(8, "3")]), name
-
-
 # -- over ranks ------------------------------------------------------------------------------------------------------
 
 
@@ -357,7 +229,7 @@ def told(*args, **options):
 def faults_on_ranks(rank, world_size):
     """Of a batch or a part of a weight of data rank 1; and in stages of a pipeline, in the second microbatch only."""
     data = {**NAIVE, "parallel": {"data": "fsdp"}}
-    stages = {**RAISE, "parallel": LAYOUTS["pipeline"]["parallel"]}
+    stages = {**RAISE, "parallel": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["2"]}}}
     odd, bad = batch(*([2] if rank else [])), batch()
     bad["x"][0, 0] = INF if rank else 0.0
 
