@@ -101,23 +101,6 @@ def test_the_same_number_in_another_type_is_no_other_setting(tmp_path, caplog):
     assert told(caplog) == []
 
 
-def test_a_group_without_given_settings_is_not_compared_with_those_of_another(tmp_path, caplog):
-    """It was added in the run that saved, and stands elsewhere in this one."""
-
-    def make(*groups):
-        return make_engine(
-            "one", "none", optimizer=lambda p: optim.SGD([{"params": p[a:b], "lr": r} for a, b, r in groups])
-        )
-
-    engine = make((0, 4, 0.1))
-    engine.optimizer.add_param_group({"params": list(engine.model.head.parameters()), "lr": 0.2})
-    engine.save(tmp_path)
-    other = make((12, 14, 0.3), (0, 4, 0.1))
-    other.load(tmp_path)
-    assert rates(other) == [0.2, 0.1]
-    assert told(caplog) == []
-
-
 def save_on_two(rank, world_size, folder):
     for name, batch in {"larger": {"gradient_accumulation": 3}, "same": {"global_batch_size": 48}}.items():
         make_engine("dp2", "none", batch=16, **batch).save(folder / name)

@@ -67,14 +67,6 @@ def test_masters_that_do_not_fit_are_refused():
         assert all(torch.equal(full_weights(engine)[name], value) for name, value in before.items())
 
 
-def test_a_place_in_the_data_that_is_lost_is_a_warning(caplog):
-    engine = make_engine(loader=make_loader(40, 4))
-    train(engine, max_batches=1)
-    make_engine(loader=make_loader(40, 5)).load_state_dict(engine.state_dict())
-    levels = [record.levelname for record in caplog.records if "training continues with epoch 1" in record.message]
-    assert levels == ["WARNING"]
-
-
 EDITS = {
     "in place": lambda model: nn.init.constant_(model.last.weight, 3.0),
     "model loaded": lambda model: model.load_state_dict({**model.state_dict(), "last.weight": loaded_value()}),
