@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,9 +86,9 @@ def each_loss(rank: int, world_size: int) -> dict[str, str]:
         found[name] = said(step, engine, X, Y.clone())
         engine.close()
     for mode in ("torch_bf16", "naive_fp16"):
-        for name, criterion in (("mean", F.cross_entropy), ("class weights", class_weights)):
+        for criterion in (F.cross_entropy, class_weights):
             engine = make(pipe() | MODES[mode], criterion=criterion)
-            found[f"{mode} {name}"] = said(step, engine, X, Y)
+            found[f"{mode} {criterion.__name__}"] = said(step, engine, X, Y)
             engine.close()
     return found
 
@@ -113,27 +114,20 @@ def test_criteria(name, told):
 
 
 def test_in_half_precision(told):
-    for found in told:
-        assert found["torch_bf16 mean"] == found["naive_fp16 mean"] == "nothing"
-        assert "has to return (sum, weight)" in found["torch_bf16 class weights"]
-        assert "has to return (sum, weight)" in found["naive_fp16 class weights"]
-
-
-def values(rank: int, world_size: int) -> tuple[float, list[float], float]:
-    """Of one process: with class weights of the batch and of its halves, and without."""
-    model, x, y = here((Deep(), X, Y))
-    halves = [class_weights(model(a), b).item() for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
-    return class_weights(model(x), y).item(), halves, F.cross_entropy(model(x), y).item()
+    for mode in ("torch_bf16", "naive_fp16"):
+        assert told[0][f"{mode} cross_entropy"] == "nothing"
+        assert "has to return (sum, weight)" in told[0][f"{mode} class_weights"]
 
 
 def test_the_values_are_those_of_one_process(told):
-    whole, halves, plain = run_ranks(values, 2)[0]
+    """With class weights of the batch and of its halves, and without."""
+    model = Deep()
+    whole, plain = class_weights(model(X), Y).item(), F.cross_entropy(model(X), Y).item()
+    halves = [class_weights(model(x), y).item() for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)]
     message = told[0]["class weights"]
     assert f"gives {whole:.5f} for the whole batch, but its 2 microbatches make {sum(halves) / 2:.5f} (loss" in message
-    message = told[0]["mean with a weight"]  # the mean of the batch is that of the halves' means
-    assert (
-        f"gives {plain / 8:.6f} for the whole batch, but its 2 microbatches make {2 * plain / 8:.6f} (loss" in message
-    )
+    words = f"gives {plain / 8:.6f} for the whole batch, but its 2 microbatches make {2 * plain / 8:.6f} (loss"
+    assert words in told[0]["mean with a weight"], "the mean of the batch is that of the halves' means"
 
 
 # -- which outputs are joined, and how -------------------------------------------------------------------------------
@@ -158,23 +152,21 @@ def of_tree(output: Any, target: torch.Tensor, rows_loss: Any = F.cross_entropy)
     return F.cross_entropy(output["first"].transpose(0, 1).flatten(0, 1), each) + rows_loss(output["rows"][0], each)
 
 
-def trees(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
-    for name, model, criterion in (
-        ("mean", Tree(True), of_tree),
-        ("weights", Tree(True), lambda o, t: of_tree(o, t, class_weights)),
-        ("number", Tree(False), lambda o, t: of_tree(o, t, class_weights)),  # how it is to be joined is not known
-    ):
-        engine = make(model=nn.Sequential(nn.Linear(FEATURES, FEATURES), model), criterion=criterion)
-        found[name] = said(step, engine, X, Y)
+def trees(rank: int, world_size: int) -> list[str]:
+    found = []
+    for model, rows_loss in ((Tree(True), F.cross_entropy), (Tree(True), class_weights), (Tree(False), class_weights)):
+        model = nn.Sequential(nn.Linear(FEATURES, FEATURES), model)
+        engine = make(model=model, criterion=partial(of_tree, rows_loss=rows_loss))
+        found.append(said(step, engine, X, Y))
         engine.close()
     return found
 
 
 def test_outputs_are_joined_where_their_batch_is():
-    for found in run_ranks(trees, 2):
-        assert "has to return (sum, weight)" in found["weights"]
-        assert found["mean"] == found["number"] == "nothing"
+    """How a number is to be joined is not known: then nothing is compared."""
+    for plain, weights, number in run_ranks(trees, 2):
+        assert "has to return (sum, weight)" in weights
+        assert plain == number == "nothing"
 
 
 # -- later batches, other ranks, and what the comparison leaves ------------------------------------------------------
@@ -188,11 +180,9 @@ class Counts(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.scale = nn.Parameter(torch.ones(()))
         self.rows: list[int] = []
-        self.number = 0
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        self.number += 1
         self.rows.append(len(target))
         return F.cross_entropy(output * self.scale, target)
 
@@ -208,7 +198,7 @@ def later(rank: int, world_size: int) -> dict[str, Any]:
     engine = make(criterion=criterion)
     for rows in (8, 8, 2):
         step(engine, X[:rows], Y[:rows])
-    found["state"] = int(criterion.calls), criterion.number, criterion.rows
+    found["state"] = int(criterion.calls), criterion.rows
     found["last"] = engine.context.is_last_stage
     engine.close()
     engine = make(criterion=noisy)
@@ -225,4 +215,4 @@ def test_later_batches_and_what_the_comparison_leaves():
         assert found["batches"][:9] == ["nothing"] * 9
         assert "has to return (sum, weight)" in found["batches"][9]
         assert found["drawn"]
-        assert found["state"] == ((6, 6, [4, 4, 4, 4, 1, 1]) if found["last"] else (0, 0, []))
+        assert found["state"] == ((6, [4, 4, 4, 4, 1, 1]) if found["last"] else (0, []))

@@ -15,7 +15,6 @@ from halfmesh.parallel.pipeline.schedules import forward_order
 from tests.support.models import CLASSES, FEATURES, make_data
 from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe
 from tests.support.ranks import here, run_ranks
-from tests.support.versions import SPLIT_SCHEDULES
 
 LOOPED, IN_A_V = [0, 1, 0, 1, 0, 1], [0, 1, 2, 2, 1, 0]
 
@@ -46,26 +45,34 @@ def test_the_order_of_forwards_keeps_all_ranks_busy(ranks, count, ticks):
 # -- on ranks --------------------------------------------------------------------------------------------------------
 
 
-def what_happens(rank: int, world_size: int, rows: int) -> tuple[list[str], list[str], Any]:
+PARTS = {7: (2, 2, 2, 1), 1: (1,)}
+"""Rows of a batch, and of its microbatches."""
+
+
+def what_happens(rank: int, world_size: int) -> dict[int, tuple[list[str], list[str], Any]]:
     """In an evaluation: this rank's forwards, with their rows, and messages, in order; collectives; and the output."""
-    engine = make(pipe(size=world_size, microbatches=4))
-    x = here(make_data(rows)[0])
-    engine.eval()
-    engine(x)  # compares what ranks were given, and tries microbatches
-    stage, events, collectives = next(iter(engine._executor.stages)), [], []
+    found = {}
+    for rows in PARTS:
+        engine = make(pipe(microbatches=4))
+        x = here(make_data(rows)[0])
+        engine.eval()
+        engine(x)  # compares what ranks were given, and tries microbatches
+        stage, events, collectives = next(iter(engine._executor.stages)), [], []
 
-    def note(patch: Any, owner: Any, name: str, say: Callable[..., None]) -> None:
-        inner = getattr(owner, name)
-        patch.setattr(owner, name, lambda *args, **options: say(*args) or inner(*args, **options))
+        def note(patch: Any, owner: Any, name: str, say: Callable[..., None]) -> None:
+            inner = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **options: say(*args) or inner(*args, **options))
 
-    with pytest.MonkeyPatch.context() as patch:
-        note(patch, stage, "compute", lambda call, _: events.append(f"{len(call.args[0])} rows"))
-        for name in ("isend", "irecv"):
-            note(patch, dist, name, lambda tensor, *_, name=name: events.append(f"{name} {len(tensor)}"))
-        for name in ("broadcast", "all_reduce", "all_gather_object", "broadcast_object_list"):
-            note(patch, dist, name, lambda *_, name=name: collectives.append(name))
-        output = engine(x)
-    return events, collectives, output.detach() if engine.context.is_last_stage else None
+        with pytest.MonkeyPatch.context() as patch:
+            note(patch, stage, "compute", lambda call, _, to=events: to.append(f"{len(call.args[0])} rows"))
+            for name in ("isend", "irecv"):
+                note(patch, dist, name, lambda tensor, *_, name=name, to=events: to.append(f"{name} {len(tensor)}"))
+            for name in ("broadcast", "all_reduce", "all_gather_object", "broadcast_object_list"):
+                note(patch, dist, name, lambda *_, name=name, to=collectives: to.append(name))
+            output = engine(x)
+        found[rows] = events, collectives, output.detach() if engine.context.is_last_stage else None
+        engine.close()
+    return found
 
 
 @pytest.mark.promise(
@@ -76,15 +83,15 @@ def what_happens(rank: int, world_size: int, rows: int) -> tuple[list[str], list
 )
 @pytest.mark.distributed
 @pytest.mark.sends
-@pytest.mark.parametrize(("rows", "parts"), [(8, (2, 2, 2, 2)), (7, (2, 2, 2, 1)), (5, (2, 2, 1)), (1, (1,))])
-def test_each_microbatch_is_sent_on_as_soon_as_it_is_computed(rows, parts):
+def test_each_microbatch_is_sent_on_as_soon_as_it_is_computed():
     """So that the next stage computes it while this one computes the following one. Nothing else is sent, but whether
     all modules of all ranks are in evaluation mode."""
-    first, second = run_ranks(what_happens, 2, rows)
-    assert first[0] == [event for part in parts for event in (f"{part} rows", f"isend {part}")]
-    assert second[0] == [event for part in parts for event in (f"irecv {part}", f"{part} rows")]
-    assert first[1] == second[1] == ["all_reduce"] * (len(parts) > 1)
-    torch.testing.assert_close(second[2], Deep()(make_data(rows)[0]).detach())
+    first, second = run_ranks(what_happens, 2)
+    for rows, parts in PARTS.items():
+        assert first[rows][0] == [event for part in parts for event in (f"{part} rows", f"isend {part}")]
+        assert second[rows][0] == [event for part in parts for event in (f"irecv {part}", f"{part} rows")]
+        assert first[rows][1] == second[rows][1] == ["all_reduce"] * (len(parts) > 1)
+        torch.testing.assert_close(second[rows][2], Deep()(make_data(rows)[0]).detach())
 
 
 class Mixes(nn.Module):
@@ -137,12 +144,13 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "rows second": lambda: layers(end=Doubles(lambda x: x.T)),
     "the number of rows": lambda: layers(end=Doubles(len)),
     "BatchNorm in training mode": trained_norm,
-    "a counter": lambda: layers(Counts(0)),
+    "BatchNorm in training mode on the last stage's rank": lambda: layers(end=nn.BatchNorm1d(CLASSES)),
     "a counter in the last stage": lambda: layers(end=Counts(0)),
     "a buffer": lambda: layers(Counts(torch.zeros(()))),
 }
 """Models whose microbatches do not give the output of a batch."""
-PARTS: dict[str, Callable[[], nn.Module]] = {
+ON_ONE_RANK = ("BatchNorm in training mode on the last stage's rank",)
+SPLIT: dict[str, Callable[[], nn.Module]] = {
     "plain": layers,
     "BatchNorm": trained_norm,
     "an attribute": lambda: layers(Counts(1, writes=False)),
@@ -153,12 +161,12 @@ def evaluated(rank: int, world_size: int) -> dict[str, Any]:
     """The rows of each forward on the first stage in the second evaluation, and the outputs of both."""
     found = {}
     x = here(make_data(8)[0])
-    for name, build in (WHOLE | PARTS).items():
+    for name, build in (WHOLE | SPLIT).items():
         model = build()
         engine = make(pipe(microbatches=4), model)
         engine.eval()
-        if name == "BatchNorm in training mode":
-            model[2].train()
+        if name == "BatchNorm in training mode" or (name in ON_ONE_RANK and engine.context.is_last_stage):
+            model[-1 if name in ON_ONE_RANK else 2].train()
         once = engine(x)
         rows: list[int] = []
         if engine.context.pp_rank == 0:
@@ -173,10 +181,10 @@ def evaluated(rank: int, world_size: int) -> dict[str, Any]:
 def test_what_microbatches_would_change_is_evaluated_whole():
     first, second = run_ranks(evaluated, 2)
     x = make_data(8)[0]
-    for name, build in (WHOLE | PARTS).items():
+    for name, build in (WHOLE | SPLIT).items():
         model = build().eval()
-        if name == "BatchNorm in training mode":
-            model[2].train()
+        if "training mode" in name:
+            model[-1 if name in ON_ONE_RANK else 2].train()
         with torch.no_grad():
             expected = [model(x), model(x)]
         torch.testing.assert_close(second[name][1], expected, msg=lambda text, name=name: f"{name}: {text}")
@@ -187,7 +195,7 @@ def of_every_schedule(rank: int, world_size: int) -> dict[Any, Any]:
     found = {}
     for schedule, options in SCHEDULES.items():
         engine = make(pipe(microbatches=4, schedule=schedule, eval_outputs="all", **options))
-        for rows in (8, 7, 3):
+        for rows in (7, 3):
             found[schedule, rows] = engine.eval()(here(make_data(rows)[0])).detach()
         engine.close()
     return found
@@ -198,28 +206,8 @@ def of_every_schedule(rank: int, world_size: int) -> dict[Any, Any]:
 def test_batches_of_any_size_under_every_schedule():
     model = Deep()
     for found in run_ranks(of_every_schedule, 2):
-        assert {schedule for schedule, _ in found} >= {"gpipe", "1f1b", "interleaved", *SPLIT_SCHEDULES}
         for (_, rows), output in found.items():
             torch.testing.assert_close(output, model(make_data(rows)[0]).detach())
-
-
-def of_other_modes(rank: int, world_size: int) -> list[int]:
-    """The rows of this stage's forwards where only the last stage's ranks have a module in training mode."""
-    engine = make(pipe(microbatches=4), layers(end=nn.BatchNorm1d(CLASSES)))
-    rows: list[int] = []
-    engine.eval()
-    if engine.context.is_last_stage:
-        engine.model[-1].train()
-    layer = engine.model[-1 if engine.context.is_last_stage else 0]
-    layer.register_forward_hook(lambda module, args, output: rows.append(len(output)))
-    engine(here(make_data(8)[0]))
-    return rows
-
-
-@pytest.mark.distributed
-@pytest.mark.sends
-def test_a_module_in_training_mode_on_some_ranks_counts_for_all():
-    assert run_ranks(of_other_modes, 2) == [[8], [8]]
 
 
 def without_bias(middle: nn.Module) -> nn.Module:
@@ -227,51 +215,53 @@ def without_bias(middle: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 16, bias=False), nn.GELU(), middle, nn.Linear(16, CLASSES, bias=False))
 
 
-def after_nothing(rank: int, world_size: int, value: float) -> list[tuple[list[int], Any]]:
+def after_nothing(rank: int, world_size: int) -> list[tuple[list[int], Any]]:
     """After a batch of which all outputs are 0 or nan, for a model that mixes rows and one that does not: the rows of
     each forward of the third batch, and the output."""
     found = []
     x = here(make_data(8)[0])
-    for middle in (Mixes(), nn.GELU()):
-        engine = make(pipe(microbatches=4), without_bias(middle))
+    for value in (0.0, nan):
+        for middle in (Mixes(), nn.GELU()):
+            engine = make(pipe(microbatches=4), without_bias(middle))
+            engine.eval()
+            engine(torch.full_like(x, value))
+            engine(x)
+            rows: list[int] = []
+            engine.model[0].register_forward_hook(lambda module, args, output, rows=rows: rows.append(len(output)))
+            output = engine(x)
+            found.append((rows, output))
+            engine.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_outputs_that_say_nothing_leave_the_question_open():
+    first, second = run_ranks(after_nothing, 2)
+    assert [rows for rows, _ in first] == [[8], [2] * 4] * 2
+    x = make_data(8)[0]
+    expected = [without_bias(middle).eval()(x).detach() for middle in (Mixes(), nn.GELU())]
+    torch.testing.assert_close([output for _, output in second], expected * 2)
+
+
+def of_uneven_ranks(rank: int, world_size: int) -> list[Any]:
+    """What one data rank has of each batch, whose rows are other ones on the other data rank."""
+    found = []
+    x = make_data(8)[0]
+    for data in ("replicate", "fsdp"):
+        engine = make({"parallel": {"pipeline": {"size": 2, "microbatches": 2}, "data": data}}, layers())
         engine.eval()
-        engine(torch.full_like(x, value))
-        engine(x)
-        rows: list[int] = []
-        engine.model[0].register_forward_hook(lambda module, args, output, rows=rows: rows.append(len(output)))
-        output = engine(x)
-        found.append((rows, output))
+        outputs = [engine(here(x[:rows])).detach() for rows in (4, 1 + 3 * engine.context.dp_rank)]
+        found += outputs if engine.context.is_last_stage else []
         engine.close()
     return found
 
 
 @pytest.mark.distributed
 @pytest.mark.sends
-@pytest.mark.parametrize("value", [0.0, nan])
-def test_outputs_that_say_nothing_leave_the_question_open(value):
-    mixed, plain = zip(*run_ranks(after_nothing, 2, value), strict=True)
-    x = make_data(8)[0]
-    for middle, (first, second), rows in ((Mixes(), mixed, [8]), (nn.GELU(), plain, [2] * 4)):
-        assert first[0] == rows
-        torch.testing.assert_close(second[1], without_bias(middle).eval()(x).detach())
-
-
-def of_uneven_ranks(rank: int, world_size: int, data: str) -> list[Any]:
-    """What one data rank has of each batch, whose rows are other ones on the other data rank."""
-    engine = make({"parallel": {"pipeline": {"size": 2, "microbatches": 2}, "data": data}}, layers())
-    engine.eval()
-    x = make_data(8)[0]
-    parts = [here(x[:4]), here(x[: 1 + 3 * engine.context.dp_rank])]
-    found = [engine(part) for part in parts]
-    return [tensor.detach() for tensor in found] if engine.context.is_last_stage else []
-
-
-@pytest.mark.distributed
-@pytest.mark.sends
-@pytest.mark.parametrize("data", ["replicate", "fsdp"])
-def test_data_ranks_whose_batches_have_other_rows(data):
+def test_data_ranks_whose_batches_have_other_rows():
     """2 microbatches on one, 1 on the other: under fsdp they wait for each other in forward."""
-    found = [outputs for outputs in run_ranks(of_uneven_ranks, 4, data) if outputs]
+    found = [outputs for outputs in run_ranks(of_uneven_ranks, 4) if outputs]
     x = make_data(8)[0]
     expected = layers().eval()(x).detach()
-    torch.testing.assert_close(found, [[expected[:4], expected[:rows]] for rows in (1, 4)])
+    torch.testing.assert_close(found, [[expected[:4], expected[:rows]] * 2 for rows in (1, 4)])

@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 
 class Does(nn.Module):
-    def __init__(self, how: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
+    def __init__(self, how: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
         super().__init__()
         self.how = how
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.how(x, self.training)
+    def forward(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        return self.how(x, self.training if table is None else table)
 
 
 class Counts(nn.Module):
@@ -44,7 +44,6 @@ class Counts(nn.Module):
 MIXED: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Does(lambda x, training: (x @ x.T).softmax(-1) @ x),
     "mean": lambda: Does(lambda x, training: x - x.mean(0)),
-    "softmax": lambda: Does(lambda x, training: x.softmax(0)),
     "in training": lambda: Does(lambda x, training: x / x.std(0) if training else x),
     "with dropout": lambda: nn.Sequential(nn.Dropout(), Does(lambda x, training: F.normalize(x, dim=0))),
     "with noise": lambda: Does(lambda x, training: F.dropout(x, 0.5, training) - x.mean(0)),
@@ -68,7 +67,6 @@ class TrainedOnly(nn.Module):
 
 OWN: dict[str, Callable[[], nn.Module]] = {
     "dropout": nn.Dropout,
-    "function": lambda: Does(lambda x, training: F.dropout(x, 0.5, training)),
     "noise": lambda: Does(lambda x, training: x + torch.randn_like(x)),
     "batch_norm": lambda: nn.BatchNorm1d(16),
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)),
@@ -104,19 +102,10 @@ class Graph(nn.Module):
     def __init__(self, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.mix, self.b = nn.Linear(FEATURES, 16), Mix(mix), nn.Linear(16, CLASSES)
+        self.a, self.mix, self.b = nn.Linear(FEATURES, 16), Does(mix), nn.Linear(16, CLASSES)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return self.b(self.mix(self.a(x), table))
-
-
-class Mix(nn.Module):
-    def __init__(self, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return self.how(x, table)
 
 
 def by_matrix(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -131,67 +120,38 @@ def by_prototypes(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return x + (x[:, : table.shape[1]] @ table.T).softmax(1) @ F.pad(table, (0, 16 - table.shape[1]))
 
 
-def pool(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return x.new_zeros(8, 16).index_add(0, table, x)
-
-
 LATE = torch.block_diag(torch.eye(4), torch.full((4, 4), 0.25))  # the first four nodes have no neighbours
 EDGES = torch.tensor([[0, 1, 1], [1, 0, 1]])
-NO_ROWS = "with microbatches=1 and schedule='gpipe'"
-GRAPHS: dict[str, tuple[Any, torch.Tensor, tuple[str, ...], str]] = {
-    "matrix": (by_matrix, LATE, (), "failed on tensors without data"),
-    "whole matrix": (by_matrix, LATE, ("table",), "failed on tensors without data"),
-    "edges": (by_edges, EDGES, (), NO_ROWS),
-    "whole edges": (by_edges, EDGES, ("table",), NO_ROWS),
-    "prototypes": (by_prototypes, torch.eye(8, 6), (), "name it in parallel.pipeline.non_split"),
-    "pooled": (pool, torch.arange(8) // 2, (), NO_ROWS),
-}
-RIGHT = {
-    "whole prototypes": (by_prototypes, torch.eye(8, 6), {"microbatches": 4, "non_split": ("table",)}),
-    "one microbatch": (by_matrix, LATE, {"microbatches": 1, "schedule": "gpipe"}),
-    "one microbatch of edges": (
-        by_edges,
-        EDGES,
-        {"microbatches": 1, "schedule": "gpipe", "non_split": ("table",)},
-    ),
-}
+WHOLE: dict[str, Any] = {"non_split": ("table",)}
+ONE: dict[str, Any] = {"microbatches": 1, "schedule": "gpipe"}
+GRAPHS: list[tuple[Any, torch.Tensor, dict[str, Any], str]] = [
+    (by_matrix, LATE, WHOLE, "failed on tensors without data"),
+    (by_edges, EDGES, WHOLE, "with microbatches=1 and schedule='gpipe'"),
+    (by_prototypes, torch.eye(8, 6), {}, "name it in parallel.pipeline.non_split"),
+]
+RIGHT = [(by_prototypes, torch.eye(8, 6), WHOLE), (by_matrix, LATE, ONE), (by_edges, EDGES, WHOLE | ONE)]
 
 
 def train_graph(how: Any, table: torch.Tensor, **options: Any) -> float:
     x, y, table = here((*make_data(8), table))
-    non_split = (*options.pop("non_split", ()), *(("target",) if how is pool else ()))
-    engine = make(pipe(partition=("b",), **options, non_split=non_split), Graph(how))
+    engine = make(pipe(partition=("b",), **({"microbatches": 4} | options)), Graph(how))
     loss = engine.criterion(engine(x, table), y)
     engine.backward(loss)
     return loss.item()
 
 
-def train_graphs(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (how, table, non_split, _) in GRAPHS.items():
-        found[name] = said(train_graph, how, table, microbatches=4, non_split=non_split)
-    for name, (how, table, options) in RIGHT.items():
-        found[name] = train_graph(how, table, **options)
-    return found
+def train_graphs(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    told = [said(train_graph, how, table, **options) for how, table, options, _ in GRAPHS]
+    return told, [train_graph(how, table, **options) for how, table, options in RIGHT]
 
 
-@pytest.fixture(scope="module")
-def graphs() -> list[dict[str, Any]]:
-    return run_ranks(train_graphs, 2)
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_graph_is_refused(name, graphs):
-    for found in graphs:
-        assert GRAPHS[name][3] in found[name]
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_the_ways_out_train_on_the_loss_of_one_process(name, graphs):
-    how, table, _ = RIGHT[name]
+def test_a_graph_is_refused_and_the_ways_out_train_on_the_loss_of_one_process():
     x, y = make_data(8)
-    for found in graphs:
-        assert found[name] == pytest.approx(F.cross_entropy(Graph(how)(x, table), y).item(), rel=1e-5)
+    expected = [F.cross_entropy(Graph(how)(x, table), y).item() for how, table, _ in RIGHT]
+    for told, losses in run_ranks(train_graphs, 2):
+        for (*_, message), found in zip(GRAPHS, told, strict=True):
+            assert message in found
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 # -- later batches, compiled models ------------------------------------------------------------------------------------
@@ -223,29 +183,18 @@ def test_the_first_batch_that_is_split_is_tried_and_nothing_is_compiled_for_it()
         assert graphs_compiled == 1
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(train, 2)
-
-
 @pytest.mark.promise(
     "models that mix the rows of a batch, in a pipeline",
     "refused before the first update, with the module",
     of="PyTorch",
     page="pipeline.md",
 )
-@pytest.mark.parametrize("name", MIXED)
-def test_mixed_rows_are_refused(name, ranks):
-    for found in ranks:
-        assert "computes other outputs for the first 2 microbatches together than one by one" in found[name]
-        assert "The first module whose output differs is 2" in found[name]
-
-
-@pytest.mark.promise("models that mix the rows of a batch, in a pipeline")
-@pytest.mark.parametrize("name", OWN)
-def test_rows_by_themselves_are_trained(name, ranks):
-    state = ranks[0][name] | ranks[1][name]
-    if name == "batch_norm":
-        assert state["2.num_batches_tracked"] == 4
-    if name == "counts":
-        assert state["2.calls"] == 4
+def test_mixed_rows_are_refused_and_rows_by_themselves_are_trained():
+    first, second = run_ranks(train, 2)
+    for name in MIXED:
+        for found in (first, second):
+            message = "computes other outputs for the first 2 microbatches together than one by one"
+            assert message in found[name], name
+            assert "The first module whose output differs is 2" in found[name], name
+    assert (first["batch_norm"] | second["batch_norm"])["2.num_batches_tracked"] == 4
+    assert (first["counts"] | second["counts"])["2.calls"] == 4

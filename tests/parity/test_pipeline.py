@@ -1,4 +1,4 @@
-"""Pipelines: what stages hold, what crosses from stage to stage, and how microbatches make the loss of their batch."""
+"""Pipelines: what stages hold, what crosses from stage to stage, and gradients that are computed apart."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from halfmesh.utils.tensors import tensors_of
-from tests.support.models import CLASSES, FEATURES, make_data
-from tests.support.pipeline_parts import Deep, pipe
-from tests.support.proofs import Row, rows
+from tests.support.pipeline_parts import pipe
+from tests.support.proofs import FormatAlone, Row, rows
 from tests.support.versions import SPLIT_SCHEDULES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
@@ -53,10 +51,38 @@ class Layer(nn.Module):
         return self.give(x, self.layer(self.take(x)))
 
 
+def one_of(y: torch.Tensor) -> torch.Tensor:
+    """1 whatever the rows are, with a gradient for each of them."""
+    return (y / y.detach()).mean()
+
+
+def boundaries() -> nn.Module:
+    """Eight stages, between which something else crosses each time: tuples, a list, a dict with all kinds of values and
+    a number, nothing of a row, rows that are not first, and half precision."""
+    return nn.Sequential(
+        Layer(give=lambda x, y: (x, y)),
+        Layer(lambda pair: pair[1], lambda pair, y: (pair[0], [y, pair[1]])),
+        Layer(
+            lambda pair: pair[1][0],
+            lambda pair, y: {"y": pair[0] * y, "mask": y > 0, "index": y.argmax(1), "word": "w", "none": None, "no": y},
+        ),
+        Layer(lambda tree: tree["y"] * tree["mask"], lambda tree, y: {**tree, "y": y, "sum": one_of(y)}),
+        Layer(lambda tree: tree["y"] * tree["sum"], lambda tree, y: (y * tree["index"].int()[:, None], y[:, :0], tree)),
+        Layer(lambda pair: torch.cat(pair[:2], 1), lambda pair, y: y[:, None].expand(-1, 3, -1).transpose(0, 1)),
+        Layer(lambda x: x.transpose(0, 1).sum(1), lambda x, y: y.bfloat16()),
+        Layer(lambda x: x.double(), lambda x, y: {"out": y, "mask": y > 0}),
+    )
+
+
 def integers() -> nn.Module:
     """Integers alone cross first, and then what needs no gradient of the stages before."""
     first = (Apply(lambda x: x.argmax(1)), nn.Embedding(WIDTH, WIDTH), linear())
     return nn.Sequential(*first, Layer(torch.Tensor.detach), frozen(linear()), Apply(torch.cos), linear())
+
+
+def idle() -> nn.Module:
+    """Of the first of four stages nothing is trained, and the third has no parameters."""
+    return nn.Sequential(frozen(linear()), linear(), Apply(torch.tanh), linear())
 
 
 def in_place() -> nn.Module:
@@ -102,43 +128,36 @@ def shared() -> nn.Module:
     return nn.Sequential(first, Scaled(everywhere, inner), Scaled(everywhere, inner), last)
 
 
-class Keeps(Layer):
-    """Keeps a table, and the number of rows that it was made for, as `how` says."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.rows = how, 0
-        if how == "buffer":
-            self.register_buffer("kept", torch.zeros(0, 1), persistent=False)
-        else:
-            self.kept = {"dict": {}, "nested": {"list": []}, "object": Box()}.get(how)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, table = len(x), torch.full((len(x), 1), 0.1, device=x.device)
-        if self.how == "dict":
-            return self.layer(x) + self.kept.setdefault(rows, table)
-        if rows != self.rows:
-            self.rows = rows
-            if self.how == "nested":
-                self.kept["list"].append(table)
-            elif self.how == "object":
-                self.kept.table = table
-            else:
-                self.kept = table
-        kept = {"nested": lambda: self.kept["list"][-1], "object": lambda: self.kept.table}
-        return self.layer(x) + kept.get(self.how, lambda: self.kept)()
-
-
 @dataclass
 class Box:
     table: Any = None
 
 
+class Keeps(Layer):
+    """Keeps a table for as many rows as its input has."""
+
+    def __init__(self, kept: Any = None) -> None:
+        super().__init__()
+        self.rows, self.kept = 0, kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, table = len(x), torch.full((len(x), 1), 0.1, device=x.device)
+        if isinstance(self.kept, dict):
+            return self.layer(x) + self.kept["by rows"].setdefault(rows, [table])[0]
+        if rows != self.rows:
+            self.rows = rows
+            if isinstance(self.kept, Box):
+                self.kept.table = table
+            else:
+                self.kept = table
+        return self.layer(x) + (self.kept.table if isinstance(self.kept, Box) else self.kept)
+
+
 def tables() -> nn.Module:
     """They are made for other rows before, and for those of each batch."""
-    model = nn.Sequential(*map(Keeps, ("number", "dict", "nested", "object")))
+    model = nn.Sequential(Keeps(), Keeps({"by rows": {}}), Keeps(Box()), linear())
     model(torch.ones(3, WIDTH))
-    return model.append(Keeps("buffer"))
+    return model
 
 
 class Inline(nn.Module):
@@ -211,75 +230,10 @@ def strided() -> nn.Module:
     )
 
 
-# -- arguments, outputs and losses -----------------------------------------------------------------------------------
-
-
-@dataclass
-class Features:
-    """Of it the tensor is split, and the rest comes along."""
-
-    x: torch.Tensor
-    names: tuple[str, str] = ("a", "b")
-
-
-class Named(nn.Module):
-    """Several inputs and outputs of different kinds; integers and a mask pass from stage to stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(10, FEATURES)
-        self.first, self.middle = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.last = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, ids, features, table, scale=None, *, mask=None):
-        x = self.words(ids).mean(1) + features.x @ table
-        rounded = (x * 10).long()
-        y = self.first(x).relu() + x
-        if mask is not None:
-            y = y * mask[:, None]
-        y = self.middle(y) + rounded % 3
-        if scale is not None:
-            y = y * scale
-        return {"scores": self.last(y + x), "rounded": rounded, "extra": (y.detach().sum(1), 7)}
-
-
-def of_scores(output: Any, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output["scores"], target)
-
-
-def named() -> Any:
-    """Calls of several kinds and sizes, in turn."""
-    x, y = make_data(8)
-    ids, table, mask = torch.arange(24).view(8, 3) % 10, torch.randn(FEATURES, FEATURES), torch.tensor([1.0, 0.0] * 4)
-    calls = [
-        (ids, Features(x), table),
-        (ids[:4], Features(x[:4]), table, torch.tensor(2.0)),
-        {"ids": ids, "features": Features(x), "table": table, "mask": mask},
-        {"ids": ids[:4], "features": Features(x[:4]), "table": table, "mask": mask[:4], "scale": torch.tensor(3.0)},
-    ]
-    sizes = 8, 4, 8, 4
-    return Named(), [(call, y[:size]) for call, size in zip(calls, sizes, strict=True)], of_scores
-
-
-def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output, target, reduction="sum")
-
-
-def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return summed(output, target), len(target)
-
-
-def joined(loss: Callable[..., Any], *sizes: int) -> Any:
-    """Batches of these sizes."""
-    return Deep(), list(zip(*(part.split(sizes) for part in make_data(sum(sizes))), strict=True)), loss
-
-
 FOUR = {"size": 4, "microbatches": 4, "schedule": "1f1b"}
+SCALED = {"fp16": {"mode": "torch", "init_scale": 64.0}, "clip_grad_norm": 0.1}
 LOOPED = {"microbatches": 4, "schedule": "interleaved", "chunks": 2}
 POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": ("3", "4", "5")}
-OF_LAYERS = {"partition": ("first", "middle", "last"), "non_split": ("table",)}
-JOINED = pipe() | {"gradient_accumulation": 2}
-EVEN, UNEVEN = (4, 4, 4, 4, 4, 4, 4, 4), (6, 2, 4, 4, 6, 2, 4, 4)
 
 
 @pytest.mark.promise(
@@ -294,16 +248,11 @@ EVEN, UNEVEN = (4, 4, 4, 4, 4, 4, 4, 4), (6, 2, 4, 4, 6, 2, 4, 4)
     of="SageMaker",
     page="pipeline.md",
 )
-@pytest.mark.promise(
-    "arguments without a batch dimension",
-    "`non_split`",
-    of="SageMaker",
-    page="pipeline.md",
-)
 @rows(
+    Row("boundaries", partial(build, boundaries), pipe(**LOOPED | {"chunks": 4}), accumulated=True),
     Row("integers", partial(build, integers), pipe(**LOOPED)),
-    Row("in place", partial(build, in_place), pipe(**LOOPED)),
-    Row("in place, gpipe", partial(build, in_place), pipe(schedule="gpipe", microbatches=4)),
+    Row("in place", partial(build, in_place), pipe(schedule="gpipe", microbatches=4)),
+    Row("idle", partial(build, idle), pipe(**FOUR) | SCALED, ranks=4, work=FormatAlone, updates=3),
     Row("skips", partial(build, Skips), pipe(**LOOPED, partition=("b", "c", "d"))),
     Row("shared", partial(build, shared), pipe(**FOUR), ranks=4),
     Row("shared, interleaved", partial(build, shared), pipe(**LOOPED)),
@@ -313,9 +262,6 @@ EVEN, UNEVEN = (4, 4, 4, 4, 4, 4, 4, 4), (6, 2, 4, 4, 6, 2, 4, 4)
         Row(f"strided, {name}", partial(build, strided), pipe(**LOOPED | {"schedule": name}, partition=POINTS[name]))
         for name in SPLIT_SCHEDULES
     ),
-    Row("arguments", named, pipe(**LOOPED | {"microbatches": 2}, **OF_LAYERS), updates=4),
-    Row("sums", partial(joined, summed, *EVEN), JOINED | {"loss_reduction": "sum"}, ranks=4),
-    Row("weighted", partial(joined, weighted, *UNEVEN), JOINED | {"loss_reduction": "weighted"}, ranks=4),
 )
 def test_trains_as_one_process(row):
     row.prove()

@@ -180,7 +180,7 @@ def staged(data: str) -> dict[str, Any]:
         {"parallel": {"data": "fsdp", "tensor": {"size": 2, "plan": {"end": "colwise_gather"}}}},
     ),
     Row("hybrid", odd, {"parallel": {"data": HYBRID}}, ranks=4),
-    Row("copies of context ranks", words, {"parallel": {"data": HYBRID, "context": 2}}, ranks=4),
+    Row("copies of context ranks", words, {"parallel": {"data": HYBRID, "context": 2}}, ranks=4, slow=True),
     Row("two groups of experts", partial(words, "sum"), {"parallel": {"data": "fsdp", "expert": 2}} | SUMS, ranks=4),
 )
 def test_trains_as_one_process(row):
@@ -188,7 +188,7 @@ def test_trains_as_one_process(row):
 
 
 @pytest.mark.on_cpu("offloaded shards need a backend for the host, too")
-@rows(Row("odd", odd, {"parallel": {"data": OFFLOADED}} | CYCLES, optimizer=ADAGRAD))
+@rows(Row("odd", odd, {"parallel": {"data": OFFLOADED}} | CYCLES, optimizer=ADAMW))
 def test_parts_in_host_memory(row):
     row.prove()
 

@@ -13,7 +13,6 @@ import halfmesh
 from halfmesh import Call, InputError, Piece
 from halfmesh.parallel.pipeline.partition import find_pieces, resolve
 from halfmesh.utils.tensors import tensors_of
-from tests.support.whole import close_whole
 
 from .models import CLASSES, FEATURES, make_engine
 from .ranks import here
@@ -145,8 +144,3 @@ def step(engine: halfmesh.Engine, x: Any, y: Any) -> tuple[Any, Any, Any]:
     loss = engine.criterion(output, y)
     engine.backward(loss)
     return output, loss, engine.step()
-
-
-def whole(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
-    """The model's state after the engine is closed."""
-    return close_whole(engine)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -87,12 +85,6 @@ class Blocks(nn.Module):
         return self.end(x)
 
 
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "adamw": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
-    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
-    "unfused": partial(torch.optim.Adam, lr=1e-2, foreach=False),
-}
 MODES = {
     "fp32": {},
     "torch_bf16": {"bf16": {"mode": "torch"}},
@@ -107,12 +99,16 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return here((torch.randn(4, FEATURES, generator=generator), torch.randint(4, (4,), generator=generator)))
 
 
-def make_engine(data, optimizer="adamw", warm=0, model=None, criterion=None, **config):
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, amsgrad=True)
+
+
+def make_engine(data, optimizer=adamw, warm=0, model=None, criterion=None, **config):
     """`warm`: steps that the optimizer takes before it is given away."""
     model = Odd() if model is None else model
     groups = [{"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}]
     groups.insert(0, {"params": [p for n, p in model.named_parameters() if "bias" not in n]})
-    made = OPTIMIZERS[optimizer](groups) if isinstance(optimizer, str) else optimizer(groups)
+    made = optimizer(groups)
     for step in range(warm):
         made.zero_grad()
         x, y = batch(0, 50 + step)
@@ -137,13 +133,9 @@ def take_step(engine, rank, step):
     return engine.step()
 
 
-def train(engine, rank, steps=4, accumulation=1):
-    results = []
-    for step in range(steps):
-        for micro in range(accumulation):
-            result = take_step(engine, rank, step * accumulation + micro)
-        results.append((result.grad_norm, result.loss_scale, result.skipped))
-    return results
+def train(engine, rank, steps):
+    results = [take_step(engine, rank, step) for step in range(steps)]
+    return [(result.grad_norm, result.loss_scale, result.skipped) for result in results]
 
 
 def whole(engine):

@@ -1,20 +1,17 @@
-"""What stages send to each other, of which shape, and that a message may come as late as it may."""
+"""What stages send to each other: shapes, integers of every kind, and what cannot be sent."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from halfmesh.parallel.pipeline import runner
 from tests.support.models import CLASSES, FEATURES, make_data
-from tests.support.pipeline_parts import SCHEDULES, make, pipe, step
+from tests.support.pipeline_parts import make, pipe, step
 from tests.support.ranks import here, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
@@ -131,79 +128,3 @@ def test_integers_of_every_dtype_arrive():
             for dtype, found in zip(INTEGERS, output["tables"], strict=True):
                 assert found.dtype == dtype
                 assert torch.equal(found, extremes(dtype).expand(rows, -1)), dtype
-
-
-# -- late messages ---------------------------------------------------------------------------------------------------
-
-
-class Late:
-    """A message in flight: what is received is nan until `wait`, and what is sent may not change until then."""
-
-    def __init__(self, tensor: torch.Tensor, arriving: torch.Tensor | None, work: dist.Work) -> None:
-        self._tensor, self._arriving, self._work = tensor.detach(), arriving, work
-        if arriving is not None:
-            self._tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
-        self._held: torch.Tensor | None = self._tensor.clone()
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._held is None:
-            return
-        torch.testing.assert_close(self._tensor, self._held, rtol=0, atol=0, equal_nan=True)
-        self._held = None
-        if self._arriving is not None:
-            self._tensor.copy_(self._arriving)
-
-
-@contextmanager
-def late_messages():
-    """A scope in which they are; yields a list of those that were received."""
-    send, recv, received = dist.ProcessGroup.send, dist.ProcessGroup.recv, []
-
-    def send_late(group, tensors, *to):
-        return Late(tensors[0], None, send(group, tensors, *to))
-
-    def receive_late(group, tensors, *source):
-        if tensors[0].numel() == 1:  # by which torch connects the ranks; it receives several into one tensor
-            return recv(group, tensors, *source)
-        arriving = torch.empty_like(tensors[0])
-        received.append(arriving)
-        return Late(tensors[0], arriving, recv(group, [arriving], *source))
-
-    with (
-        mock.patch.object(dist.ProcessGroup, "send", send_late),
-        mock.patch.object(dist.ProcessGroup, "recv", receive_late),
-    ):
-        yield received
-
-
-def train(schedule: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    config = pipe(microbatches=4, schedule=schedule, **SCHEDULES[schedule])
-    engine = make(config | {"bf16": {"mode": "naive"}, "clip_grad_norm": 0.5})
-    x, y = make_data(8)
-    losses = []
-    for _ in range(2):
-        _, loss, result = step(engine, x, y)
-        losses.append((float(loss), result.grad_norm))
-    weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    engine.close()
-    return losses, weights
-
-
-def early_and_late(rank: int, world_size: int) -> dict[str, Any]:
-    """By schedule: the results of both, and how many messages came late."""
-    found = {}
-    for schedule in SCHEDULES:
-        expected = train(schedule)
-        with late_messages() as received:
-            found[schedule] = expected, train(schedule), len(received)
-    return found
-
-
-def test_every_schedule_waits_for_what_it_receives():
-    """A buffer is read after its `wait`, and kept until then."""
-    for found in run_ranks(early_and_late, 2):
-        for schedule, ((losses, weights), (late_losses, late_weights), received) in found.items():
-            assert received > 0, schedule
-            assert late_losses == losses, schedule
-            assert all(torch.equal(value, weights[name]) for name, value in late_weights.items()), schedule

@@ -59,12 +59,8 @@ class NormTwice(Blocks):
         return self.head(self.norm(self.blocks[0](self.norm(self.stem(x)))))
 
 
-def sparse() -> nn.Module:
-    return nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, CLASSES))
-
-
-def frequency() -> nn.Module:
-    return nn.Sequential(nn.Embedding(8, 16, scale_grad_by_freq=True), nn.Linear(16, CLASSES))
+def embedding(**options: bool) -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 16, **options), nn.Linear(16, CLASSES))
 
 
 def compiled() -> nn.Module:
@@ -85,6 +81,7 @@ class Lamb(torch.optim.SGD):
         self.param_groups[0]["max_grad_norm"] = 1.0
 
 
+SPARSE = "0: sparse=True and scale_grad_by_freq=True do not work under a pipeline"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batch": (
         deep,
@@ -116,8 +113,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         pipe(partition=("blocks.0",)),
         "norm.running_mean, norm.running_var: several stages would keep these running statistics",
     ),
-    "sparse": (sparse, pipe(), "0: sparse=True and scale_grad_by_freq=True do not work under a pipeline"),
-    "frequency": (frequency, pipe(), "0: sparse=True and scale_grad_by_freq=True do not work"),
+    "sparse": (lambda: embedding(sparse=True), pipe(), SPARSE),
+    "frequency": (lambda: embedding(scale_grad_by_freq=True), pipe(), SPARSE),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
     "compiled": (compiled, pipe(), "a compiled model cannot be cut into stages; pass it uncompiled"),
     "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
@@ -149,7 +146,7 @@ def test_a_criterion_with_weights_of_the_model():
     model = deep()
     model.add_module("loss", nn.Linear(4, 4))
     with pytest.raises(IncompatibleConfigError, match=r"criterion: it uses weights of the model \(loss"):
-        halfmesh.initialize(model, sgd(model.parameters()), model.loss, make_loader(), pipe(), device="cpu")
+        make_engine(pipe(), model=model, criterion=model.loss)
 
 
 def test_optimizers_that_join_all_parameters():

@@ -1,5 +1,4 @@
-"""fsdp gathers the weights of fp8's tensorwise products in float8. Gathering them wide, and one process, are the
-oracles: bit by bit."""
+"""fsdp gathers the weights of fp8's tensorwise products in float8. Gathering them wide is the oracle: bit by bit."""
 
 from __future__ import annotations
 
@@ -80,27 +79,16 @@ def wide():
         Float8Product.cast_before_gather = cast
 
 
-def train_alone(rank, world_size):
-    engine = make_engine({})
-    return train(engine), engine.model.state_dict()
-
-
-def train_both(rank, world_size, parallel, more, same_batches=False):
+def train_both(rank, world_size, parallel, more):
     def run():
         engine = make_engine(parallel, **more)
         context, plan = engine.context, str(engine.plan)
-        losses = train(engine) if same_batches else train(engine, context.dp_rank, context.dp_size)
+        losses = train(engine, context.dp_rank, context.dp_size)
         return losses, close_whole(engine), "weights gathered in float8" in plan
 
     ours = run()
     with wide():
         return ours, run()
-
-
-def assert_same(one, other):
-    assert one[0] == other[0]
-    for name, value in one[1].items():
-        assert torch.equal(value, other[1][name]), name
 
 
 FSDP = {"strategy": "fsdp"}
@@ -132,14 +120,8 @@ def test_the_same_bits_as_gathered_wide(name):
     ranks, parallel, more = CASES[name]
     for ours, theirs in run_ranks(train_both, ranks, parallel, more, timeout=200):
         assert (ours[2], theirs[2]) == (True, False)
-        assert_same(ours, theirs)
-
-
-def test_the_same_bits_as_one_process():
-    """Ranks with the same batch: the mean of their gradients is exact."""
-    (alone,) = run_ranks(train_alone, 1)
-    for ours, _ in run_ranks(train_both, 2, {"data": FSDP}, {}, True):
-        assert_same(ours, alone)
+        assert ours[0] == theirs[0]
+        assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
 
 
 class Gathered(TorchDispatchMode):
@@ -255,19 +237,12 @@ def save(rank, world_size, path):
     return close_whole(engine)
 
 
-def load(rank, world_size, path):
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = {"fp16": {"mode": "torch"}, "parallel": {"data": "zero1"}}
-    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device())
-    engine.load(path)
-    return close_whole(engine)
-
-
-def test_checkpoints_load_into_other_modes(tmp_path):
+def test_checkpoints_load_into_another_mode(tmp_path):
     saved = run_ranks(save, 2, tmp_path / "saved")[0]
-    for state in run_ranks(load, 2, tmp_path / "saved"):
-        assert all(torch.equal(value, saved[name]) for name, value in state.items())
+    model = Net()
+    engine = halfmesh.initialize(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), device="cpu")
+    engine.load(tmp_path / "saved")
+    assert all(torch.equal(value, saved[name]) for name, value in close_whole(engine).items())
 
 
 class Reads(Net):
@@ -279,25 +254,16 @@ class Reads(Net):
         return super().forward(ids) + self.read(self.unused.weight)
 
 
-READS = {
-    "pow": lambda weight: weight.pow(2).sum(),
-    "linear": lambda weight: nn.functional.linear(torch.ones(32, device=weight.device), weight).sum(),
-    "matmul": lambda weight: (torch.ones(2, 32, device=weight.device) @ weight.t()).sum(),
-    "float": lambda weight: weight.float().sum(),
-}
-
-
 def read(rank, world_size):
-    for name, how in READS.items():
+    reads = lambda weight: weight.pow(2).sum(), lambda weight: (torch.ones(2, 32).to(weight) @ weight.t()).sum()
+    ids = here(torch.zeros(4, dtype=torch.long))
+    for how in reads:
         engine = make_engine({"data": FSDP}, Reads(how))
         with pytest.raises(InputError, match=r"gathers in float8, .* put the layer's name into fp8.filter"):
-            engine(here(torch.zeros(4, dtype=torch.long)))
-        engine = make_engine({"data": FSDP}, Reads(how), recipe="rowwise")
-        assert engine(here(torch.zeros(4, dtype=torch.long))).isfinite().all(), name
-    engine = make_engine(
-        {"data": FSDP}, Reads(lambda weight: torch.zeros((), dtype=weight.dtype, device=weight.device))
-    )
-    assert len(train(engine)) == 4
+            engine(ids)
+        assert make_engine({"data": FSDP}, Reads(how), recipe="rowwise")(ids).isfinite().all()
+    by_kind = Reads(lambda weight: torch.zeros((), dtype=weight.dtype, device=weight.device))
+    assert len(train(make_engine({"data": FSDP}, by_kind))) == 4
 
 
 def test_a_model_that_reads_such_a_weight_is_refused():
