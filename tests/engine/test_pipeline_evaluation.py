@@ -251,8 +251,8 @@ def of_uneven_ranks(rank: int, world_size: int) -> list[Any]:
     for data in ("replicate", "fsdp"):
         engine = make({"parallel": {"pipeline": {"size": 2, "microbatches": 2}, "data": data}}, layers())
         engine.eval()
-        outputs = [engine(here(x[:rows])).detach() for rows in (4, 1 + 3 * engine.context.dp_rank)]
-        found += outputs if engine.context.is_last_stage else []
+        outputs = [engine(here(x[:rows])) for rows in (4, 1 + 3 * engine.context.dp_rank)]
+        found += [output.detach() for output in outputs] if engine.context.is_last_stage else []
         engine.close()
     return found
 

@@ -61,14 +61,16 @@ def boundaries() -> nn.Module:
     a number, nothing of a row, rows that are not first, and half precision."""
     return nn.Sequential(
         Layer(give=lambda x, y: (x, y)),
-        Layer(lambda pair: pair[1], lambda pair, y: (pair[0], [y, pair[1]])),
+        Layer(lambda pair: pair[1], lambda pair, y: (pair[0], [y, pair[1] * 2])),
         Layer(
             lambda pair: pair[1][0],
-            lambda pair, y: {"y": pair[0] * y, "mask": y > 0, "index": y.argmax(1), "word": "w", "none": None, "no": y},
+            lambda pair, y: {"y": pair[1][1] * y, "mask": y > 0, "index": y.argmax(1), "word": "w", "none": None},
         ),
-        Layer(lambda tree: tree["y"] * tree["mask"], lambda tree, y: {**tree, "y": y, "sum": one_of(y)}),
-        Layer(lambda tree: tree["y"] * tree["sum"], lambda tree, y: (y * tree["index"].int()[:, None], y[:, :0], tree)),
-        Layer(lambda pair: torch.cat(pair[:2], 1), lambda pair, y: y[:, None].expand(-1, 3, -1).transpose(0, 1)),
+        Layer(
+            lambda tree: tree["y"] * tree["mask"], lambda tree, y: {"y": y, "index": tree["index"], "sum": one_of(y)}
+        ),
+        Layer(lambda tree: tree["y"] * tree["sum"] + tree["index"].int()[:, None], lambda tree, y: (y, y[:, :0])),
+        Layer(lambda pair: torch.cat(pair, 1), lambda pair, y: y[:, None].expand(-1, 3, -1).transpose(0, 1)),
         Layer(lambda x: x.transpose(0, 1).sum(1), lambda x, y: y.bfloat16()),
         Layer(lambda x: x.double(), lambda x, y: {"out": y, "mask": y > 0}),
     )

@@ -240,7 +240,9 @@ def save(rank, world_size, path):
 def test_checkpoints_load_into_another_mode(tmp_path):
     saved = run_ranks(save, 2, tmp_path / "saved")[0]
     model = Net()
-    engine = halfmesh.initialize(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), device="cpu")
+    engine = halfmesh.initialize(
+        model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), config={}, device="cpu"
+    )
     engine.load(tmp_path / "saved")
     assert all(torch.equal(value, saved[name]) for name, value in close_whole(engine).items())
 
