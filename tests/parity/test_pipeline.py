@@ -252,7 +252,7 @@ POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": (
 )
 @rows(
     Row("boundaries", partial(build, boundaries), pipe(**LOOPED | {"chunks": 4}), accumulated=True),
-    Row("integers", partial(build, integers), pipe(**LOOPED)),
+    Row("integers", partial(build, integers), pipe(**LOOPED, partition=("1", "3", "5"))),
     Row("in place", partial(build, in_place), pipe(schedule="gpipe", microbatches=4)),
     Row("idle", partial(build, idle), pipe(**FOUR) | SCALED, ranks=4, work=FormatAlone, updates=3),
     Row("skips", partial(build, Skips), pipe(**LOOPED, partition=("b", "c", "d"))),
