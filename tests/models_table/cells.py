@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from torch import optim
-from torch.utils.data import Dataset
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
@@ -16,7 +15,7 @@ from tests.composition.training import digest
 from tests.support.models import MODES
 from tests.support.ranks import find_obstacle, rank_device, run_ranks
 
-from .zoo import SAMPLES, SUBJECTS, Batch, Subject
+from .zoo import SUBJECTS, Subject
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,6 @@ class Layout:
         if obstacle := find_obstacle(self.world, sends=self.pipeline > 1):
             pytest.skip(obstacle)
 
-    @property
-    def microbatches(self) -> int:
-        return 2 if self.pipeline > 1 else 1
-
     def refusal(self, subject: Subject) -> str | None:
         """What the message says that `subject` is refused with here; None where it trains."""
         found = [subject.refused.get(axis) for axis in ("tensor", "pipeline") if getattr(self, axis) > 1]
@@ -58,7 +53,7 @@ class Layout:
             parallel["tensor"] = self.tensor
         if self.pipeline > 1:
             partition = {"partition": subject.points} if subject.points else {}
-            parallel["pipeline"] = {"size": self.pipeline, "microbatches": self.microbatches, **partition}
+            parallel["pipeline"] = {"size": self.pipeline, "microbatches": 2, **partition}
         return {"parallel": parallel}
 
 
@@ -88,31 +83,10 @@ class Cell:
         return f"{self.model}, {self.layout}, {self.mode}"
 
 
-class Samples(Dataset[Batch]):
-    def __init__(self, data: Batch) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data["labels"])
-
-    def __getitem__(self, index: int) -> Batch:
-        return {name: value[index] for name, value in self._data.items()}
-
-
-def make_optimizer(params: Any, lr: float) -> optim.Optimizer:
-    return optim.SGD(params, lr=lr, momentum=0.9)
-
-
-def call(model: Any, batch: Batch) -> Any:
-    """As each model is called: images by position, words by name."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return model(inputs.pop("x")) if "x" in inputs else model(**inputs)
-
-
 def build(name: str, with_criterion: bool) -> Any:
     """What `halfmesh verify` is given: a model as its users call it; most compute their own loss."""
     subject = SUBJECTS[name]
-    batch = {key: value[:SAMPLES] for key, value in subject.data().items()}
+    batch = subject.data()
     if not with_criterion:
         return subject.build(), batch
     labels = batch.pop("labels")
@@ -125,10 +99,9 @@ def refusal(rank: int, world_size: int, cell: Cell) -> str:
     model = subject.make(seed=rank)
     before = digest(model.state_dict())
     config = MODES[cell.mode] | LAYOUTS[cell.layout].config(subject)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises((InputError, IncompatibleConfigError)) as caught:
-        halfmesh.initialize(
-            model, make_optimizer(model.parameters(), 0.1), subject.criterion, config=config, device=rank_device()
-        )
+        halfmesh.initialize(model, sgd, subject.criterion, config=config, device=rank_device())
     assert digest(model.state_dict()) == before
     return str(caught.value)
 

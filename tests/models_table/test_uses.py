@@ -1,27 +1,31 @@
-"""Dict and dataclass outputs, several inputs, dict batches and own losses: as one process, in each layout and mode."""
+"""Dict, tuple and dataclass outputs, several inputs, dict batches and own losses: as in one process, in their form."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.utils.data import DataLoader
 
 import halfmesh
-from tests.support.models import MODES, TOLERANCES, said
-from tests.support.ranks import rank_device
-from tests.support.versions import TORCH
-from tests.support.whole import close_whole
-
-from .cells import LAYOUTS, Samples
+from tests.support.models import MODES, said
+from tests.support.proofs import FormatAlone, Row, rows
+from tests.support.ranks import here, rank_device, run_ranks
 
 pytestmark = pytest.mark.distributed
-UPDATES, SAMPLES, WIDTH = 5, 8, 8
+SAMPLES, WIDTH = 8, 8
+PARALLEL = {
+    "replicate": {"data": "replicate"},
+    "zero1": {"data": "zero1"},
+    "fsdp": {"data": "fsdp"},
+    "tensor": {"tensor": {"size": 2, "plan": {"layers.0": "colwise_gather", "head": "rowwise_split"}}},
+    "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ("layers.1",), "keep_outputs": True}},
+}
 
 
 @dataclass
@@ -67,71 +71,55 @@ class Twofold(nn.Module):
         return Answer(logits, loss, (hidden, None, 3), {"hidden": hidden, "none": None}, Note("said"))
 
 
-def get(kind: str, output: Any, name: str) -> torch.Tensor:
+def get(output: Any, name: str) -> torch.Tensor:
     """The logits, or the loss, of an output."""
-    if kind == "dict":
+    if isinstance(output, dict):
         return output[name]
-    return output[0] if kind == "tuple" else getattr(output, name)
+    return output[0] if isinstance(output, tuple) else getattr(output, name)
 
 
 def criterion(output: Any, labels: torch.Tensor) -> torch.Tensor:
     """Takes what the model returns, whole."""
-    kind = {dict: "dict", tuple: "tuple"}.get(type(output), "answer")
-    return F.cross_entropy(get(kind, output, "logits"), labels)
+    return F.cross_entropy(get(output, "logits"), labels)
 
 
-def data() -> dict[str, torch.Tensor]:
+def own_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return get(output, "loss")
+
+
+def build(kind: str, call: str) -> Any:
+    """`call`: by "positions", by "names", or with labels for its "own loss"."""
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(UPDATES * SAMPLES, WIDTH, generator=generator) for _ in range(2))
-    return {"x": x, "y": y, "labels": (x.sum(1) > y.sum(1)).long() + 2 * (x[:, 0] > 0).long()}
+    x, y = (torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(2))
+    labels = (x.sum(1) > y.sum(1)).long() + 2 * (x[:, 0] > 0).long()
+    inputs = {"positions": (x, y), "names": {"y": y, "x": x}, "own loss": {"x": x, "y": y, "labels": labels}}[call]
+    return Twofold(kind), (inputs, labels), own_loss if call == "own loss" else criterion
 
 
-PLAN = {"layers.0": "colwise_gather", "head": "rowwise_split"}
+USES = [
+    ("dict", "own loss", "replicate", "none"),
+    ("tuple", "own loss", "tensor", "torch_bf16"),
+    ("answer", "own loss", "zero1", "naive_fp16"),
+    ("answer", "positions", "pipeline", "torch_fp16"),
+    ("tuple", "positions", "pipeline", "none"),
+    ("answer", "names", "tensor", "none"),
+    ("dict", "names", "fsdp", "naive_bf16"),
+    ("dict", "own loss", "replicate", "apex_o2"),
+]
 
 
-@dataclass(frozen=True)
-class Use:
-    """What the model returns; how it is called: by "positions", by "names", or with labels for its "own loss"."""
-
-    kind: str
-    call: str
-    layout: str
-    mode: str = "none"
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.call}, {self.layout}, {self.mode}"
-
-    def config(self) -> dict[str, Any]:
-        layout = LAYOUTS[self.layout]
-        parallel: dict[str, Any] = {"data": layout.strategy}
-        if layout.tensor > 1:
-            parallel["tensor"] = {"size": 2, "plan": PLAN}
-        if layout.pipeline > 1:
-            parallel["pipeline"] = {"size": 2, "microbatches": 2, "partition": ("layers.1",), "keep_outputs": True}
-        return MODES[self.mode] | {"parallel": parallel}
+def row(kind: str, call: str, layout: str, mode: str) -> Row:
+    config = MODES[mode] | {"parallel": PARALLEL[layout]}
+    work = {} if mode == "none" else {"work": FormatAlone}
+    return Row(f"{kind}, {call}, {layout}, {mode}", partial(build, kind, call), config, **work)
 
 
-def train(rank: int, world_size: int, use: Use) -> tuple[dict[str, torch.Tensor], str]:
-    """The weights in the end, and the last output in words."""
-    model = Twofold(use.kind)
-    layout = LAYOUTS[use.layout]
-    loader = DataLoader(Samples(data()), SAMPLES // layout.data)
-    optimizer = optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    own = use.call == "own loss"
-    given = model, optimizer, None if own else criterion, loader, use.config()
-    engine = halfmesh.initialize(*given, device=rank_device())
-    for batch in engine.dataloader:
-        engine.zero_grad()
-        if own:
-            output = engine(**batch)
-        elif use.call == "positions":
-            output = engine(batch["x"], batch["y"])
-        else:
-            output = engine(y=batch["y"], x=batch["x"])
-        engine.backward(get(use.kind, output, "loss") if own else engine.criterion(output, batch["labels"]))
-        engine.step()
-    words = describe(output.value() if layout.pipeline > 1 else output)
-    return close_whole(engine), words
+@rows(*(row(*use) for use in USES))
+def test_trains_as_one_process(row):
+    row.prove()
+
+
+# --- what the engine returns ----------------------------------------------------------------------------------------
 
 
 def describe(output: Any) -> str:
@@ -145,64 +133,42 @@ def describe(output: Any) -> str:
     return f"Answer({describe(vars(output))})" if isinstance(output, Answer) else repr(output)
 
 
-def plain_form(use: Use) -> str:
-    """What `describe` says of the model's own output."""
-    batch = {name: value[:SAMPLES] for name, value in data().items()}
-    if use.call != "own loss":
-        del batch["labels"]
-    return describe(Twofold(use.kind)(**batch))
+def call(model: Any, inputs: Any) -> Any:
+    return model(*inputs) if isinstance(inputs, tuple) else model(**inputs)
 
 
-def reference() -> dict[str, torch.Tensor]:
-    """Plain torch in one process, in fp32. (What the model returns makes no difference.)"""
-    model, samples = Twofold("tuple"), data()
-    optimizer = optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    for update in range(UPDATES):
-        part = slice(update * SAMPLES, (update + 1) * SAMPLES)
-        optimizer.zero_grad()
-        F.cross_entropy(model(samples["x"][part], samples["y"][part])[0], samples["labels"][part]).backward()
-        optimizer.step()
-    return model.state_dict()
+def forms(rank: int, world_size: int, uses: Any) -> list[str]:
+    """What the engine returns in each use, in words, after an update."""
+    found = []
+    for kind, way, layout, mode in uses:
+        model, (inputs, labels), loss_of = here(build(kind, way))
+        config = MODES[mode] | {"parallel": PARALLEL[layout]}
+        given = model, optim.SGD(model.parameters(), lr=0.03), loss_of, None, config
+        with halfmesh.initialize(*given, device=rank_device()) as engine:
+            output = call(engine, inputs)
+            engine.backward(engine.criterion(output, labels))
+            engine.step()
+            found.append(describe(output.value() if layout == "pipeline" else output))
+    return found
 
 
-QUICK = [
-    Use("dict", "own loss", "data"),
-    Use("tuple", "own loss", "tensor", "torch_bf16"),
-    Use("answer", "own loss", "zero1", "naive_fp16"),
-    Use("answer", "positions", "pipeline", "torch_fp16"),
-    Use("dict", "names", "fsdp", "naive_bf16"),
-]
-SLOW = [
-    *(Use(kind, "own loss", layout) for layout in ("fsdp", "tensor") for kind in ("dict", "tuple", "answer")),
-    *(Use("answer", "names", layout) for layout in ("data", "fsdp", "tensor", "pipeline")),
-    Use("dict", "positions", "pipeline"),
-    Use("tuple", "positions", "pipeline"),
-    *(Use("dict", "own loss", "one", mode) for mode in ("torch_fp16", "apex_o1", "apex_o2")),
-    Use("answer", "own loss", "fsdp", "naive_fp16"),
-]
+def test_outputs_have_the_form_that_the_model_gives_them():
+    for found in run_ranks(forms, 2, USES):
+        for words, (kind, way, _, mode) in zip(found, USES, strict=True):
+            model, (inputs, _), _ = build(kind, way)
+            if mode.startswith("torch"):  # autocast has formats of its own
+                words = re.sub("bfloat16|float16", "float32", words)
+            assert words == describe(call(model, inputs)), (kind, way, mode)
 
 
-@pytest.mark.parametrize("use", [*QUICK, *(pytest.param(use, marks=pytest.mark.slow) for use in SLOW)], ids=str)
-def test_weights_and_outputs_are_those_of_one_process(use):
-    if use.kind == "answer" and use.layout == "fsdp" and TORCH < (2, 13):
-        pytest.skip("this version of torch cannot look into a dataclass")
-    expected = reference()
-    largest = max(value.abs().max().item() for value in expected.values())
-    for weights, words in LAYOUTS[use.layout].run(train, use):
-        apart = max((weights[name] - value).abs().max().item() for name, value in expected.items()) / largest
-        assert apart < TOLERANCES[use.mode]
-        if use.mode.startswith(("torch", "apex_o1")):  # autocast has formats of its own
-            words = re.sub("bfloat16|float16", "float32", words)
-        assert words == plain_form(use)
+def refused(rank: int, world_size: int) -> str:
+    model, (inputs, _), _ = here(build("dict", "own loss"))
+    given = model, optim.SGD(model.parameters(), lr=0.03), None, None, {"parallel": PARALLEL["pipeline"]}
+    with halfmesh.initialize(*given, device=rank_device()) as engine:
+        return said(lambda: engine.backward(engine(**inputs)["loss"]))
 
 
-def refused(rank: int, world_size: int, use: Use) -> str:
-    return said(train, rank, world_size, use)
-
-
-OWN = "the model's own loss (output.loss) is on the last stage only. Give a criterion to initialize"
-
-
-@pytest.mark.parametrize("kind", ["dict", "tuple"])
-def test_an_own_loss_is_refused_under_a_pipeline(kind):
-    assert all(OWN in message for message in LAYOUTS["pipeline"].run(refused, Use(kind, "own loss", "pipeline")))
+@pytest.mark.sends
+def test_an_own_loss_is_refused_under_a_pipeline():
+    for message in run_ranks(refused, 2):
+        assert "the model's own loss (output.loss) is on the last stage only. Give a criterion to initialize" in message

@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-UPDATES = 6
 SAMPLES = 8
-"""Of all data ranks and microbatches together, in one update."""
 CLASSES = 4
 WORDS = 32
 LENGTH = 8
@@ -29,7 +27,7 @@ class Subject:
     """A model, and how it is used."""
 
     build: Callable[[], nn.Module]
-    data: Callable[[], Batch]  # all samples, by name of the model's argument; `labels` among them
+    data: Callable[..., Batch]  # of a seed; by name of the model's argument; `labels` among them
     criterion: Callable[[Any, torch.Tensor], torch.Tensor]  # called as criterion(output, labels)
     own_loss: bool = False  # whether the model takes `labels`, and returns a loss
     points: tuple[str, ...] = ()  # split points for two stages, if no partitioner knows the model
@@ -47,29 +45,23 @@ class Subject:
 # -- data and losses -------------------------------------------------------------------------------------------------
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
-
-
 def images() -> Batch:
-    """Noise around one pattern for each class."""
-    generator = _generator()
-    labels = torch.randint(CLASSES, (UPDATES * SAMPLES,), generator=generator)
-    patterns = torch.randn(CLASSES, 3, IMAGE, IMAGE, generator=generator)
-    return {"x": patterns[labels] + torch.randn(len(labels), 3, IMAGE, IMAGE, generator=generator), "labels": labels}
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    return {"x": torch.randn(SAMPLES, 3, IMAGE, IMAGE, generator=generator), "labels": labels}
 
 
-def text() -> Batch:
+def text(seed: int = 1) -> Batch:
     """Sequences that count on from a random word. Each word is a label, which causal models shift."""
-    start = torch.randint(WORDS, (UPDATES * SAMPLES, 1), generator=_generator())
+    start = torch.randint(WORDS, (SAMPLES, 1), generator=torch.Generator().manual_seed(seed))
     words = (start + torch.arange(LENGTH)) % WORDS
     return {"input_ids": words, "labels": words}
 
 
-def padded_text() -> Batch:
+def padded_text(seed: int = 1) -> Batch:
     """Texts of different lengths, padded on the right, with a class each: whether the first word is an even number."""
-    words = text()["input_ids"]
-    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (len(words), 1), generator=_generator())
+    words = text(seed)["input_ids"]
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (SAMPLES, 1), generator=torch.Generator().manual_seed(seed))
     mask = (torch.arange(LENGTH) < lengths).long()
     return {"input_ids": words * mask, "attention_mask": mask, "labels": words[:, 0] % 2}
 
