@@ -13,24 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from halfmesh.errors import InputError
-from tests.support.models import (
-    BF16_NAIVE,
-    BF16_TORCH,
-    FP16_NAIVE,
-    FP16_TORCH,
-    adamw,
-    full_weights,
-    make_data,
-    make_engine,
-    said,
-    step_on,
-)
+from tests.support.models import MODES, adamw, full_weights, make_data, make_engine, said, step_on
 from tests.support.ranks import here, run_ranks
 from tests.support.updates import CountReads
 
 X, Y = make_data(16)
 DECAY, STEPS, UNTIL = 0.9, 5, 3
-MODES = {"none": {}, "torch_fp16": FP16_TORCH, "naive_fp16": FP16_NAIVE, "naive_bf16": BF16_NAIVE}
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
@@ -51,11 +39,11 @@ def whole(engine: Any) -> dict[str, torch.Tensor]:
 
 def advance(engine: Any, steps: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
     """All ranks take the samples of one process, each its part. Returns the whole weights after each update."""
-    size, found = len(X) // engine.context.dp_size, []
-    own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
+    context, found = engine.context, []
     for step in range(first, first + steps):
+        x, y = (full.roll(step, 0).chunk(context.dp_size)[context.dp_rank] for full in (X, Y))
         engine.zero_grad()
-        step_on(engine, X.roll(step, 0)[own], Y.roll(step, 0)[own])
+        step_on(engine, x, y)
         found.append(whole(engine))
     return found
 
@@ -89,24 +77,109 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# -- one process ------------------------------------------------------------------------------------------------------
+# -- what it is -------------------------------------------------------------------------------------------------------
+
+ALONE: list[tuple[dict[str, Any], str, Any, bool]] = [
+    ({}, "none", 1, False),
+    ({}, "torch_fp16", 1, True),
+    ({}, "naive_fp16", 3, True),
+    ({}, "naive_bf16", np.int64(2), False),
+]
+LAYOUTS: list[tuple[dict[str, Any], str, Any, bool]] = [
+    ({"data": "zero1"}, "naive_fp16", 2, True),
+    ({"data": "fsdp"}, "none", 1, False),
+    ({"data": "fsdp"}, "naive_fp16", 2, True),
+    ({"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}}, "none", 2, True),
+    ({"pipeline": {"size": 2, "microbatches": 2}}, "naive_fp16", 2, True),
+]
+
+
+def train(rank: int, world_size: int, cells: list[Any], folder: Path) -> list[dict[str, torch.Tensor]]:
+    """By cell the average when it was saved. The model computes with it for a while, and both go on bit for bit."""
+    found = []
+    for number, (parallel, mode, every, buffers) in enumerate(cells):
+        case, config = folder / str(number), {**MODES[mode], "parallel": parallel}
+        engine = start(config)
+        average = engine.averaged_model(DECAY, every=every, buffers=buffers)
+        weights = [whole(engine), *advance(engine, UNTIL)]
+        engine.save(case)
+        held = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        with torch.no_grad(), average.applied():
+            inside = engine.eval()(here(X))
+            engine.train()
+        assert equal(engine.model.state_dict(), held), case
+        found.append(saved(average, case / "until.pt"))
+        if rank == 0 and "pipeline" not in parallel:
+            plain = make_model().eval()
+            plain.load_state_dict(found[-1])
+            close = 2e-2 if "bf16" in mode else 2e-3
+            torch.testing.assert_close(inside.cpu().float(), plain(X).detach(), rtol=close, atol=close)
+        weights += advance(engine, STEPS - UNTIL, first=UNTIL)
+        end = saved(average, case / "average.pt")
+        if rank == 0:
+            compare(end, by_hand(weights, every, buffers), str(cells[number]))
+        engine.close()
+        again = start(config, seed=1)
+        resumed = again.averaged_model(DECAY, every=every, buffers=buffers)
+        again.load(case)
+        advance(again, STEPS - UNTIL, first=UNTIL)
+        assert equal(saved(resumed, case / "resumed.pt"), end), case
+        again.close()
+    return found
 
 
 @pytest.mark.promise("averaged weights (`torch.optim.swa_utils`)")
-@pytest.mark.parametrize(
-    ("mode", "every", "buffers"),
-    [("none", 1, True), ("torch_fp16", 1, False), ("naive_fp16", 3, True), ("naive_bf16", np.int64(2), False)],
-)
-def test_it_follows_the_masters(mode, every, buffers, tmp_path):
+def test_it_follows_the_masters_in_one_process(tmp_path):
     """And not weights in half precision; after every few updates, and with buffers or without."""
-    engine = start(MODES[mode])
-    average = engine.averaged_model(DECAY, every=every, buffers=buffers)
-    weights = [whole(engine), *advance(engine, STEPS)]
-    compare(saved(average, tmp_path / "average.pt"), by_hand(weights, every, buffers))
+    train(0, 1, ALONE, tmp_path)
+
+
+@pytest.mark.promise(
+    "averaged weights (`torch.optim.swa_utils`)",
+    "`engine.averaged_model`: of the masters, in every layout, saved and resharded",
+    of="PyTorch",
+    page="precision.md",
+)
+@pytest.mark.distributed
+@pytest.mark.sends
+def test_every_layout_averages_its_whole_weights(tmp_path):
+    for number, until in enumerate(run_ranks(train, 2, LAYOUTS, tmp_path)[0]):
+        one = start()  # loads what each layout has saved
+        average = one.averaged_model(DECAY, every=LAYOUTS[number][2], buffers=LAYOUTS[number][3])
+        one.load(tmp_path / str(number))
+        compare(saved(average, tmp_path / "average.pt"), until, str(LAYOUTS[number]))
+
+
+def on_one_rank(rank: int, world_size: int, folder: Path) -> str:
+    """Of one rank alone the average cannot be saved; and an error of one rank in its scope makes no other wait."""
+    engine = start({"parallel": {"data": "zero1"}})
+    average = engine.averaged_model(DECAY) if rank == 0 else None
+    advance(engine, 2)
+    words = said(engine.save, folder)
+    average = average or engine.averaged_model(DECAY)
+    weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    try:
+        with average.applied():
+            if rank == 1:
+                raise ZeroDivisionError
+            dist.barrier()
+    except ZeroDivisionError:
+        dist.barrier()
+    assert equal(engine.model.state_dict(), weights)
+    return words
+
+
+@pytest.mark.distributed
+def test_one_rank_alone(tmp_path):
+    for words in run_ranks(on_one_rank, 2, tmp_path):
+        assert "engine.averaged_model was called on rank 0 only" in words
+
+
+# -- in a loop --------------------------------------------------------------------------------------------------------
 
 
 def test_a_skipped_update_leaves_it(tmp_path):
-    engine = start(FP16_NAIVE)
+    engine = start(MODES["naive_fp16"])
     average = engine.averaged_model(0.5)
     step_on(engine, X, Y)
     before = saved(average, tmp_path / "before.pt")
@@ -116,35 +189,15 @@ def test_a_skipped_update_leaves_it(tmp_path):
     assert not torch.equal(saved(average, tmp_path / "later.pt")["0.weight"], before["0.weight"])
 
 
-@pytest.mark.parametrize("config", [{}, FP16_NAIVE, BF16_TORCH])
-def test_no_host_read(config):
-    engine = start(config)
+@pytest.mark.parametrize("mode", ["none", "naive_fp16", "torch_bf16"])
+def test_no_host_read(mode):
+    engine = start(MODES[mode])
     engine.averaged_model(0.9)
     for _ in range(3):
         step_on(engine, X, Y)
     with CountReads() as counter:
         step_on(engine, X, Y)
     assert counter.reads == 0
-
-
-@pytest.mark.parametrize(("mode", "buffers"), [("none", False), ("naive_fp16", True)])
-def test_the_model_computes_with_it_for_a_while(mode, buffers, tmp_path):
-    engine = start(MODES[mode])
-    average = engine.averaged_model(DECAY, buffers=buffers)
-    advance(engine, STEPS)
-    weights = full_weights(engine)
-    engine.eval()
-    with torch.no_grad(), average.applied():
-        inside = engine(X)
-        assert not torch.equal(engine.model[0].weight, weights["0.weight"].to(engine.model[0].weight.dtype))
-        running = engine.model[3].running_mean
-        assert torch.equal(running, weights["3.running_mean"].to(running.dtype)) != buffers
-    assert equal(full_weights(engine), weights)
-    plain = make_model().eval()
-    plain.load_state_dict(saved(average, tmp_path / "average.pt"))
-    torch.testing.assert_close(inside, plain(X).detach(), rtol=2e-3, atol=2e-3)
-    engine.close()
-    assert equal(engine.model.state_dict(), weights)
 
 
 def test_an_interrupt_on_the_way_in_restores_the_weights():
@@ -156,7 +209,7 @@ def test_an_interrupt_on_the_way_in_restores_the_weights():
                 raise KeyboardInterrupt
             return super().__getitem__(key)
 
-    engine = start(FP16_NAIVE)
+    engine = start(MODES["naive_fp16"])
     average = engine.averaged_model(DECAY)
     advance(engine, 3)
     weights = full_weights(engine)
@@ -168,7 +221,7 @@ def test_an_interrupt_on_the_way_in_restores_the_weights():
 
 def test_casts_of_the_other_weights_are_not_used():
     """O1 keeps casts of weights from a forward to its backward."""
-    engine = start({"fp16": {"mode": "apex", "opt_level": "O1", "max_loss_scale": 256.0}})
+    engine = start(MODES["apex_o1"])
     average = engine.averaged_model(DECAY)
     advance(engine, STEPS)
     own = engine(X)
@@ -258,85 +311,3 @@ def test_loads_where_only_one_side_has_an_average(tmp_path, caplog):
     assert "has an average of the weights, which this run does not continue" not in caplog.text
     advance(ignored, 2)
     assert caplog.text.count("has an average of the weights, which this run does not continue") == 1
-
-
-# -- layouts ----------------------------------------------------------------------------------------------------------
-
-CELLS: dict[str, tuple[dict[str, Any], str]] = {
-    "zero1": ({"data": "zero1"}, "naive_fp16"),
-    "fsdp": ({"data": "fsdp"}, "none"),
-    "fsdp in half precision": ({"data": "fsdp"}, "naive_fp16"),
-    "tensor": ({"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}}, "none"),
-    "pipeline": ({"pipeline": {"size": 2, "microbatches": 2}}, "naive_fp16"),
-}
-
-
-def in_layouts(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """By cell: the average when it was saved. On the way it is put to use, and goes on bit for bit."""
-    found = {}
-    for name, (parallel, mode) in CELLS.items():
-        case, config = folder / name, {**MODES[mode], "parallel": parallel}
-        engine = start(config)
-        average = engine.averaged_model(DECAY, every=2, buffers=True)
-        weights = [whole(engine), *advance(engine, UNTIL)]
-        engine.save(case)
-        held = {name: value.clone() for name, value in engine.model.state_dict().items()}
-        with torch.no_grad(), average.applied():
-            engine.eval()
-            engine(here(X))
-            engine.train()
-        assert equal(engine.model.state_dict(), held), case
-        found[name] = saved(average, case / "until.pt")
-        weights += advance(engine, STEPS - UNTIL, first=UNTIL)
-        end = saved(average, case / "average.pt")
-        if rank == 0:
-            compare(end, by_hand(weights, 2, True), name)
-        engine.close()
-        again = start(config, seed=1)
-        resumed = again.averaged_model(DECAY, every=2, buffers=True)
-        again.load(case)
-        advance(again, STEPS - UNTIL, first=UNTIL)
-        assert equal(saved(resumed, case / "resumed.pt"), end), case
-        again.close()
-    return found
-
-
-@pytest.mark.promise(
-    "averaged weights (`torch.optim.swa_utils`)",
-    "`engine.averaged_model`: of the masters, in every layout, saved and resharded",
-    of="PyTorch",
-    page="precision.md",
-)
-@pytest.mark.distributed
-@pytest.mark.sends
-def test_every_layout_averages_its_whole_weights_and_goes_on_bit_for_bit(tmp_path):
-    for name, until in run_ranks(in_layouts, 2, tmp_path)[0].items():
-        one = start()  # loads what each layout has saved
-        average = one.averaged_model(DECAY, every=2, buffers=True)
-        one.load(tmp_path / name)
-        compare(saved(average, tmp_path / "average.pt"), until, name)
-
-
-def on_one_rank(rank: int, world_size: int, folder: Path) -> str:
-    """Of one rank alone the average cannot be saved; and an error of one rank in its scope makes no other wait."""
-    engine = start({"parallel": {"data": "zero1"}})
-    average = engine.averaged_model(DECAY) if rank == 0 else None
-    advance(engine, 2)
-    words = said(engine.save, folder)
-    average = average or engine.averaged_model(DECAY)
-    weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    try:
-        with average.applied():
-            if rank == 1:
-                raise ZeroDivisionError
-            dist.barrier()
-    except ZeroDivisionError:
-        dist.barrier()
-    assert equal(engine.model.state_dict(), weights)
-    return words
-
-
-@pytest.mark.distributed
-def test_one_rank_alone(tmp_path):
-    for words in run_ranks(on_one_rank, 2, tmp_path):
-        assert "engine.averaged_model was called on rank 0 only" in words

@@ -1,8 +1,11 @@
 """convert_to_amp: precision alone, in a loop of one's own, without initialize, config file or process group."""
 
+from __future__ import annotations
+
 import copy
 import io
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,6 @@ import halfmesh
 from halfmesh import AMP_TYPE, convert_to_amp
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
 from tests.support.models import (
-    CLASSES,
     COMPUTE_DTYPES,
     FEATURES,
     MLP,
@@ -27,19 +29,16 @@ from tests.support.models import (
 from tests.support.ranks import here, run_ranks
 
 FULL, HALF = torch.float32, torch.float16
-
-
-def split(name):
-    """mode, its keys and dtype of one of MODES."""
-    [(key, keys)] = MODES[name].items()
-    return keys["mode"], {k: v for k, v in keys.items() if k != "mode"}, {"fp16": "float16", "bf16": "bfloat16"}[key]
+NOTHING = "there is nothing to step with"
 
 
 def converted(name, make_optimizer=sgd, **given):
-    mode, keys, dtype = split(name)
+    """By one of MODES."""
+    [(key, keys)] = MODES[name].items()
+    options = {option: value for option, value in keys.items() if option != "mode"} | given
     model = here(MLP())
-    optimizer = make_optimizer(model.parameters())
-    return convert_to_amp(model, optimizer, nn.functional.cross_entropy, mode, keys | given, dtype=dtype)
+    optimizer, dtype = make_optimizer(model.parameters()), {"fp16": "float16", "bf16": "bfloat16"}[key]
+    return convert_to_amp(model, optimizer, nn.functional.cross_entropy, keys["mode"], options, dtype=dtype)
 
 
 def batches(count=10):
@@ -58,16 +57,13 @@ def train(model, optimizer, criterion, data, max_norm=0.0):
     return results
 
 
-NAMES = [name for name in MODES if name != "none"]
-
-
 @pytest.mark.promise(
     "precision without the engine",
     "`convert_to_amp(model, optimizer, criterion, mode, config)`",
     of="Colossal-AI",
     page="precision.md",
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16", "naive_bf16", "apex_o1", "apex_o2"])
 def test_parity_with_a_plain_fp32_loop(name):
     model, optimizer, criterion = converted(name)
     data, seen = batches(), []
@@ -84,20 +80,18 @@ def test_parity_with_a_plain_fp32_loop(name):
         assert optimizer.loss_scale in (scale, scale / 2)  # hysteresis
     results = train(model, optimizer, criterion, data[5:], max_norm=0.7)
     assert all(math.isfinite(result.grad_norm) for result in results)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    assert difference(weights, reference(data, max_norm=0.7)) < TOLERANCES[name]
+    assert difference(dict(model.state_dict()), reference(data, max_norm=0.7)) < TOLERANCES[name]
     assert {p.dtype for p in optimizer.master_params()} == {FULL}
 
 
 @pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16"])
-def test_resumes_bitwise(name):
-    first = converted(name, adamw)
+def test_it_resumes_bitwise_and_close_gives_everything_back(name):
+    first, second = converted(name, adamw), converted(name, adamw)
     train(*first, batches(3))
     file = io.BytesIO()
     torch.save({"model": first[0].state_dict(), "optimizer": first[1].state_dict()}, file)
     assert list(first[0].state_dict()) == list(MLP().state_dict())
     assert {value.dtype for value in first[0].state_dict().values()} == {FULL}
-    second = converted(name, adamw)
     train(*second, batches(1))
     file.seek(0)
     state = torch.load(file, weights_only=True)
@@ -107,9 +101,27 @@ def test_resumes_bitwise(name):
         train(*each, batches(4))
     torch.testing.assert_close(second[0].state_dict(), first[0].state_dict(), rtol=0, atol=0)
 
+    model, optimizer, criterion = second
+    weights, module, (x, y) = copy.deepcopy(model.state_dict()), model.module, batches(1)[0]
+    optimizer.close()
+    optimizer.close()
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
+    assert torch.equal(model(x), module(x))  # an fp32 model again
+    with pytest.raises(InputError, match="this optimizer is closed"):
+        optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match=NOTHING):
+        optimizer.step()
+    inner = optimizer.optimizer
+    assert inner.param_groups[0]["params"][0] is module.first.weight
+    module(x).sum().backward()
+    inner.step()
+    inner.zero_grad()
+    assert not torch.equal(module.first.weight, weights["first.weight"])
+    convert_to_amp(module, inner, None, "torch")  # and again
+
 
 @pytest.mark.promise("precision without the engine")
-def test_schedulers_take_either_optimizer_and_it_needs_no_process_group(monkeypatch):
+def test_it_needs_no_process_group_and_schedulers_take_either_optimizer(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")  # as under torchrun, with a process group of one's own or none
     model, optimizer, criterion = converted("naive_fp16")
     for theirs in (optimizer, optimizer.optimizer):
@@ -133,7 +145,11 @@ def test_the_wrapper_is_the_model():
     average = copy.deepcopy(model)
     train(model, optimizer, criterion, batches(1))
     assert not torch.equal(average.state_dict()["first.weight"], model.state_dict()["first.weight"])
-    assert average(make_data(2)[0]).shape == (2, CLASSES)
+    average(batches(1)[0][0])
+    for outer, close in ((nn.Sequential(model), 0), (optim.swa_utils.AveragedModel(model), 1e-3)):  # has no masters
+        state = {name: value + 1 if value.is_floating_point() else value for name, value in outer.state_dict().items()}
+        outer.load_state_dict(state)
+        torch.testing.assert_close(dict(outer.state_dict()), state, rtol=close, atol=close)
 
 
 class Second(nn.Linear):
@@ -150,13 +166,12 @@ class Second(nn.Linear):
 def test_a_wrapper_in_another_module_keeps_the_versions_of_its_modules():
     model = here(nn.Sequential(Second(3, 3)))
     wrapped, *_ = convert_to_amp(model, sgd(model.parameters()), None, "torch", dtype="bfloat16")
+    weight, alone = model[0].weight.detach().clone(), here(nn.Sequential(Second(3, 3)))
     outer = nn.ModuleDict({"model": wrapped})
-    weight = model[0].weight.detach().clone()
     outer.load_state_dict(outer.state_dict())
-    assert torch.equal(model[0].weight, weight)
-    alone = nn.Sequential(Second(3, 3))
     alone.load_state_dict(wrapped.state_dict())
-    assert torch.equal(here(alone)[0].weight, weight)
+    assert torch.equal(model[0].weight, weight)
+    assert torch.equal(alone[0].weight, weight)
 
 
 def test_scopes_and_lists():
@@ -171,61 +186,49 @@ def test_scopes_and_lists():
     assert converted("naive_fp16")[0].casts is None
 
 
-@pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16"])
-def test_close_gives_everything_back(name):
-    model, optimizer, criterion = converted(name, adamw)
-    train(model, optimizer, criterion, batches(2))
-    weights = copy.deepcopy(model.state_dict())
-    optimizer.close()
-    optimizer.close()
-    module = model.module
-    x, y = make_data(4)
-    assert torch.equal(model(x), module(x))  # an fp32 model again
-    with pytest.raises(InputError, match="this optimizer is closed"):
-        optimizer.backward(criterion(model(x), y))
-    with pytest.raises(InputError, match="there is nothing to step with"):
-        optimizer.step()
-    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
-    inner = optimizer.optimizer
-    assert inner.param_groups[0]["params"][0] is module.first.weight
-    module(make_data(2)[0]).sum().backward()
-    inner.step()
-    inner.zero_grad()
-    assert not torch.equal(module.first.weight, weights["first.weight"])
-    convert_to_amp(module, inner, None, "torch")  # and again
+def told(call: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        call()
 
 
 def test_misuse():
     model, optimizer, criterion = converted("torch_fp16")
     x, y = make_data(4)
-    with pytest.raises(InputError, match=r"step\(\) was called before backward\(loss\).*in place of loss.backward\(\)"):
-        optimizer.step()
+    told(optimizer.step, r"step\(\) was called before backward\(loss\).*in place of loss.backward\(\)")
     criterion(model(x), y).backward()  # unscaled: it would be divided by the scale
-    with pytest.raises(InputError, match="there is nothing to step with"):
-        optimizer.step()
-    with pytest.raises(InputError, match="clip_grad_norm was called before backward"):
-        optimizer.clip_grad_norm(1.0)
-    with pytest.raises(InputError, match=r"optimizer.step\(\) was called outside.*that convert_to_amp returned"):
-        optimizer.optimizer.step()
-    with pytest.raises(InputError, match="backward takes a scalar loss, but its shape is"):
-        optimizer.backward(model(x))
-    with pytest.raises(InputError, match=r"loss_id=1 is not one of 1 loss\(es\)"):
-        optimizer.backward(criterion(model(x), y), loss_id=1)
-    with pytest.raises(InputError, match="The update would divide them by the loss scale"):
-        optimizer.backward(criterion(model(x), y))
+    told(optimizer.step, NOTHING)
+    told(lambda: optimizer.clip_grad_norm(1.0), "clip_grad_norm was called before backward")
+    told(optimizer.optimizer.step, r"optimizer.step\(\) was called outside.*that convert_to_amp returned")
+    told(lambda: optimizer.backward(model(x)), "backward takes a scalar loss, but its shape is")
+    loss = criterion(model(x), y)
+    told(lambda: optimizer.backward(loss, loss_id=1), r"loss_id=1 is not one of 1 loss\(es\)")
+    told(lambda: optimizer.backward(loss), "The update would divide them by the loss scale")
     optimizer.zero_grad()
-    optimizer.backward(criterion(model(x), y))
-    with pytest.raises(InputError, match=r"optimizer.step\(<function .* it takes no closure.* call backward\(loss\)"):
-        optimizer.step(lambda: criterion(model(x), y))
+    optimizer.backward(loss)
+    told(
+        lambda: optimizer.step(lambda: loss),
+        r"optimizer.step\(<function .* it takes no closure.* call backward\(loss\)",
+    )
     assert not optimizer.step(closure=None).skipped
     optimizer.backward(criterion(model(x), y))
     optimizer.zero_grad()
-    with pytest.raises(InputError, match="there is nothing to step with"):
-        optimizer.step()
-    masters = converted("apex_o2")
-    masters[1].backward(criterion(masters[0](x), y))
-    with pytest.raises(InputError, match=r"or clip_grad_norm of the optimizer"):
-        nn.utils.clip_grad_norm_(masters[1].master_params(), 1.0)
+    told(optimizer.step, NOTHING)
+    optimizer.backward(criterion(model(x), y))
+    before = copy.deepcopy(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())  # the gradients were of another scale
+    told(optimizer.step, NOTHING)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    inner = optimizer.optimizer.state_dict()
+    told(lambda: optimizer.load_state_dict(inner), "not the state of an optimizer: pass what opt")
+    other = converted("apex_o1", num_losses=2)[1].state_dict()
+    told(lambda: optimizer.load_state_dict(other), r"saved with 2 loss scales, and this run trains with 1;")
+    for theirs in (optimizer, optimizer.optimizer):  # a cell of a notebook that is run twice
+        words = "it belongs to another engine or to convert_to_amp; close that first"
+        told(lambda own=theirs: convert_to_amp(model, own, None, "naive"), words)
+        told(lambda own=theirs: halfmesh.initialize(model.module, own, None, None, {}, device="cpu"), words)
+    model, optimizer, criterion = converted("apex_o2")
+    optimizer.backward(criterion(model(x), y))
+    told(lambda: list(optimizer.master_params()), r"or clip_grad_norm of the optimizer")
 
 
 @pytest.mark.parametrize(
@@ -251,46 +254,6 @@ def test_refusals_leave_everything_untouched(arguments, error, message):
         convert_to_amp(**{"model": model, "optimizer": optimizer, "mode": AMP_TYPE.TORCH} | arguments)
     assert message in str(raised.value)
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
-
-
-def test_one_conversion_at_a_time():
-    model, optimizer, _ = converted("torch_fp16")
-    for theirs in (optimizer, optimizer.optimizer):  # a cell of a notebook that is run twice
-        for call in (
-            lambda own=theirs: convert_to_amp(model, own, None, "naive"),
-            lambda own=theirs: halfmesh.initialize(model.module, own, None, None, {}, device="cpu"),
-        ):
-            with pytest.raises(InputError, match="it belongs to another engine or to convert_to_amp; close that first"):
-                call()
-
-
-def test_states_that_do_not_fit():
-    model, optimizer, criterion = converted("torch_fp16")
-    with pytest.raises(InputError, match="not the state of an optimizer: pass what opt"):
-        optimizer.load_state_dict(optimizer.optimizer.state_dict())
-    other = converted("apex_o1", num_losses=2)[1]
-    with pytest.raises(InputError, match=r"saved with 2 loss scales, and this run trains with 1;"):
-        optimizer.load_state_dict(other.state_dict())
-    x, y = make_data(4)
-    before = copy.deepcopy(model.state_dict())
-    optimizer.backward(criterion(model(x), y))
-    optimizer.load_state_dict(optimizer.state_dict())  # the gradients were of another scale
-    with pytest.raises(InputError, match="there is nothing to step with"):
-        optimizer.step()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda m: m, nn.Sequential, optim.swa_utils.AveragedModel], ids=["alone", "in", "ema"]
-)
-def test_wrapped_state_dicts_come_back(wrap):
-    model, *_ = converted("apex_o2")
-    outer = wrap(model)
-    state = {name: value + 1 if value.is_floating_point() else value for name, value in outer.state_dict().items()}
-    assert not [name for name in state if "module.first" in name and wrap is nn.Sequential]
-    outer.load_state_dict(state)
-    tolerance = 1e-3 if wrap is optim.swa_utils.AveragedModel else 0  # a copy has no masters
-    torch.testing.assert_close(dict(outer.state_dict()), state, rtol=tolerance, atol=tolerance)
 
 
 def accumulated_under_ddp(rank, world_size):

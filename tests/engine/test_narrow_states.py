@@ -17,6 +17,13 @@ ao = pytest.importorskip("torchao.optim")
 WIDTH = 128  # smaller tensors are not quantised
 
 
+@pytest.fixture(autouse=True)
+def _eager():
+    """torchao compiles its step, which takes half a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def make(config: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(dtype)

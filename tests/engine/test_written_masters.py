@@ -13,8 +13,6 @@ from torch import nn
 
 from halfmesh.engine.convert_to_amp import convert_to_amp
 from tests.support.models import (
-    BF16_NAIVE,
-    FP16_NAIVE,
     MLP,
     MODES,
     TOLERANCES,
@@ -29,6 +27,7 @@ from tests.support.models import (
 from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
+NAIVE = MODES["naive_bf16"]
 
 
 @torch.no_grad()
@@ -105,7 +104,7 @@ def test_the_model_computes_with_it(mode, write, steps):
 
 
 def resumed(folder: Path) -> dict[str, torch.Tensor]:
-    again = make_engine(BF16_NAIVE)
+    again = make_engine(NAIVE)
     again.load(folder)
     return full_weights(again)
 
@@ -122,7 +121,7 @@ SAVES = {
 
 @pytest.mark.parametrize("save", SAVES)
 def test_it_is_saved(save, tmp_path):
-    engine = make_engine(BF16_NAIVE)
+    engine = make_engine(NAIVE)
     step_on(engine, X, Y)
     fill(engine.master_params())
     held = [master.detach().clone() for master in engine.master_params()]
@@ -132,7 +131,7 @@ def test_it_is_saved(save, tmp_path):
 
 
 def test_an_average_includes_it():
-    engine = make_engine(BF16_NAIVE)
+    engine = make_engine(NAIVE)
     fill(engine.master_params())
     average = engine.averaged_model(0.5)
     last(engine.master_params())
@@ -149,7 +148,7 @@ def test_what_an_optimizer_writes_into_masters_without_gradients():
             super().step(closure)
             foreach(self.param_groups[0]["params"])
 
-    engine = make_engine(BF16_NAIVE, optimizer=lambda params: Halves(params, lr=0.1))
+    engine = make_engine(NAIVE, optimizer=lambda params: Halves(params, lr=0.1))
     before = full_weights(engine)["last.bias"]
     engine.model.last.bias.requires_grad_(False)
     step_on(engine, X, Y)
@@ -158,7 +157,7 @@ def test_what_an_optimizer_writes_into_masters_without_gradients():
 
 
 def test_both_written():
-    engine = make_engine(FP16_NAIVE)
+    engine = make_engine(MODES["naive_fp16"])
     fill(engine.master_params())
     engine.model.load_state_dict(MLP(seed=5).state_dict())  # into masters, too
     step_on(engine, X, Y)
@@ -169,14 +168,14 @@ def test_both_written():
             step_on(engine, X, Y)
     for call in (engine.eval, lambda: engine(X), engine.state_dict, engine.close):
         assert "both last.bias in the model and the fp32 master weights" in said(call)
-    assert float(engine.model.last.bias[0]) == 0.125, "closed, with the masters"
+    assert engine.model.last.bias[0].item() == 0.125, "closed, with the masters"
 
 
 @pytest.mark.parametrize(
     ("of", "then"), [("model", "evaluation"), ("masters", "evaluation"), ("masters", "state_dict")]
 )
 def test_writes_that_torch_does_not_count_are_told(of, then, caplog):
-    engine = make_engine(BF16_NAIVE)
+    engine = make_engine(NAIVE)
     step_on(engine, X, Y)
     use = partial(engine.eval(), X) if then == "evaluation" else engine.state_dict  # written after eval(), too
     engine(X)
@@ -193,7 +192,7 @@ def test_writes_that_torch_does_not_count_are_told(of, then, caplog):
 
 def test_an_average_of_the_users_in_the_model_leaves_masters_as_they_are():
     """Written into the model for an evaluation, and taken back: no master is rounded."""
-    engine = make_engine(BF16_NAIVE)
+    engine = make_engine(NAIVE)
     step_on(engine, X, Y)
     held, kept = full_weights(engine), [param.detach().clone() for param in engine.model.parameters()]
     fill(engine.model.parameters())
@@ -236,9 +235,8 @@ def in_layouts(rank: int, world_size: int, folder: Path) -> list[dict[str, torch
     found = []
     for parallel, mode, write in CELLS:
         engine = make_engine({**MODES[mode], "parallel": parallel})
-        size = len(X) // engine.context.dp_size
-        own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
-        step_on(engine, X[own], Y[own])
+        x, y = (full.chunk(engine.context.dp_size)[engine.context.dp_rank] for full in (X, Y))
+        step_on(engine, x, y)
         data = parallel.get("data")
         if data not in (None, "zero1"):
             engine(here(X))  # and no backward: gathered weights stay, where they are kept until then
@@ -248,7 +246,7 @@ def in_layouts(rank: int, world_size: int, folder: Path) -> list[dict[str, torch
                 engine.eval()(here(X))
         engine.train()
         for _ in range(2):
-            step_on(engine, X[own], Y[own])
+            step_on(engine, x, y)
         engine.save_weights(folder / "weights.pt", format="torch")
         found.append(torch.load(folder / "weights.pt") if rank == 0 else {})
         engine.close()
