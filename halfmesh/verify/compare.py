@@ -164,8 +164,8 @@ class Comparison:
             for dim, (_, index, count, blocks) in enumerate(choice):
                 part = Split(dim, blocks).cut(part, index, count) if count > 1 else part
             uncut = [size for (_, _, count, _), size in zip(choice, shape, strict=True) if count == 1]
-            is_whole = self._per_call == 1 and self._rows in uncut
-            yield _Cut(" ".join(names), part.expand(shape), is_whole or any(name.startswith("rows") for name in names))
+            has_rows = (self._per_call == 1 and self._rows in uncut) or any(name.startswith("rows") for name in names)
+            yield _Cut(" ".join(names), part.expand(shape), has_rows and "expanded" not in names)
 
     def _ways(self, whole: int, own: int, row: int) -> Iterator[tuple[str, int, int, int]]:
         """For a dim: name, which part, of how many, in how many blocks."""

@@ -15,6 +15,8 @@ from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.real_memory import RealTracker
 
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
+
 WIDTH = 64
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"data": "zero1"},
@@ -22,17 +24,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}},
     "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ("2",)}},
 }
-MODES: dict[str, dict[str, Any]] = {"fp32": {}, "naive": {"bf16": {"mode": "naive"}}}
-CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES]
 
 
-def make(parallel: dict[str, Any], config: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, halfmesh.Engine]:
+def make(layout: str, **config: Any) -> tuple[nn.Module, torch.optim.Optimizer, halfmesh.Engine]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    decayed = [param for param in model.parameters() if param.dim() > 1]
-    others = {"params": [param for param in model.parameters() if param.dim() == 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([{"params": decayed}, others], lr=1e-3)
-    config = {"parallel": parallel, **config}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config["parallel"] = LAYOUTS[layout]
     return model, optimizer, halfmesh.initialize(model, optimizer, nn.MSELoss(), config=config, device=rank_device())
 
 
@@ -44,15 +42,14 @@ def train(engine: halfmesh.Engine) -> None:
         engine.step()
 
 
-def close_and_watch(rank: int, world_size: int) -> dict[tuple[str, str], tuple[int, int, int, list[str]]]:
+def close_and_watch(rank: int, world_size: int) -> dict[str, tuple[int, int, int, list[str]]]:
     """For each layout bytes before, at most while closing, and when all is gone; and what was sent."""
     found = {}
-    for layout, mode in CASES:
+    for layout in LAYOUTS:
         tracker = RealTracker()
-        sent: list[str] = []
         with tracker:
             start = tracker.settled()
-            model, optimizer, engine = make(LAYOUTS[layout], MODES[mode])
+            model, optimizer, engine = make(layout, bf16={"mode": "naive"})
             train(engine)
             before = tracker.settled() - start
             tracker.peak = tracker.alive
@@ -62,26 +59,24 @@ def close_and_watch(rank: int, world_size: int) -> dict[tuple[str, str], tuple[i
             on_its_way = 4 if rank_device().type == "cuda" else 0  # a counter of steps, to the host
             peak = tracker.peak - start - on_its_way
             del model, optimizer, engine
-            found[layout, mode] = before, peak, tracker.settled() - start, sent
+            found[layout] = before, peak, tracker.settled() - start, sent
         gc.collect()
     return found
 
 
-@pytest.mark.distributed
-@pytest.mark.sends
 def test_closing_takes_no_memory_and_sends_nothing():
     for found in run_ranks(close_and_watch, 2, timeout=120):
-        for case, (before, peak, after, sent) in found.items():
-            assert peak <= before, case
-            assert after < before / 4, case  # what threads of gloo hold a moment longer
-            assert sent == [], case
+        for layout, (before, peak, after, sent) in found.items():
+            assert peak <= before, layout
+            assert after < before / 4, layout  # what threads of gloo hold a moment longer
+            assert sent == [], layout
 
 
 def left_in_parts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     """What is said after a plain close of a state dict, and of the model when it is given to initialize again."""
     found = {}
     for layout in ("fsdp", "tensor", "pipeline"):
-        model, optimizer, engine = make(LAYOUTS[layout], {})
+        model, optimizer, engine = make(layout)
         engine.close()
         heard: list[str] = []
         handler = logging.Handler()
@@ -93,7 +88,6 @@ def left_in_parts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.distributed
 def test_a_model_that_stays_in_parts_says_so():
     for rank, found in enumerate(run_ranks(left_in_parts, 2, timeout=120)):
         for layout, (warned, refused) in found.items():

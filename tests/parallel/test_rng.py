@@ -7,25 +7,6 @@ import torch
 from halfmesh.parallel.rng import CPU, ModelRNG, RandomFork
 
 
-def sequence(rank: int, forks: int) -> list[float]:
-    """A number outside of forks, and one inside of each."""
-    torch.manual_seed(7)
-    fork, found = RandomFork(rank, CPU), []
-    for _ in range(forks):
-        found.append(float(torch.rand(())))
-        fork.open()
-        found.append(float(torch.rand(())))
-        fork.close()
-    return found
-
-
-def test_ranks_draw_the_same_outside_of_forks_and_others_inside():
-    first, second = sequence(0, 50), sequence(1, 50)
-    assert first[::2] == second[::2]
-    values = [*first, *second[1::2]]
-    assert len(set(values)) == len(values), "no sequence comes twice"
-
-
 def test_a_state_from_long_ago_still_shows_how_its_fork_goes_on():
     """As a recomputation has it that begins inside a fork, with thousands of microbatches and layers after it."""
     torch.manual_seed(7)

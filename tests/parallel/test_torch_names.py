@@ -7,19 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from halfmesh.errors import InputError
-from halfmesh.parallel.data_strategy import WithheldGradient
 from halfmesh.parallel.sharding.fsdp import FREED
-
-
-def test_gradients_without_values():
-    param = nn.Parameter(torch.ones(2, 3).half().t())
-    made = WithheldGradient.of(param, "weight", "which is elsewhere")
-    assert (made.shape, made.stride(), made.dtype) == (param.shape, param.stride(), param.dtype)
-    param.grad = made
-    assert param.grad is made
-    with pytest.raises(InputError, match="which is elsewhere"):
-        nn.utils.clip_grad_norm_([param], 1.0)
 
 
 def test_backward_through_memory_that_was_freed():

@@ -1,8 +1,7 @@
-"""torch's multi-head attention and its transformer layers, with their heads divided, beside the whole ones."""
+"""torch's attention and transformer layers with divided heads: dropout, half precision, kernels, torch's fast paths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,114 +10,67 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import MODES, make_engine
-from tests.support.ranks import here, rank_device, run_ranks
-from tests.support.tensor_parity import apart, divide, parity, random, refusal
+from tests.support.ranks import here, run_ranks
+from tests.support.tensor_parity import apart, divide, random, refusal
 
 pytestmark = pytest.mark.distributed
 
-N, L, S, E, HEADS = 2, 5, 3, 8, 4
+N, L, E, HEADS = 2, 5, 8, 4
 PLAN = {"": "attention", "out_proj": "rowwise"}
-BOOLS = torch.zeros(L, S, dtype=torch.bool)
-BOOLS[1:, 0] = BOOLS[0, 2] = True
 
 
 def attention(**options: Any) -> nn.MultiheadAttention:
     torch.manual_seed(0)
-    module = nn.MultiheadAttention(E, HEADS, **options).double()
-    for name, param in module.named_parameters():
-        if "bias" in name:
-            nn.init.normal_(param)
-    return module
+    return nn.MultiheadAttention(E, HEADS, batch_first=True, **options).double()
 
 
-def padding(keys: int) -> torch.Tensor:
-    mask = torch.zeros(N, keys, dtype=torch.bool, device=rank_device())
+def padding() -> torch.Tensor:
+    mask = torch.zeros(N, L, dtype=torch.bool)
     mask[0, -1] = True
-    return mask
+    return here(mask)
 
 
-def arguments() -> Iterator[tuple[str, bool, dict[str, Any]]]:
-    """Name, whether there is a batch, and what is passed beside query, key and value."""
-    yield "plain", True, {}
-    yield "unbatched", False, {}
-    yield "bool mask", True, {"attn_mask": here(BOOLS)}
-    yield "float mask", True, {"attn_mask": random(L, S)}
-    yield "masks of heads", True, {"attn_mask": random(N * HEADS, L, S)}
-    yield "unbatched masks", False, {"attn_mask": random(HEADS, L, S), "key_padding_mask": padding(S)[0]}
-    yield "float padding", True, {"key_padding_mask": random(N, S)}
-    yield "both", True, {"key_padding_mask": padding(S), "attn_mask": here(BOOLS)}
-    yield "all", True, {"key_padding_mask": padding(S), "attn_mask": random(N * HEADS, L, S) > 1}
-    yield "causal", True, {"attn_mask": here(torch.ones(L, S, dtype=torch.bool).triu(1)), "is_causal": True}
-
-
-def joined(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    """Output and weights as one, so that a loss of both goes backward."""
-    return torch.cat([part.flatten() for part in result if part is not None])
-
-
-def attend(rank: int, world_size: int) -> dict:
-    found = {}
-    for batch_first, bias in ((True, True), (False, True), (True, False)):
-        for name, batched, options in arguments():
-            if not (batch_first and bias) and name not in ("plain", "both", "unbatched masks"):
-                continue
-            shapes = [((N, n, E) if batch_first else (n, N, E)) if batched else (n, E) for n in (L, S, S)]
-            inputs = [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
-            for weights in ({"need_weights": False}, {}, {"average_attn_weights": False}):
-                module = attention(batch_first=batch_first, bias=bias)
-                call = lambda m, i=inputs, o={**options, **weights}: joined(m(*i, **o))  # noqa: E731
-                found[batch_first, bias, name, str(weights)] = parity(module, call, PLAN)
-    return found
-
-
-def test_masks_weights_and_layouts():
-    for found in run_ranks(attend, 2):
-        assert len(found) == (10 + 3 + 3) * 3
-        assert max(found.values()) < 1e-13, found
-
-
-def self_attention(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    x = random(N, L, E)
-    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-    here(attention(batch_first=True))(inputs[0], inputs[0], inputs[0])[0].square().sum().backward()
-    engine = divide(attention(batch_first=True), PLAN)
-    engine.backward(engine(inputs[1], inputs[1], inputs[1])[0].square().sum())
-    found["input grad"] = apart(inputs[1].grad, inputs[0].grad)
-    engine.model.dropout = 0.5  # of each head by itself
+def dropped(rank: int, world_size: int) -> tuple[float, bool, bool]:
+    x, engine = random(N, L, E), divide(attention(dropout=0.5), PLAN)
     mask = engine(x, x, x, average_attn_weights=False)[1] != 0
-    found["dropped"] = mask.double().mean().item()
-    found["heads apart"] = not torch.equal(mask[:, :2], mask[:, 2:])
-    found["eval"] = bool((engine.eval()(x, x, x)[1] != 0).all())
-    # Large queries: the scores fit into fp16 only after they are scaled.
-    large, whole = attention(batch_first=True, bias=False).float(), attention(batch_first=True, bias=False).float()
-    for module in (large, whole):
-        with torch.no_grad():
-            module.in_proj_weight.zero_()
-            for part, value in zip(module.in_proj_weight.chunk(3), (200.0, 200.0, 1.0), strict=True):
-                part.fill_diagonal_(value)
+    heads_differ = not torch.equal(mask[:, :2], mask[:, 2:])
+    return mask.double().mean().item(), heads_differ, bool((engine.eval()(x, x, x)[1] != 0).all())
+
+
+def test_each_head_drops_by_itself_and_in_training_only():
+    for kept, heads_differ, evaluates in run_ranks(dropped, 2):
+        assert 0.3 < kept < 0.7
+        assert heads_differ
+        assert evaluates
+
+
+def in_half(rank: int, world_size: int) -> dict[str, float]:
+    """With queries so large that the scores fit into fp16 only after they are scaled."""
+    found: dict[str, float] = {}
     ones = here(torch.ones(1, 3, E))
-    options = {"attn_mask": here(torch.ones(L, L)).triu(1) * -9.0, "key_padding_mask": padding(L)}
-    for mode in ("torch_fp16", "torch_bf16", "naive_fp16"):
-        cells = [(large, whole, ones, {})] if mode == "naive_fp16" else []
-        cells += [(attention(batch_first=True).float(), attention(batch_first=True).float(), x.float(), options)]
-        for divided, other, value, more in cells:
-            ours, theirs = divide(divided, PLAN, **MODES[mode]), make_engine(MODES[mode], model=other)
-            for a, b in zip(ours(value, value, value, **more), theirs(value, value, value, **more), strict=True):
-                found[mode, len(found)] = a.dtype == b.dtype and apart(a.float(), b.float()) < 0.02
-            ours.close()
-            theirs.close()
+    for mode in ("torch_fp16", "naive_fp16"):
+        ours, theirs = attention(bias=False).float(), attention(bias=False).float()
+        for module in (ours, theirs):
+            with torch.no_grad():
+                module.in_proj_weight.zero_()
+                for part, value in zip(module.in_proj_weight.chunk(3), (200.0, 200.0, 1.0), strict=True):
+                    part.fill_diagonal_(value)
+        outputs = [each(ones, ones, ones)[0] for each in (divide(ours, PLAN, **MODES[mode]), whole(mode, theirs))]
+        found[mode] = apart(*(output.float() for output in outputs))
+        assert outputs[0].dtype == outputs[1].dtype
     return found
 
 
-def test_self_attention_dropout_and_half_precision():
-    for found in run_ranks(self_attention, 2):
-        assert found.pop("input grad") < 1e-14
-        assert 0.3 < found.pop("dropped") < 0.7
-        assert all(found.values()), found
+def whole(mode: str, model: nn.Module) -> Any:
+    return make_engine(MODES[mode], model=model)
 
 
-def masks_of_kernels(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+def test_large_scores_in_half_precision():
+    for found in run_ranks(in_half, 2):
+        assert max(found.values()) < 0.02, found
+
+
+def hints(rank: int, world_size: int) -> tuple[list[tuple[bool, bool]], str]:
     """Whether the kernel is given a mask, and the hint: with the hint, and with padding beside it."""
     q, given, inner = random(N, L, E), [], F.scaled_dot_product_attention
 
@@ -126,71 +78,40 @@ def masks_of_kernels(rank: int, world_size: int) -> list[tuple[bool, bool]]:
         given.append((attn_mask is not None, is_causal))
         return inner(*args, attn_mask=attn_mask, is_causal=is_causal, **options)
 
-    engine = divide(attention(batch_first=True), PLAN)
+    engine = divide(attention(), PLAN)
     hint = {"attn_mask": here(torch.ones(L, L, dtype=torch.bool).triu(1)), "is_causal": True, "need_weights": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", recorded)
         engine(q, q, q, **hint)
-        engine(q, q, q, key_padding_mask=padding(L), **hint)
-    return given[-2:]
+        engine(q, q, q, key_padding_mask=padding(), **hint)
+    alone = refusal(lambda: divide(attention(), PLAN)(q, q, q, is_causal=True, need_weights=False))
+    return given[-2:], alone
 
 
-def test_the_hint_reaches_the_kernel_in_place_of_the_mask():
+def test_a_hint_reaches_the_kernel_in_place_of_its_mask_and_is_refused_alone():
     """As in torch: kernels that take no mask are faster."""
-    assert run_ranks(masks_of_kernels, 2) == [[(False, True), (True, False)]] * 2
+    for given, alone in run_ranks(hints, 2):
+        assert given == [(False, True), (True, False)]
+        assert ": is_causal=True is a hint about attn_mask; pass attn_mask, too" in alone
 
 
-def call_with_a_hint(rank: int, world_size: int) -> list[str]:
-    q = random(N, L, E)
-    engine = divide(attention(batch_first=True), PLAN)
-    return [refusal(lambda: engine(q, q, q, is_causal=True, need_weights=False))]
-
-
-def test_a_hint_without_a_mask_is_refused():
-    hint = ": is_causal=True is a hint about attn_mask; pass attn_mask, too"
-    assert all(hint in found[0] for found in run_ranks(call_with_a_hint, 2))
-
-
-def encoder(batch_first: bool = True, **options: Any) -> nn.TransformerEncoder:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(E, HEADS, 12, 0.0, batch_first=batch_first, **options)
-    return nn.TransformerEncoder(layer, 2).double()
-
-
-def layers(rank: int, world_size: int) -> dict:
-    found: dict[Any, float] = {}
-    x, memory = random(N, L, E), random(N, S, E, seed=1)
-    causal = here(nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64))
-    calls: dict[str, Any] = {
-        "plain": {},
-        "causal": {"mask": causal, "is_causal": True},
-        "padding": {"src_key_padding_mask": padding(L)},
-    }
-    for name, options in calls.items():
-        for batch_first, norm_first in ((True, True), (False, False)):
-            model = encoder(batch_first, norm_first=norm_first, activation="gelu" if norm_first else "relu")
-            y = x if batch_first else x.transpose(0, 1)
-            found[batch_first, name] = parity(model, lambda m, y=y, o=options: m(y, **o))
-        seen = ~padding(L) if name == "padding" else slice(None)  # torch's nested tensors have no padding
-        for grads in (True, False):  # evaluation, where torch has fast paths and nested tensors
-            for plan in ("auto", {"layers.1": "auto"}):
-                model = here(encoder()).eval()
-                with torch.set_grad_enabled(grads):
-                    expected = model(x, **options)
-                    output = divide(model, plan)(x, **options)
-                found["eval", name, grads, str(plan)] = apart(output[seen], expected[seen])
-    torch.manual_seed(0)
-    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, HEADS, 12, 0.0, batch_first=True), 2).double()
-    masks = {"tgt_mask": causal, "tgt_is_causal": True, "memory_key_padding_mask": padding(S)}
-    found["decoder"] = parity(decoder, lambda m: m(x, memory, **masks))
-    torch.manual_seed(0)
-    both = nn.Transformer(E, HEADS, 2, 1, 12, 0.0, batch_first=True).double()
-    found["both"] = parity(both, lambda m: m(memory, x, tgt_mask=causal, src_key_padding_mask=padding(S)))
+def evaluated(rank: int, world_size: int) -> list[float]:
+    """Of an encoder, where torch has fast paths and nested tensors, all or a part of it divided."""
+    found, x = [], random(N, L, E)
+    for plan in ("auto", {"layers.1": "auto"}):
+        for options in ({}, {"src_key_padding_mask": padding()}):
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(E, HEADS, 12, 0.0, batch_first=True)
+            model = here(nn.TransformerEncoder(layer, 2).double()).eval()
+            with torch.no_grad():
+                expected = model(x, **options)
+                output = divide(model, plan)(x, **options)
+            seen = ~padding() if options else slice(None)  # torch's nested tensors have no padding
+            found.append(apart(output[seen], expected[seen]))
     return found
 
 
 @pytest.mark.not_simulated("nested tensors")
-def test_transformer_layers():
-    for found in run_ranks(layers, 2):
-        assert len(found) == 6 + 12 + 2
-        assert max(found.values()) < 1e-13, found
+def test_evaluation_of_torchs_layers():
+    for found in run_ranks(evaluated, 2):
+        assert max(found) < 1e-13, found

@@ -1,4 +1,4 @@
-"""Gradients over a tensor group: summed where they are partial, compared where they have to be equal."""
+"""Gradients over a tensor group: a plan that says wrongly which of them are parts of a sum is refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.models import CLASSES, FEATURES, MODES, TOLERANCES, difference, make_data, make_engine, reference
+from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine
 from tests.support.ranks import here, run_ranks
 from tests.support.tensor_parity import refusal
-from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
 
@@ -42,30 +41,9 @@ def config(plan: dict[str, str], **more: Any) -> dict[str, Any]:
 
 def train(engine: Any, steps: int = 4) -> None:
     x, y = here(make_data(8 * steps))
-    size, place = engine.context.dp_size, engine.context.dp_rank
     for a, b in zip(x.split(8), y.split(8), strict=True):
-        engine.backward(engine.criterion(engine(a.chunk(size)[place]), b.chunk(size)[place]))
+        engine.backward(engine.criterion(engine(a), b))
         engine.step()
-
-
-def partial(rank: int, world_size: int) -> dict[str, Any]:
-    """Trained with a partial parameter, in each mode, with and without data ranks."""
-    found = {}
-    for mode in ("none", "naive_fp16") if world_size == 4 else ("none", "torch_fp16", "naive_fp16", "naive_bf16"):
-        for accumulation in (1, 2):
-            engine = make_engine(config(COMPLETE, **MODES[mode], gradient_accumulation=accumulation), model=Net())
-            train(engine)
-            found[mode, accumulation] = close_whole(engine)
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_partial_gradients_are_summed(size):
-    x, y = make_data(32)
-    expected = {n: reference(list(zip(x.split(8 * n), y.split(8 * n), strict=True)), model=Net()) for n in (1, 2)}
-    for found in run_ranks(partial, size):
-        for (mode, accumulation), weights in found.items():
-            assert difference(weights, expected[accumulation]) < TOLERANCES[mode], (mode, accumulation)
 
 
 def wrong_plan(rank: int, world_size: int) -> dict[str, str]:
@@ -98,25 +76,19 @@ def wrong_plan(rank: int, world_size: int) -> dict[str, str]:
     train(engine, 2)
     engine.optimizer.add_param_group({"params": [model.act.weight]})
     found["added later"] = refusal(lambda: train(engine, 1))
+    engine = make_engine(config({**COMPLETE, "norm": "partial"}), model=Net())
+    found["summed"] = refusal(lambda: train(engine, 1))
     return found
 
 
-def test_a_plan_that_forgets_a_parameter_is_refused_with_its_first_gradient():
+def test_a_wrong_plan_is_refused_with_the_first_gradient():
     for found in run_ranks(wrong_plan, 2):
+        message = found.pop("summed")
+        assert "InputError: the plan sums the gradients of norm.weight, norm.bias over the ranks" in message
         assert len(found) == 6
         for case, message in found.items():
             assert "InputError: the gradients of act.weight differ between the ranks of a tensor group" in message, case
             assert "give their modules the style 'partial'" in message
-
-
-def wrongly_partial(rank: int, world_size: int) -> str:
-    engine = make_engine(config({**COMPLETE, "norm": "partial"}), model=Net())
-    return refusal(lambda: train(engine, 1))
-
-
-def test_a_plan_that_sums_gradients_of_whole_activations_is_refused_with_the_first_one():
-    for message in run_ranks(wrongly_partial, 2):
-        assert "InputError: the plan sums the gradients of norm.weight, norm.bias over the ranks" in message
 
 
 def sparse(rank: int, world_size: int) -> list[bool]:
