@@ -12,7 +12,6 @@ from halfmesh.config.load import load_config
 from halfmesh.errors import ConfigError, IncompatibleConfigError
 from tests.support.models import MLP, make_engine
 from tests.support.ranks import run_ranks
-from tests.support.tensor_parity import refusal
 
 
 class Block(nn.Module):
@@ -25,21 +24,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, blocks: int = 5) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for block in self.blocks:
+        for block in (*self.blocks, self.blocks[0]):
             x = block(x)
         return x
 
 
-def chosen(form, model: nn.Module | None = None) -> list[str]:
-    """The modules whose forward runs a second time in backward."""
-    model = model or Model()
+def chosen(form) -> list[str]:
+    """The modules whose forward runs again in backward."""
+    model = Model()
     runs: Counter[str] = Counter()
     names = {module: name for name, module in model.named_modules()}
     with pytest.MonkeyPatch.context() as patch:
@@ -52,8 +51,10 @@ def chosen(form, model: nn.Module | None = None) -> list[str]:
             patch.setattr(kind, "forward", counted)
         engine = make_engine({"activation_checkpoint": form}, model=model)
         x, y = next(iter(engine.dataloader))
-        engine.backward(engine.criterion(engine(x), y))
-    again = [name for name in names.values() if runs[name] > 1]
+        loss = engine.criterion(engine(x), y)
+        before = runs.copy()
+        engine.backward(loss)
+    again = [name for name in names.values() if runs[name] > before[name]]
     return [name for name in again if not any(name.startswith(f"{other}.") for other in again)]
 
 
@@ -65,11 +66,8 @@ def blocks(*numbers: int) -> list[str]:
     ("form", "expected"),
     [
         (False, []),
-        ("full", blocks(0, 1, 2, 3, 4)),
         (True, blocks(0, 1, 2, 3, 4)),
         ({"every": 2}, blocks(0, 2, 4)),
-        ({"every": 9}, blocks(0)),
-        ({"patterns": ["blocks.[13]"]}, blocks(1, 3)),
         ({"patterns": ["*"]}, ["first", *blocks(0, 1, 2, 3, 4)]),
         ({"patterns": ["blocks.0.mlp", "*.1.norm", "first"]}, ["first", "blocks.0.mlp", "blocks.1.norm"]),
         ({"patterns": ["blocks.1.mlp", "blocks.1"]}, blocks(1)),
@@ -79,18 +77,11 @@ def test_which_modules_are_computed_again(form, expected):
     assert chosen(form) == expected
 
 
-def test_a_block_that_is_there_twice():
-    model = Model()
-    model.blocks.append(model.blocks[0])
-    assert chosen("full", model) == blocks(0, 1, 2, 3, 4)
-
-
 @pytest.mark.parametrize(
     ("form", "message"),
     [
         ("Full", r"'Full' does not say .* use 'full', 'selective', dict\(every=2\), .*; did you mean 'full'\?"),
         (2, r"2 does not say what to recompute"),
-        (["blocks.*"], r"does not say what to recompute"),
         ({"patterns": "blocks"}, r"activation_checkpoint.patterns: 'blocks': Input should be a valid tuple"),
         ({"pattern": ["blocks"]}, r"activation_checkpoint.pattern: unknown key; did you mean 'patterns'\?"),
         ({"every": 0}, r"activation_checkpoint.every: 0: Input should be greater than or equal to 1"),
@@ -103,33 +94,31 @@ def test_wrong_forms(form, message):
 
 
 def refused(form, model: nn.Module | None = None, **config) -> str:
-    with pytest.raises(IncompatibleConfigError) as caught:
+    """What a model is refused with, or "nothing"."""
+    try:
         make_engine({"activation_checkpoint": form, **config}, model=model or Model())
-    return str(caught.value)
+    except IncompatibleConfigError as error:
+        return str(error)
+    return "nothing"
 
 
-def test_patterns_that_match_nothing():
+def test_patterns_and_models_in_which_nothing_is_found():
     assert "'block.*.mlp' matches no module; did you mean 'blocks.*.mlp'?" in refused({"patterns": ["block.*.mlp"]})
     assert "it has blocks.*, blocks.*.mlp, blocks.*.mlp.*, blocks.*.norm, first" in refused({"patterns": ["zzz"]})
     words = "the pattern 'blocks' matches only blocks, which is never called as a whole; did you mean 'blocks.*'?"
     assert words in refused({"patterns": ["blocks"]})
-
-
-def test_a_model_without_blocks_is_refused_and_left_alone():
     model = MLP()
     words = "name the modules: activation_checkpoint = dict(patterns=['first']); it has first, norm, again, tied, drop"
     assert words in refused("full", model)
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules()), "it is left alone"
 
 
 def in_stages(rank: int, world_size: int) -> list[str]:
     """Two stages, which call the layers of nested Sequentials one by one."""
-    found = []
-    for form in ("full", {"patterns": ["1"]}, {"patterns": ["1*"]}):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
-        config = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "activation_checkpoint": form}
-        found.append(refusal(lambda c=config, m=model: make_engine(c, model=m)))
-    return found
+    pipeline = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
+    models = (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))) for _ in range(3))
+    forms = ("full", {"patterns": ["1"]}, {"patterns": ["1*"]})
+    return [refused(form, model, **pipeline) for form, model in zip(forms, models, strict=True)]
 
 
 @pytest.mark.distributed
@@ -139,7 +128,7 @@ def test_modules_that_no_stage_calls_as_a_whole():
         assert "Sequential has no repeated blocks that a stage of the pipeline calls as a whole" in full
         assert "dict(patterns=['*.*']); it has *.*" in full
         assert "matches 1, which is not called as a whole by a stage of the pipeline" in pattern
-        assert layers == "no error"
+        assert layers == "nothing"
 
 
 @pytest.mark.parametrize(
