@@ -67,15 +67,12 @@ def difference(one, other):
 
 
 @pytest.mark.parametrize("library", CONFIGS)
-def test_our_side_trains(library, tmp_path):
-    assert difference(train(OUR_LOOP, tmp_path, CONFIGS[library]), stand_ins()["model"].state_dict()) > 1e-2
-
-
-@pytest.mark.parametrize("package", OTHERS)
-def test_the_other_side_gives_the_same_weights(package, tmp_path):
-    pytest.importorskip(package)
-    ours = train(OUR_LOOP, tmp_path, CONFIGS[package])
-    assert difference(ours, train(OTHERS[package], tmp_path)) < 1e-6
+def test_our_side_trains_to_the_weights_of_theirs(library, tmp_path):
+    ours = train(OUR_LOOP, tmp_path, CONFIGS[library])
+    assert difference(ours, stand_ins()["model"].state_dict()) > 1e-2
+    if library in OTHERS:
+        pytest.importorskip(library)
+        assert difference(ours, train(OTHERS[library], tmp_path)) < 1e-6
 
 
 # --- plain PyTorch ----------------------------------------------------------------------------------------------------
@@ -145,18 +142,18 @@ LEFT_IN = {
 }
 
 
-@pytest.mark.parametrize("what", LEFT_IN)
-def test_the_table_of_what_is_left_in(what, caplog):
+def test_the_table_of_what_is_left_in(caplog):
     rows = dict(find_rows(read_page("migration/pytorch.md"), "left in"))
     assert rows.keys() == LEFT_IN.keys()
-    names = stand_ins()
-    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
-    config = {"fp16": {"mode": "torch", "init_scale": 8.0}, "gradient_accumulation": 2}
-    engine = halfmesh.initialize(*given, config)
-    told, is_warning, _ = rows[what].partition(" (a warning")
-    with nullcontext() if is_warning else pytest.raises(halfmesh.HalfmeshError, match=re.escape(told)):
-        LEFT_IN[what](engine, *next(iter(engine.dataloader)))
-    assert not is_warning or told in caplog.text
+    for what, row in rows.items():
+        names = stand_ins()
+        given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+        config = {"fp16": {"mode": "torch", "init_scale": 8.0}, "gradient_accumulation": 2}
+        engine = halfmesh.initialize(*given, config)
+        told, is_warning, _ = row.partition(" (a warning")
+        with nullcontext() if is_warning else pytest.raises(halfmesh.HalfmeshError, match=re.escape(told)):
+            LEFT_IN[what](engine, *next(iter(engine.dataloader)))
+        assert not is_warning or told in caplog.text
 
 
 # --- apex -----------------------------------------------------------------------------------------------------------

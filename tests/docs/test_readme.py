@@ -147,20 +147,18 @@ def pure(tmp_path, monkeypatch):
 def test_the_plugin_trains(pure):
     given = stand_ins()
     optimizer = torch.optim.SGD(given["model"].parameters(), lr=0.5)
+    losses = []
     with halfmesh.initialize(
         given["model"], optimizer, given["criterion"], given["dataloader"], config="config.py"
     ) as engine:
-        losses = []
-        for _ in range(10):
-            for x, y in engine.dataloader:
-                engine.zero_grad()
-                output = engine(x)
-                loss = engine.criterion(output, y)
-                engine.backward(loss)
-                result = engine.step()
-                losses.append(loss.item())
-        assert result.loss_scale == 64.0
-        assert output.dtype == torch.float32
+        for x, y in [*engine.dataloader] * 10:
+            engine.zero_grad()
+            output = engine(x)
+            loss = engine.criterion(output, y)
+            engine.backward(loss)
+            result = engine.step()
+            losses.append(loss.item())
+        assert (result.loss_scale, output.dtype) == (64.0, torch.float32)
         assert {param.dtype for param in engine.model.parameters()} == {torch.float16}
         assert engine.optimizer.param_groups[0]["params"][0] is engine.model[0].weight  # no masters
     assert sum(losses[-15:]) < sum(losses[:15]) / 2

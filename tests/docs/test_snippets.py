@@ -19,7 +19,6 @@ from halfmesh import compat
 from halfmesh.cli import app
 from halfmesh.parallel.trial import find_unit
 from halfmesh.report.run import read_run
-from tests.engine.test_vocab_parallel import LLAMA_PLAN
 from tests.support.pages import (
     check,
     find_blocks,
@@ -33,30 +32,55 @@ from tests.support.pages import (
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = {  # a config that a page shows, and what is to be read from it
-    snippet("memory.md", "config.py"): lambda config: (config.activation_checkpoint.label, "full"),
-    snippet("memory.md", "offload.py"): lambda config: (config.activation_offload, True),
-    snippet("benchmarks.md", "config.py"): lambda config: (config.compile.enabled, True),
-    snippet("benchmarks.md", "detail.py"): lambda config: (config.compile.scope, "blocks"),
-    snippet("sharding.md", "config.py"): lambda config: (config.parallel.data.strategy, "zero1"),
-    snippet("sharding.md", "fsdp_config.py"): lambda config: (config.parallel.data.strategy, "fsdp"),
-    snippet("pipeline.md", "config.py"): lambda config: (config.parallel.pipeline.microbatches, 4),
-    snippet("pipeline.md", "split_config.py"): lambda config: (config.parallel.pipeline.partition, ("layers.2",)),
-    snippet("expert-parallel.md", "config.py"): lambda config: (config.parallel.expert.size, 4),
-    snippet("context-parallel.md", "config.py"): lambda config: (config.parallel.context.size, 2),
-    snippet("tensor-parallel.md", "config.py"): lambda config: (config.parallel.tensor.size, 2),
-    snippet("tensor-parallel.md", "pattern_config.py"): lambda config: (len(config.parallel.tensor.plan), 3),
-    snippet("tensor-parallel.md", "vocab_parallel.py"): lambda config: (config.parallel.tensor.plan, LLAMA_PLAN),
-}
+
+def engine_of(names, config=None, **options):
+    """Of what the snippets expect a user to have."""
+    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+    return halfmesh.initialize(*given, {} if config is None else config, **options)
 
 
-@pytest.mark.parametrize("text", CONFIGS, ids=lambda text: text.splitlines()[0])
-def test_configs_can_run(text, tmp_path):
-    (tmp_path / "config.py").write_text(text)
-    config = halfmesh.load_config(tmp_path / "config.py")
-    found, expected = CONFIGS[text](config)
-    assert found == expected
-    assert compat.check(config, 8, "cuda") == []
+def train(engine):
+    """An epoch; the last step's result."""
+    for x, y in engine.dataloader:
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), y))
+        result = engine.step()
+    return result
+
+
+def shows(page, name, key, value):
+    """A config that a page shows, and what is to be read from it."""
+    return snippet(page, name), key, value
+
+
+CONFIGS = [
+    shows("memory.md", "config.py", "activation_checkpoint.label", "full"),
+    shows("memory.md", "offload.py", "activation_offload", True),
+    shows("benchmarks.md", "config.py", "compile.enabled", True),
+    shows("benchmarks.md", "detail.py", "compile.scope", "blocks"),
+    shows("precision.md", "fp8.py", "fp8.options.filter", ("*head", "blocks.0.*")),
+    shows("precision.md", "denoiser.py", "bf16.options.keep_fp32", ("timestep", "batch.sigmas", "*fourier.weight")),
+    shows("precision.md", "split.py", "bf16.options.masters", "split"),
+    shows("sharding.md", "config.py", "parallel.data.strategy", "zero1"),
+    shows("sharding.md", "fsdp_config.py", "parallel.data.strategy", "fsdp"),
+    shows("pipeline.md", "config.py", "parallel.pipeline.microbatches", 4),
+    shows("pipeline.md", "split_config.py", "parallel.pipeline.partition", ("layers.2",)),
+    shows("expert-parallel.md", "config.py", "parallel.expert.size", 4),
+    shows("context-parallel.md", "config.py", "parallel.context.size", 2),
+    shows("tensor-parallel.md", "config.py", "parallel.tensor.size", 2),
+    shows("tensor-parallel.md", "pattern_config.py", "parallel.tensor.plan.head", "colwise_gather"),
+    shows("tensor-parallel.md", "vocab_parallel.py", "parallel.tensor.plan.lm_head", "vocab_parallel"),
+]
+
+
+def test_configs_can_run(tmp_path):
+    for text, key, value in CONFIGS:
+        (tmp_path / "config.py").write_text(text)
+        config = halfmesh.load_config(tmp_path / "config.py")
+        found = config
+        for part in key.split("."):
+            found = found[part] if isinstance(found, dict) else getattr(found, part)
+        assert (found, compat.check(config, 8, "cuda")) == (value, []), text
 
 
 def test_python_and_yaml_are_one_config(run, capsys):
@@ -65,8 +89,10 @@ def test_python_and_yaml_are_one_config(run, capsys):
     assert names["config"] == halfmesh.load_config("same.yaml")
     assert compat.check(names["config"], 4) == []
     assert "1000 zero1 0.004" in capsys.readouterr().out
-    assert names["longer"].gradient_accumulation == 8
-    assert names["config"].gradient_accumulation == 4
+    assert (names["longer"].gradient_accumulation, names["config"].gradient_accumulation) == (8, 4)
+    Path("elsewhere.py").write_text("max_grad_norm = 1.0\nzero = dict(level=2)\n")
+    ((command, expected),) = shown_commands("config.md")
+    assert check(command) == expected
 
 
 def test_a_launch_under_slurm(run, monkeypatch):
@@ -76,68 +102,67 @@ def test_a_launch_under_slurm(run, monkeypatch):
     assert (launch.rank, launch.world_size, launch.config.GLOBAL_BATCH) == (0, 1, 8)
 
 
-def test_keys_from_elsewhere(run):
-    Path("elsewhere.py").write_text("max_grad_norm = 1.0\nzero = dict(level=2)\n")
-    ((command, expected),) = shown_commands("config.md")
-    assert check(command) == expected
+# --- what runs as it stands -----------------------------------------------------------------------------------------
+
+
+def alone(page, name, holds=lambda names: True, printed=None):
+    """A snippet that needs what users have, and nothing else; `printed`: which block of the page is its output."""
+    return pytest.param(page, name, holds, printed, id=f"{page} {name}")
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "holds", "printed"),
+    [
+        alone("loop.md", "train.py", lambda names: names["engine"].global_step == 45 and names["loss"] < 0.5),
+        alone("loop.md", "accumulation.py", printed=0),
+        alone("loop.md", "schedule.py", printed=1),
+        alone("loop.md", "gan.py", lambda names: len([*Path("checkpoints").glob("*/step-*")]) >= 2, printed=2),
+        alone("loop.md", "decode.py", lambda names: names["samples"].dtype == torch.float32),
+        alone("precision.md", "scale.py", printed=0),
+        alone("precision.md", "average.py", lambda names: Path("average.safetensors").exists()),
+        alone("precision.md", "alone.py", lambda names: names["optimizer"].loss_scale <= 1024 and names["loss"] < 0.7),
+    ],
+)
+def test_it_runs_as_it_stands(page, name, holds, printed, run, capsys):
+    assert holds(run(page, name))
+    assert printed is None or capsys.readouterr().out == find_blocks(read_page(page), "")[printed]
 
 
 # --- the loop, precision, checkpoints -------------------------------------------------------------------------------
 
 
-def test_the_loop_and_evaluation(run):
-    names = run("loop.md", "train.py")
-    assert names["engine"].global_step == 45
-    assert names["loss"] < 0.5
-    names = stand_ins() | {"config": {}}
-    exec(snippet("loop.md", "train.py").replace("engine.close()", ""), names)
-    exec(snippet("loop.md", "evaluation.py"), names)
-    assert names["counts"][1] == 60
-    assert 0.5 < names["accuracy"] <= 1
-
-
-def test_accumulation(run, capsys):
-    printed = find_blocks(read_page("loop.md"), "")
-    run("loop.md", "accumulation.py")
-    assert capsys.readouterr().out == printed[0]
-    run("loop.md", "schedule.py")
-    assert capsys.readouterr().out == printed[1]
+def test_loops_on_an_engine_that_is_there(run):
     names = stand_ins()
-    given = [names[name] for name in ("model", "optimizer", "criterion")]
-    engine = halfmesh.initialize(*given, None, {"gradient_accumulation": 4})
+    engine = engine_of(names, eval_dataloader=names["eval_dataloader"])
+    train(engine)
+    evaluated = run("loop.md", "evaluation.py", given={"engine": engine})
+    assert evaluated["counts"][1] == 60
+    assert 0.5 < evaluated["accuracy"] <= 1
+
+    names = stand_ins()
+    engine = engine_of(names | {"dataloader": None}, {"gradient_accumulation": 4})
     run("loop.md", "own_loader.py", given={"engine": engine, "my_batches": list(names["dataloader"])})
     assert engine.global_step == 4
 
-
-def test_other_methods_and_changed_gradients(run):
-    names = run("loop.md", "decode.py")
-    assert names["samples"].dtype == torch.float32
-    names = stand_ins()
-    config = {"fp16": {"mode": "naive"}}
-    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
-    engine = halfmesh.initialize(*given, config | {"track_grad_norm": True})
+    engine = engine_of(stand_ins(), {"fp16": {"mode": "naive"}, "track_grad_norm": True})
     run("loop.md", "clip_each.py", given={"engine": engine})
-    count = len(list(engine.model.parameters()))
     assert engine.skipped_steps < engine.global_step == 15
-    assert engine.grad_norm <= 0.3 * count**0.5 + 1e-3
+    assert engine.grad_norm <= 0.3 * len(list(engine.model.parameters())) ** 0.5 + 1e-3
+
+    models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
+    losses = {"x": torch.randn(4, 6), "f": lambda t: t.square().mean(), "g": lambda t: t.cos().mean()}
+    a, b = (halfmesh.initialize(m, torch.optim.SGD(m.parameters(), lr=0.1), config={}) for m in models)
+    run("loop.md", "crossing.py", given={"a": a, "b": b, **losses})
+    assert (a.global_step, b.global_step) == (1, 1)
 
 
-def test_a_weighted_criterion(run):
+def test_criteria(run):
     criterion = run("loop.md", "weighted.py")["criterion"]
     output, target = torch.randn(6, 3), torch.tensor([0, -100, 2, -100, 1, 1])
     total, weight = criterion(output, target)
     torch.testing.assert_close(total / weight, torch.nn.functional.cross_entropy(output, target))
-    assert weight == 4
-
-
-def test_a_criterion_that_communicates(run):
     names = stand_ins() | {"criterion": run("loop.md", "centred.py")["Centred"](2)}
-    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
-    engine = halfmesh.initialize(*given, {})
-    for x, y in engine.dataloader:
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-        engine.zero_grad()
+    train(engine_of(names))
     assert names["criterion"].center.abs().sum() > 0
 
 
@@ -166,72 +191,32 @@ def test_the_table_of_mistakes_in_a_loop():
     for what, told in rows.items():
         names = stand_ins()
         scheduler = torch.optim.lr_scheduler.StepLR(names["optimizer"], 10)
-        given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
-        engine = halfmesh.initialize(*given, {}, lr_scheduler=scheduler)
+        engine = engine_of(names, lr_scheduler=scheduler)
         x, y = next(iter(engine.dataloader))
         with pytest.raises((halfmesh.HalfmeshError, TypeError), match=re.escape(told)):
             MISTAKES[what](engine, x, y)
 
 
-def test_several_optimizers(run):
+def test_optimizers(run):
     names = run("loop.md", "muon.py")
     engine, before = names["engine"], [param.clone() for param in names["model"].parameters()]
-    for x, y in engine.dataloader:
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-    assert [len(part.param_groups[0]["params"]) for part in (names["muon"], names["adamw"])] == [2, 2]
+    train(engine)
     assert not any(map(torch.equal, before, names["model"].parameters()))
     assert [scheduler.last_epoch for scheduler in engine.lr_scheduler] == [15, 15]
 
-
-def test_an_optimizer_of_ones_own(run):
     kind = run("loop.md", "unit.py")["NormalizedSGD"]
     params = [torch.nn.Parameter(torch.ones(4, 4))]
     assert find_unit(kind(params, lr=0.1)) == "matrix"
-    kind.unit = None
-    assert find_unit(kind(params, lr=0.1)) == "matrix", "the trial finds it, too"
     params[0].grad = torch.ones(4, 4)
     kind(params, lr=0.4).step()
     torch.testing.assert_close(params[0].detach(), torch.full((4, 4), 0.9))
 
 
-def test_several_engines(run, capsys):
-    names = run("loop.md", "gan.py")
-    assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[2]
-    assert {path.parent.name for path in Path("checkpoints").glob("*/step-*")} == {"generator", "discriminator"}
-    assert all(param.grad is None for param in names["generator"].model.parameters())
-    models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
-    losses = {"x": torch.randn(4, 6), "f": lambda t: t.square().mean(), "g": lambda t: t.cos().mean()}
-    a, b = (halfmesh.initialize(m, torch.optim.SGD(m.parameters(), lr=0.1), config={}) for m in models)
-    run("loop.md", "crossing.py", given={"a": a, "b": b, **losses})
-    assert (a.global_step, b.global_step) == (1, 1)
-
-
-def test_precision(run, capsys):
-    run("precision.md", "scale.py", given={})
-    assert capsys.readouterr().out == find_blocks(read_page("precision.md"), "")[0]
-
+def test_an_island_of_fp32(run):
     model = run("precision.md", "island.py", given={})["Attention"](4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = halfmesh.initialize(model, sgd, None, None, {"bf16": {"mode": "torch"}})
     assert engine(torch.randn(2, 3, 4)).dtype == torch.float32
-
-    config = halfmesh.load_config({"fp8": run("precision.md", "fp8.py", given={})["fp8"]})
-    assert config.fp8.options.filter == ("*head", "blocks.0.*")
-
-    config = halfmesh.load_config({"bf16": run("precision.md", "denoiser.py", given={})["bf16"]})
-    assert config.bf16.options.keep_fp32 == ("timestep", "batch.sigmas", "*fourier.weight")
-
-    config = halfmesh.load_config({"bf16": run("precision.md", "split.py", given={})["bf16"]})
-    assert config.bf16.options.masters == "split"
-
-    names = run("precision.md", "average.py")
-    assert not torch.equal(names["outputs"], names["engine"](names["images"]))
-    assert Path("average.safetensors").exists()
-    names = run("precision.md", "alone.py")
-    assert names["optimizer"].loss_scale <= 1024
-    assert names["loss"] < 0.7
 
 
 def test_checkpoints(run, tmp_path):
@@ -249,34 +234,26 @@ def test_checkpoints(run, tmp_path):
 
 
 def test_other_settings_than_those_of_the_checkpoint(run):
-    def start(rate, total_steps, decay):
+    def start(rate, decay):
         names = stand_ins()
         names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=rate, weight_decay=decay)
-        scheduler = halfmesh.LinearWarmupLR(names["optimizer"], warmup_steps=1, total_steps=total_steps)
-        given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
-        return halfmesh.initialize(*given, {}, lr_scheduler=scheduler)
+        scheduler = halfmesh.LinearWarmupLR(names["optimizer"], warmup_steps=1, total_steps=200)
+        return engine_of(names, lr_scheduler=scheduler)
 
-    def train(engine):
-        for x, y in engine.dataloader:
-            engine.backward(engine.criterion(engine(x), y))
-            result = engine.step()
-        return result.lr
-
-    first, again = start(0.02, 15, 0.01), start(0.005, 200, 0.1)
+    first, again = start(0.02, 0.01), start(0.005, 0.1)
     train(first)
     first.save("checkpoints")
     run("checkpoints.md", "other_settings.py", given={"engine": again})
     assert again.optimizer.param_groups[0]["weight_decay"] == 0.1
     again.dataloader.set_epoch(1)
-    assert 0.004 < train(again) < 0.005
+    assert 0.004 < train(again).lr < 0.005
 
 
-def test_a_program_that_is_told_to_end_goes_on_exactly(run):
-    whole = stand_ins()
-    exec(snippet("checkpoints.md", "again.py").replace('"checkpoints"', '"others"'), whole)
-    first, counted = stand_ins(), []
+def test_a_program_that_is_told_to_end_goes_on(run):
+    names = stand_ins()
+    criterion, counted = names["criterion"], []
 
-    def criterion_of_step_7(*args, criterion=first["criterion"]):
+    def criterion_of_step_7(*args):
         counted.append(1)
         if len(counted) == 7:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -285,15 +262,12 @@ def test_a_program_that_is_told_to_end_goes_on_exactly(run):
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         with pytest.raises(halfmesh.Preempted):
-            run("checkpoints.md", "again.py", given=first | {"criterion": criterion_of_step_7})
+            run("checkpoints.md", "again.py", given=names | {"criterion": criterion_of_step_7})
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert {path.name for path in Path("checkpoints").glob("step-*")} == {"step-00000004", "step-00000007"}
-    second = run("checkpoints.md", "again.py")
-    assert second["engine"].global_step == whole["engine"].global_step == 45
-    found = second["model"].state_dict()
-    assert all(torch.equal(found[name], value) for name, value in whole["model"].state_dict().items())
+    assert run("checkpoints.md", "again.py")["engine"].global_step == 45
 
 
 # --- trainer, hooks, report, health ---------------------------------------------------------------------------------
@@ -311,16 +285,6 @@ def test_the_trainer(run):
     assert len(names["outputs"]) == 60
 
 
-class Keep(halfmesh.Hook):
-    """Keeps the records."""
-
-    def __init__(self):
-        self.records = []
-
-    def write(self, trainer, record):
-        self.records.append(record)
-
-
 @pytest.fixture
 def hooks():
     """Hooks that a snippet registers are taken away again."""
@@ -331,11 +295,11 @@ def hooks():
 
 
 def test_a_compute_of_ones_own(run):
-    names, keep = run("trainer.md", "compute.py"), Keep()
-    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
-    trainer = halfmesh.Trainer(halfmesh.initialize(*given, {}), compute=names["f"])
-    trainer.fit(epochs=1, hooks=[keep])
-    assert keep.records[-1]["loss"] > 0
+    names, records = run("trainer.md", "compute.py"), []
+    keep = halfmesh.Hook()
+    keep.write = lambda trainer, record: records.append(record)
+    halfmesh.Trainer(engine_of(names), compute=names["f"]).fit(epochs=1, hooks=[keep])
+    assert records[-1]["loss"] > 0
 
 
 def test_hooks_that_measure_and_decide(run, hooks, tmp_path):
@@ -351,8 +315,7 @@ def test_hooks_that_measure_and_decide(run, hooks, tmp_path):
     assert len(lines) == 3
 
     names = run("trainer.md", "budget_hook.py")
-    engine = halfmesh.initialize(*[names[name] for name in ("model", "optimizer", "criterion", "dataloader")], {})
-    halfmesh.Trainer(engine).fit(epochs=3, hooks=[names["BudgetHook"](0.0, tmp_path / "saved")])
+    halfmesh.Trainer(engine_of(names)).fit(epochs=3, hooks=[names["BudgetHook"](0.0, tmp_path / "saved")])
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000001"]
 
 

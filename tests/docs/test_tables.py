@@ -14,17 +14,8 @@ from halfmesh import hooks
 from halfmesh.amp.plugin import PRECISIONS
 from halfmesh.amp.recipe import FP32
 from halfmesh.cli import app
-from halfmesh.config.schema import (
-    ActivationCheckpointConfig,
-    CheckpointConfig,
-    ClipConfig,
-    CompileConfig,
-    DataConfig,
-    PipelineConfig,
-    Settings,
-    TensorConfig,
-    parallel_config,
-)
+from halfmesh.config import schema
+from halfmesh.config.schema import Settings, parallel_config
 from halfmesh.options import Options
 from halfmesh.parallel.context.axis import ContextOptions
 from halfmesh.parallel.sharding.fsdp import FSDPOptions
@@ -47,15 +38,15 @@ SHORT_FORMS = {
     "clip_grad_norm": "max_norm",
 }
 TABLES_OF_DEFAULTS = {  # page, header: what has these defaults
-    ("config.md", "key of parallel.tensor"): TensorConfig,
-    ("config.md", "key of parallel.pipeline"): PipelineConfig,
+    ("config.md", "key of parallel.tensor"): schema.TensorConfig,
+    ("config.md", "key of parallel.pipeline"): schema.PipelineConfig,
     ("config.md", "key of parallel.context"): ContextOptions,
-    ("config.md", "key of parallel.data"): DataConfig,
+    ("config.md", "key of parallel.data"): schema.DataConfig,
     ("config.md", "key of parallel.data under fsdp"): FSDPOptions,
-    ("config.md", "key of clip_grad_norm"): ClipConfig,
-    ("config.md", "key of activation_checkpoint"): ActivationCheckpointConfig,
-    ("config.md", "key of compile"): CompileConfig,
-    ("config.md", "key of checkpoint"): lambda: CheckpointConfig(directory="*required*"),
+    ("config.md", "key of clip_grad_norm"): schema.ClipConfig,
+    ("config.md", "key of activation_checkpoint"): schema.ActivationCheckpointConfig,
+    ("config.md", "key of compile"): schema.CompileConfig,
+    ("config.md", "key of checkpoint"): lambda: schema.CheckpointConfig(directory="*required*"),
     ("extending.md", "field of Recipe"): halfmesh.Recipe,
     ("extending.md", "field of LossScale"): halfmesh.LossScale,
     ("extending.md", "field of Composes"): halfmesh.Composes,
@@ -187,19 +178,12 @@ def test_the_options_of_each_command():
 
 
 def default_of_option(option):
-    return (
-        "required"
-        if option.required
-        else "-"
-        if option.default is None or option.default is False
-        else str(option.default)
-    )
+    if option.required:
+        return "required"
+    return "-" if option.default is None or option.default is False else str(option.default)
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["loop.md", *(f"migration/{name}.md" for name in ("apex", "libraries", "pytorch"))],
-)
+@pytest.mark.parametrize("page", ["loop.md", "migration/apex.md", "migration/libraries.md", "migration/pytorch.md"])
 def test_methods_that_a_page_names_exist(page):
     given = stand_ins()
     model, optimizer, _ = halfmesh.convert_to_amp(given["model"], given["optimizer"])
