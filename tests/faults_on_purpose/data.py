@@ -88,12 +88,12 @@ DATA_FAULTS = (
     fault(
         "A short last cycle is divided by the full length",
         Text(ACCUMULATION, "divisor = (self.index + self.has_backward) / self.length", "pass"),
-        "tests/engine/test_cycle.py::test_clip_in_a_short_last_cycle",
+        "tests/engine/test_cycle.py::test_the_last_cycle_of_a_loop_that_fetches_before_the_step",
     ),
     fault(
         "An error in backward leaves half a gradient",
         Text(ACCUMULATION, "self.clear()  # a partial gradient is worse than none", "pass  #"),
-        "tests/engine/test_cycle.py::test_an_error_in_backward_leaves_no_half_gradient",
+        "tests/engine/test_cycle.py::test_a_cycle_that_was_broken_leaves_nothing_to_the_next",
     ),
     fault(
         "Reduced gradients are widened by a launch each",
