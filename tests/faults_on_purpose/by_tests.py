@@ -44,7 +44,7 @@ Run = Callable[[Sequence[Text], Sequence[str]], Result]
 
 
 @contextmanager
-def testing(files: Iterable[str]) -> Iterator[Run]:
+def running_tests(files: Iterable[str]) -> Iterator[Run]:
     """A scope in which tests of `files` are run, in forks of a process that has collected these."""
     command = [sys.executable, "-m", __name__, *dict.fromkeys(files)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from halfmesh.utils.log import get_logger
 from tests.support.ranks import end_teams
 
-from .by_tests import testing
+from .by_tests import running_tests
 from .by_verify import said, verdict, verifying
 from .fault import ROOT, Fault
 from .table import FAULTS, TESTS
@@ -84,7 +84,7 @@ def short(text: str) -> str:
 
 def by_tests() -> Iterator[Row]:
     """Each test that has to turn red, which is green without the fault."""
-    with testing(test.partition("::")[0] for test in TESTS) as run:
+    with running_tests(test.partition("::")[0] for test in TESTS) as run:
         clean = run([], TESTS)
         assert not clean.red, clean.output
         assert clean.green

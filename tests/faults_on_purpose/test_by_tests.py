@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .by_tests import testing
+from .by_tests import running_tests
 from .table import FAULTS
 
 pytestmark = pytest.mark.distributed
@@ -23,7 +23,7 @@ PAIRS = [(fault, test) for fault in FAULTS for test in fault.tests]
 def run(request):
     """Runs tests of the files of those that were chosen."""
     chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
-    with testing(params["test"].partition("::")[0] for params in chosen) as run:
+    with running_tests(params["test"].partition("::")[0] for params in chosen) as run:
         yield run
 
 
