@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError
-from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from tests.support.models import (
     CLASSES,
     FEATURES,
-    MODES,
     adamw,
     make_data,
     make_engine,
-    make_loader,
     said,
     step_on,
 )
-from tests.support.ranks import here, ranks_on, run_ranks
+from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -50,48 +45,6 @@ def tensor_config(**more: Any) -> dict[str, Any]:
 
 def make(config: dict[str, Any], **options: Any) -> halfmesh.Engine:
     return make_engine(config, model=options.pop("model", None) or Divisible(), **options)
-
-
-def collectives(rank: int, world_size: int) -> dict[str, Any]:
-    """What one step sends, by kind and bytes, after the first (which compares inputs and gradients)."""
-    counts: dict[str, list[int]] = collections.defaultdict(list)
-
-    def counted(name: str, plain: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            sent = args[-1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
-            counts[name].append(sent.numel() * sent.element_size())
-            return plain(*args, **kwargs)
-
-        return call
-
-    engine = make({**MODES["torch_fp16"], **tensor_config(clip_grad_norm=1.0)}, loader=make_loader(48, 4))
-    batches = iter(engine.dataloader)
-    for _ in range(2):
-        step_on(engine, *next(batches))
-    batch = next(batches)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", ALL_GATHER, REDUCE_SCATTER):
-            patch.setattr(dist, name, counted(name, getattr(dist, name)))
-        for name in ("broadcast", "all_gather", "all_gather_object", "broadcast_object_list", "barrier"):
-            patch.setattr(dist, name, lambda *_, name=name, **__: pytest.fail(name))
-        step_on(engine, *batch)
-    return dict(counts)
-
-
-def test_collectives_of_a_step():
-    batch, half = 4, 2  # bytes of an fp16 number
-    of_norm = half if ranks_on() == "gloo-cpu" else 4  # CUDA's autocast has norms give fp32
-    local = 8 * 8 + 8 + 12 * 8 + 12 + 12 + 12 + 2 * 12 + 2  # up, down with its bias, norm, head
-    for counts in run_ranks(collectives, 4):
-        assert counts == {
-            "all_reduce": [
-                batch * 12 * half,  # forward: the output of `down`
-                batch * 12 * of_norm,  # backward: the gradient of the head's input
-                local * 4 + 8 * 4,  # over the data ranks, with a flag for each parameter
-                8,  # the norm, which says the verdict, over all ranks
-            ],
-            ALL_GATHER: [batch * CLASSES // 2 * half],  # the head's output
-        }
 
 
 def targets(rank: int, world_size: int) -> list[str]:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfmesh
 from halfmesh.errors import InputError
@@ -113,67 +112,6 @@ def loads(rank, world_size):
 @pytest.mark.promise("weights are not inherited; loading before wrapping; changed shapes")
 def test_whole_weights_can_be_loaded():
     assert run_ranks(loads, 2) == [(True, {"torch.float32"}, {"torch.float32"})] * 2
-
-
-class Seen(TorchDispatchMode):
-    """Notes collectives, and the dtypes of what they carry."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name.startswith(("c10d::", "_c10d_functional::")):
-            name = name.partition("::")[2].replace("_base", "").strip("_")
-            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-            self.calls.append((name, str(tensors[0].dtype).removeprefix("torch.")))
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def gathers(self):
-        return [dtype for kind, dtype in self.calls if "allgather" in kind or "all_gather" in kind]
-
-
-def sends(rank, world_size, options):
-    """Collectives of a step with two microbatches."""
-    found = {}
-    for name, data in options.items():
-        config = MODES["naive_bf16"] | {"gradient_dtype": "auto", "gradient_accumulation": 2}
-        engine = make_engine({"strategy": "fsdp", **data}, model=Blocks(), **config)
-        for micro in range(2):
-            take_step(engine, rank, micro)
-        found[name] = []
-        for micro in range(2):
-            with Seen() as seen:
-                take_step(engine, rank, micro)
-            found[name].append(seen)
-        engine.close()
-    return found
-
-
-@pytest.mark.promise(
-    "FSDP mixed precision",
-    "`param_dtype` from the mode, `reduce_dtype` fp32, `buffer_dtype`, resharding, prefetch, clipping; "
-    "one reduction per cycle",
-    of="PyTorch",
-    page="sharding.md",
-)
-def test_what_is_sent():
-    options = {
-        "default": {},
-        "kept": {"reshard_after_forward": False},
-        "bf16": {"reduce_dtype": "bfloat16"},
-        "prefetch": {"prefetch": 2},
-    }
-    for found in run_ranks(sends, 2, options):
-        for name, (first, second) in found.items():
-            scatters = [dtype for kind, dtype in second.calls if "reduce_scatter" in kind]
-            assert not [kind for kind, _ in first.calls if "reduce_scatter" in kind], "reduced while accumulating"
-            assert scatters == ["bfloat16" if name == "bf16" else "float32"] * 5
-            # Each unit before its forward, and each but the root again before its backward. Weights travel in the dtype
-            # that computes.
-            assert first.gathers == second.gathers == ["bfloat16"] * (5 if name == "kept" else 9)
 
 
 def gathers_in_a_pipeline(rank, world_size):
