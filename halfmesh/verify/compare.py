@@ -42,6 +42,7 @@ class Measures:
         digests: of each box of a parameter, for the comparison of copies.
         skipped: tensors that no part of the reference fits, and why.
         factors: by update, call and microbatch the first gradient of an output, and its ratio to the reference's.
+        stage: the rank's coordinate in the pipeline.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Measures:
     figures: dict[tuple[int, int, str], Any] = field(default_factory=dict)
     skipped: dict[Key, str] = field(default_factory=dict)
     factors: dict[tuple[int, int, int], tuple[Key, float]] = field(default_factory=dict)
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ class Comparison:
         self.names, self._reference, self._accumulated = reference.names, reference, accumulated
         self._per_call, self._microbatches = parts // calls, microbatches
         self._axes: dict[str, tuple[int, int]] = {}  # place and size on those that share a chunk
+        self._own = {""}  # modules with parameters, which one stage calls; others several stages may call
         self._foreign: tuple[str, ...] = ()  # prefixes of modules that compute with rows of other ranks, as experts do
-        self.measures = Measures(0, ("rows",) if parts > 1 else ())
+        self.measures = Measures(0, shares=("rows",) if parts > 1 else ())
 
     def begin(self, engine: Engine) -> None:
         """See `Sink`."""
@@ -107,9 +110,11 @@ class Comparison:
         for axis, size in context.sizes.items():
             if axis not in ("pp", "dp") and size > 1:
                 self._axes[axis] = context.coordinate(axis), size
-        modules = engine.model.named_modules()
-        self._foreign = tuple(f"{name}." for name, one in modules if vars(one).get("is_divided_by_engine"))
-        self.measures.rank, self.measures.shares = context.rank, (*self._axes, *self.measures.shares)
+        modules = dict(engine.model.named_modules())
+        self._own |= {name for name, one in modules.items() if next(one.parameters(), None) is not None}
+        self._foreign = tuple(f"{name}." for name, one in modules.items() if vars(one).get("is_divided_by_engine"))
+        self.measures.rank, self.measures.stage = context.rank, context.coordinate("pp")
+        self.measures.shares = (*self._axes, *self.measures.shares)
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int) -> None:
         """See `Sink`."""
@@ -129,7 +134,7 @@ class Comparison:
         own, backward = tensor.double().cpu(), (key.update, key.call, microbatch)
         factor = self.measures.factors.get(backward, (at, None))[1] if is_grad else 1.0
         new = {cut.way: _measure(own, cut.part.double(), factor) for cut in cuts}
-        if factor is None and (best := min(new.values(), key=ratio)).norm:
+        if factor is None and key.name in self._own and (best := min(new.values(), key=ratio)).norm:
             self.measures.factors[backward] = at, best.factor
         known = self.measures.tensors.get(at, new)
         self.measures.firsts.setdefault(at, new)

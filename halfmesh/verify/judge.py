@@ -77,7 +77,8 @@ def differences(store: Store, measures: Sequence[Measures], updates: float) -> d
     """By key and rank, how far a tensor is from the reference's, relative. Of several ways to cut that, the one which
     fits all ranks best. `updates`: what is allowed of them."""
     found: dict[Key, dict[int, Measure]] = {}
-    for key in dict.fromkeys(key for rank in measures for key in rank.tensors):
+    several = _in_several_stages(measures)
+    for key in dict.fromkeys(key for rank in measures for key in rank.tensors if key.name not in several):
         ranks = {rank.rank: ways for rank in measures if (ways := rank.tensors.get(key)) is not None}
         common = set.intersection(*map(set, ranks.values()))
         if common:
@@ -103,12 +104,26 @@ def differences(store: Store, measures: Sequence[Measures], updates: float) -> d
     return {key: {rank: relative(key, m) for rank, m in by_rank.items()} for key, by_rank in found.items()}
 
 
+def _in_several_stages(measures: Sequence[Measures]) -> set[str]:
+    """Modules, but for the model itself, that ranks of several stages call: which of the reference's calls theirs are
+    is not known."""
+    stages: dict[str, set[int]] = defaultdict(set)
+    for rank in measures:
+        for key in rank.tensors:
+            stages[key.name].add(rank.stage)
+    return {name for name, found in stages.items() if name and len(found) > 1}
+
+
 def _factors(store: Store, measures: Sequence[Measures], distances: Mapping[Key, Any]) -> dict[Key, dict[int, float]]:
     """Gradients of outputs which are another multiple of the reference's on this rank than on the rank that comes first
     in the backward of their call, as where a gradient is scaled on its way from stage to stage."""
     order, found = {key: number for number, key in enumerate(store.index)}, dict[Key, dict[int, float]]()
+    several = _in_several_stages(measures)
     for call in dict.fromkeys(call for rank in measures for call in rank.factors):
         ranks = {rank.rank: rank.factors[call] for rank in measures if call in rank.factors}
+        ranks = {rank: item for rank, item in ranks.items() if item[0].name not in several}
+        if not ranks:
+            continue
         _, first = min(ranks.values(), key=lambda item: order[item[0]])
         for rank, (key, factor) in ranks.items():
             by_rank = found.setdefault(key, dict(distances.get(key, {})))

@@ -162,6 +162,17 @@ def tables() -> nn.Module:
     return model
 
 
+class OneActivation(nn.Module):
+    """Modules without parameters are called by every stage; which call of the model a stage's first one is differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.act, self.drop = linear(), linear(), linear(), nn.Tanh(), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.c(self.drop(self.act(self.b(self.drop(self.act(self.a(x))))))))
+
+
 class Inline(nn.Module):
     """A function on it has its layer from around it."""
 
@@ -256,6 +267,7 @@ POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": (
     Row("in place", partial(build, in_place), pipe(schedule="gpipe", microbatches=4)),
     Row("idle", partial(build, idle), pipe(**FOUR) | SCALED, ranks=4, work=FormatAlone, updates=3),
     Row("skips", partial(build, Skips), pipe(**LOOPED, partition=("b", "c", "d"))),
+    Row("one activation", partial(build, OneActivation), pipe(partition=("b",))),
     Row("shared", partial(build, shared), pipe(**FOUR), ranks=4),
     Row("shared, interleaved", partial(build, shared), pipe(**LOOPED)),
     Row("kept tables", partial(build, tables), pipe(**LOOPED), updates=4, accumulated=True),
