@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from halfmesh.errors import InputError
-from tests.support.apex_runs import BatchNormMLP, make_batches
+from tests.amp.apex_runs import BatchNormMLP, make_batches
 from tests.support.models import MLP, make_data, make_engine, sgd
 from tests.support.ranks import here, run_ranks
 

@@ -20,8 +20,8 @@ from halfmesh.amp.apex_amp import ApexOptions
 from halfmesh.amp.apex_backend import ApexPrecision
 from halfmesh.amp.recipe import FP32
 from halfmesh.errors import IncompatibleConfigError
-from tests.support.apex_reference import LEVELS, cast_floats, cast_model
-from tests.support.apex_runs import BatchNormMLP, make_batches, make_optimizer, train
+from tests.amp.apex_reference import LEVELS, cast_floats, cast_model
+from tests.amp.apex_runs import BatchNormMLP, make_batches, make_optimizer, train
 
 CUDA = torch.device("cuda")
 BATCHES = make_batches(12)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import halfmesh
-from tests.support.apex_reference import INITIAL_SCALE, Apex
-from tests.support.apex_runs import (
+from tests.amp.apex_reference import INITIAL_SCALE, Apex
+from tests.amp.apex_runs import (
     LEVELS,
     NETS,
     BatchNormMLP,

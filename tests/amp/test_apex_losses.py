@@ -15,8 +15,8 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import halfmesh
-from tests.support.apex_reference import Apex
-from tests.support.apex_runs import (
+from tests.amp.apex_reference import Apex
+from tests.amp.apex_runs import (
     CLASSES,
     FEATURES,
     LEVELS,

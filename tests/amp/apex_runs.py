@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import halfmesh
-from tests.support.apex_reference import Apex
+from tests.amp.apex_reference import Apex
 
 FEATURES, CLASSES, BATCH = 8, 4, 8
 LEVELS = ("O0", "O1", "O2", "O3")
