@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfmesh.amp import stepper
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.dry_run.tracker import dry_run_mode
@@ -37,7 +38,9 @@ def make_shards(dtype=torch.float32):
     ids=["fp32", "scaled", "masters"],
 )
 @dry_run_mode()
-def test_an_update_keeps_to_the_devices(recipe, optimizer, norm_type):
+def test_an_update_keeps_to_the_devices(recipe, optimizer, norm_type, monkeypatch):
+    multiplied, multiply = [], stepper.foreach_mul_
+    monkeypatch.setattr(stepper, "foreach_mul_", lambda grads, by: multiplied.append(grads) or multiply(grads, by))
     shards = make_shards(recipe.param_dtype or torch.float32)
     apart = [{"params": [s.param for s in shards if s.param.device == device]} for device in (HOST, GPU)]
     for params in (apart, [s.param for s in shards]):  # a group for each device, and one
@@ -53,7 +56,10 @@ def test_an_update_keeps_to_the_devices(recipe, optimizer, norm_type):
                 shard.param.grad = torch.ones_like(shard.param)
             update.after_backward()
             assert update.clip_grad_norm_(1.0, divisor).device == HOST
+            multiplied.clear()
             update.step(divisor)
+            devices = [grad.device for grads in multiplied for grad in grads]
+            assert sorted(map(str, devices)) in ([], ["cpu", "cpu", "cuda:0"]), "all, or none by a fused kernel"
             update.zero_grad()
         for group in update.optimizer.param_groups:
             for target in group["params"]:

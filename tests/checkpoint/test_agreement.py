@@ -82,9 +82,12 @@ def test_a_rank_that_does_not_answer_is_named():
     assert not agreement.pass_boundary(asks=True)  # closed by another rank, perhaps: nobody stops
 
 
-def test_who_asks_between_boundaries_stops_at_the_next_one():
+def test_who_asks_between_boundaries_stops_at_the_next_one(monkeypatch):
+    """Also after more time than a thread waits at once."""
+    monkeypatch.setattr(source, "_LONG_S", 0.1)
     store = dist.HashStore()
     agreements = [StopAgreement(store, store, rank, 2, 20.0) for rank in range(2)]
+    time.sleep(0.4)
     agreements[0].ask()
     agreements[0].ask()  # says nothing new
     for agreement in agreements:
@@ -185,6 +188,8 @@ def test_all_ranks_are_told_of_those_that_are_late_and_the_next_answer_comes(mon
         for each in ranks:
             each._timeout_s = 30.0
         assert list(threads.map(answer, range(4), [0] * 4)) == [6] * 4
+    ranks[1]._timeout_s = 0.1
+    assert answer(1, 0) == "the save failed: no answer from rank 0 within 0.2 s (config key timeout)"
 
 
 def late_in_background(rank, world_size, folder):

@@ -46,6 +46,19 @@ def test_every_where_boundaries_do_not_meet_it(tmp_path):
     assert steps_in(tmp_path) == [10, 16, 20]
 
 
+def test_there_is_no_boundary_while_gradients_wait_for_their_step(tmp_path):
+    engine = made(tmp_path, every=1)
+    batches = iter(engine.dataloader)
+    x, y = next(batches)
+    step(engine, x, y)
+    engine.backward(engine.criterion(engine(x), y))
+    next(batches)
+    assert engine.step() is not None
+    next(batches)
+    engine.close()
+    assert steps_in(tmp_path) == [2]
+
+
 def test_a_pass_without_gradients_is_no_boundary(tmp_path):
     engine = made(tmp_path, every=1)
     for number, (x, y) in enumerate(engine.dataloader):

@@ -108,6 +108,11 @@ def test_engines_that_share_a_folder_write_one_after_the_other(tmp_path, gate):
             assert (other.global_step, differing(weights(other), weights(engine))) == (round + 1, [])
     assert len(list((tmp_path / "all").glob("step-*"))) == 4
     assert not list((tmp_path / "all").glob(".step-*"))
+    gate.open.clear()
+    place = engines["b"].save(tmp_path / "all", in_background=True)
+    threading.Timer(0.2, gate.open.set).start()
+    engines["a"].close()  # its file ends the lock of the whole process
+    assert place.exists()
 
 
 ENDS = """

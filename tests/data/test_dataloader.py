@@ -49,9 +49,13 @@ class Counted(Queue):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_inputs_and_labels_of_a_buffer_that_is_used_again_stay_together(accumulation):
-    """As a collate_fn or a reader of large files may have."""
+    """As a collate_fn or a reader of large files may have. Under accumulation this one is fetched ahead."""
     buffer = torch.empty(3)
-    given = DataLoader(range(5), 1, collate_fn=lambda samples: (buffer.fill_(samples[0]), torch.tensor(samples[0])))
+
+    def collate(samples):
+        return buffer.fill_(samples[0]), torch.tensor(samples[0])
+
+    given = DataLoader(range(5), sampler=Wrong(5, 5), collate_fn=collate)
     seen = [(x.tolist(), number.item()) for x, number in dataloader(given, accumulation)]
     assert seen == [([number] * 3, number) for number in range(5)]
 

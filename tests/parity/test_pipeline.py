@@ -61,7 +61,7 @@ def boundaries() -> nn.Module:
     a number, nothing of a row, rows that are not first, and half precision."""
     return nn.Sequential(
         Layer(give=lambda x, y: (x, y)),
-        Layer(lambda pair: pair[1], lambda pair, y: (pair[0], [y, pair[1] * 2])),
+        Layer(lambda pair: pair[1], lambda pair, y: (pair[0], [y, pair[1] * (2 + pair[0].requires_grad)])),
         Layer(
             lambda pair: pair[1][0],
             lambda pair, y: {"y": pair[1][1] * y, "mask": y > 0, "index": y.argmax(1), "word": "w", "none": None},
