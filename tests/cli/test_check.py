@@ -82,13 +82,6 @@ def test_all_problems_at_once(run, config, lines):
     assert [line.split(":")[0] for line in found[1:]] == lines
 
 
-def test_a_model_that_does_not_divide(run):
-    result = run("parallel = dict(tensor=3)", "--world-size", "3", "--model", SMALL)
-    assert result.exit_code == 1
-    assert "problems with the model:\n  - " in result.stdout
-    assert "8 heads are not divisible by tensor=3" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("args", "status", "words"),
     [
@@ -116,7 +109,13 @@ def test_a_config_that_cannot_be_read_is_said_as_it_is(run, tmp_path):
 # --- with a model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+def test_a_model_that_does_not_divide(run):
+    result = run("parallel = dict(tensor=3)", "--world-size", "3", "--model", SMALL)
+    assert result.exit_code == 1
+    assert "problems with the model:\n  - " in result.stdout
+    assert "8 heads are not divisible by tensor=3" in result.stdout
+
+
 def test_what_a_model_needs(run):
     config = "bf16 = dict(mode='naive')\nparallel = dict(tensor=2)\n"
     result = run(config, "--world-size", "8", "--model", SMALL)
@@ -139,22 +138,17 @@ def test_too_little_memory(run):
     assert "too much; halfmesh plan finds the simplest change that does" in result.stdout
 
 
-@pytest.mark.slow
-def test_json_of_a_dry_run(run):
-    result = run("", "--world-size", "2", "--model", SMALL, "--gpu-memory", "1KB", "--json")
+def test_the_picture_and_the_json_of_a_dry_run(run, tmp_path):
+    picture = tmp_path / "mesh.svg"
+    args = ("--world-size", "2", "--model", SMALL, "--gpu-memory", "1KB", "--json", "--picture", picture)
+    result = run("", *args)
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert (answer["ok"], answer["dry_run"]["fits"], answer["dry_run"]["limit"]) == (False, False, 1000)
     rank = answer["dry_run"]["ranks"][0]
     assert rank["bytes"]["parameters"] >= rank["parameters"] * 4
     assert rank["peak"] > rank["kept"]
-
-
-def test_the_picture(run, tmp_path):
-    picture, layout = tmp_path / "mesh.svg", "bf16 = dict(mode='naive')\nparallel = dict(tensor=2)\n"
-    args = ("--world-size", "4", "--model", SMALL, "--picture", picture)
-    assert run(layout, *args).exit_code == 0
-    assert "rank 3" in picture.read_text()
-    again = run(layout, *args)
+    assert "rank 1" in picture.read_text()
+    again = run("", *args)
     assert again.exit_code == 2
     assert "the file exists; --force replaces it" in " ".join(again.stderr.split())

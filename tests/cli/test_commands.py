@@ -71,8 +71,6 @@ def test_configs_are_listed_and_printed_as_one_file(tmp_path):
         target.write_text(text)
         assert halfmesh.load_config(target) == halfmesh.load_config(ROOT / "configs" / f"{name}.py"), name
 
-
-def test_a_config_that_does_not_exist():
     assert run("configs", "torch_fp16.py").stdout == run("configs", "torch_fp16").stdout
     wrong = run("configs", "naive_fp61")
     assert wrong.exit_code == 2

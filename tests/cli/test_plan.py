@@ -57,6 +57,9 @@ def test_a_model_that_cannot_be_trained(tmp_path, monkeypatch):
     result = run(*ARGS, "1GB", model="frozen_llama:build")
     assert result.exit_code == 1
     assert result.stdout.startswith("frozen_llama:build cannot be simulated with the config as it is")
+    result = run(*ARGS, "1GB", model="tests.support.llama:smal")
+    assert result.exit_code == 1
+    assert "did you mean 'small'?" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -79,9 +82,3 @@ def test_what_is_refused(args, model, words):
     result = run(*args, model=model)
     assert result.exit_code == 2
     assert words in " ".join(result.output.replace("\u2502", "").split())
-
-
-def test_a_model_that_is_not_there():
-    result = run(*ARGS, "1GB", model="tests.support.llama:smal")
-    assert result.exit_code == 1
-    assert "did you mean 'small'?" in result.stdout

@@ -1,43 +1,46 @@
 """halfmesh run: torchrun, after a check."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from torch.distributed.run import parse_args
 from typer.testing import CliRunner
 
 from halfmesh.cli import app
 
-SCRIPT = """
-import os, sys
-with open(f"rank{os.environ['RANK']}", "w") as file:
-    file.write(f"{os.environ['WORLD_SIZE']} {' '.join(sys.argv[1:])}")
-sys.exit(3 if "--fail" in sys.argv else 0)
-"""
-
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch):
+    """Runs the command; gives its result, and the command that this process would become."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text("")
     (tmp_path / "config.py").write_text("parallel = dict(tensor=2)\n")
     (tmp_path / "wrong.py").write_text("gradient_acumulation = 2\n")
-    return tmp_path
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, command: started.extend(command))
+    return lambda *arguments: (CliRunner().invoke(app, ["run", *arguments]), started)
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "halfmesh", "run", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-
-
-@pytest.mark.distributed
-def test_it_starts_so_many_processes(here):
-    done = run("--nproc", "2", "train.py", "--config", "config.py", "--nproc", "7")
-    assert done.returncode == 0, done.stderr
-    assert [(here / f"rank{rank}").read_text() for rank in (0, 1)] == ["2 --config config.py --nproc 7"] * 2
+@pytest.mark.parametrize(
+    ("options", "understood"),
+    [
+        ([], {"standalone": True, "nnodes": "1", "max_restarts": 0}),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a:29500", "--max-restarts", "3"],
+            {"standalone": False, "nnodes": "2", "max_restarts": 3, "rdzv_endpoint": "a:29500", "rdzv_backend": "c10d"},
+        ),
+    ],
+    ids=["one machine", "two"],
+)
+def test_it_becomes_torchrun_which_understands_its_options(run, options, understood):
+    result, started = run("--nproc", "2", *options, "train.py", "--config", "config.py", "--nproc", "7")
+    assert result.exit_code == 0, result.output
+    assert started[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    found = vars(parse_args(started[3:]))
+    assert (found["training_script"], found["nproc_per_node"]) == ("train.py", "2")
+    assert found["training_script_args"] == ["--config", "config.py", "--nproc", "7"]
+    assert {name: found[name] for name in understood} == understood
 
 
 @pytest.mark.parametrize(
@@ -49,18 +52,8 @@ def test_it_starts_so_many_processes(here):
         (["--nproc", "2", "--nnodes", "2", "train.py"], "--nnodes needs --rdzv-endpoint host:port"),
     ],
 )
-def test_nothing_is_started(here, arguments, words, monkeypatch):
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was started"))
-    result = CliRunner().invoke(app, ["run", *arguments])
+def test_nothing_is_started(run, arguments, words):
+    result, started = run(*arguments)
     assert result.exit_code in (1, 2)
+    assert started == []
     assert words in " ".join(result.output.split())
-
-
-def test_several_machines(here, monkeypatch):
-    started = []
-    monkeypatch.setattr(os, "execv", lambda path, command: started.extend(command))
-    arguments = ["--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "a:29500", "--max-restarts", "3", "train.py"]
-    result = CliRunner().invoke(app, ["run", *arguments, "--config", "config.py"])
-    assert result.exit_code == 0, result.output
-    wanted = ["--rdzv-backend=c10d", "--rdzv-endpoint=a:29500", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=3"]
-    assert started[3:] == [*wanted, "--", "train.py", "--config", "config.py"]

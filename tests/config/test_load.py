@@ -166,11 +166,6 @@ def test_what_is_imported_from_a_sibling(write, code, expected):
     assert load_config(write("config.py", code)).to_dict() == expected
 
 
-def test_a_siblings_mistake_is_reported(write):
-    write("wrong.py", "sed = 3\n")
-    fails(write("config.py", "from wrong import *\n"), "sed: unknown key; did you mean 'seed'?")
-
-
 def test_siblings_of_two_folders_do_not_mix_and_are_read_again(write):
     for name, seed in (("one", 1), ("two", 2)):
         write(f"{name}/base.py", f"seed = {seed}\n")
@@ -181,7 +176,7 @@ def test_siblings_of_two_folders_do_not_mix_and_are_read_again(write):
     assert load_config(write("one/config.py", "from base import *")).seed == 3
 
 
-@pytest.mark.parametrize("name", ["json", "torch", "halfmesh"])
+@pytest.mark.parametrize("name", ["json", "halfmesh"])
 def test_a_config_named_like_a_real_module_hides_nothing(write, name):
     before = __import__(name)
     assert load_config(write(f"{name}.py", "seed = 5\n")).seed == 5

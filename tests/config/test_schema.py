@@ -18,36 +18,6 @@ def problems_of(**raw):
     return list(caught.value.problems)
 
 
-def test_defaults():
-    config = load_config({})
-    assert (config.fp16, config.bf16, config.precision, config.precision_dtype) == (None, None, None, None)
-    tensor, pipeline, data = config.parallel.tensor, config.parallel.pipeline, config.parallel.data
-    assert (tensor.size, tensor.plan, tensor.sequence_parallel, tensor.mode) == (1, "auto", False, "1d")
-    assert (pipeline.size, pipeline.microbatches, pipeline.schedule, pipeline.chunks) == (1, None, "1f1b", 1)
-    assert (pipeline.partition, pipeline.non_split) == ("auto", ())
-    assert (pipeline.keep_outputs, pipeline.eval_outputs) == (False, "last")
-    assert (data.strategy, data.size, data.reduce_dtype) == ("replicate", None, "float32")
-    assert (data.bucket_mb, data.max_inflight) == (None, 8)
-    assert (config.gradient_accumulation, config.global_batch_size, config.gradient_dtype) == (1, None, "auto")
-    assert (config.clip_grad_norm.max_norm, config.clip_grad_norm.norm_type) == (0.0, 2.0)
-    assert (config.loss_reduction, config.lr_interval) == ("mean", "step")
-    assert (config.activation_checkpoint.enabled, config.activation_offload) == (False, False)
-    recomputed = load_config({"activation_checkpoint": True}).activation_checkpoint
-    assert (recomputed.every, recomputed.patterns, recomputed.selective) == (1, (), False)
-    assert (config.compile.enabled, config.fused) == (False, "auto")
-    compile_ = load_config({"compile": True}).compile
-    assert (compile_.enabled, compile_.scope, compile_.backend) == (True, "auto", "inductor")
-    assert (compile_.mode, compile_.dynamic, compile_.fullgraph) == (None, None, False)
-    assert (config.on_nonfinite, config.max_consecutive_skips) == ("auto", 50)
-    assert (config.seed, config.timeout) == (1024, 600.0)
-    assert (config.debug, config.resume, config.track_grad_norm) == (None, None, False)
-    assert config.checkpoint is None
-    saves = load_config({"checkpoint": "here"}).checkpoint
-    assert (saves.directory, saves.every, saves.keep, saves.in_background) == ("here", None, 3, True)
-    assert saves.signals == ("SIGTERM", "SIGUSR1")
-    assert config.user == {}
-
-
 @pytest.mark.promise("three modes, chosen in the config")
 @pytest.mark.parametrize("mode", ["naive", "NAIVE", AMP_TYPE.NAIVE])
 def test_mode_forms(mode):
@@ -70,6 +40,9 @@ def test_shorthand_equals_the_long_form():
     assert load_config({"parallel": None}) == load_config({})
     assert load_config({"clip_grad_norm": {"max_norm": 1, "norm_type": "inf"}}).clip_grad_norm.norm_type == math.inf
     assert load_config({"parallel": {"pipeline": {"non_split": ["a"]}}}).parallel.pipeline.non_split == ("a",)
+    assert load_config({"activation_checkpoint": True}).activation_checkpoint.every == 1
+    assert load_config({"compile": True}).compile.enabled
+    assert load_config({"checkpoint": "here"}) == load_config({"checkpoint": {"directory": "here"}})
 
 
 class PathLike:
@@ -181,6 +154,10 @@ MISTAKES = [
         {"checkpoint": {"directory": "x", "signals": ["SIGTREM"]}},
         "'SIGTREM' is not a signal that a program can handle; did you mean 'SIGTERM'",
     ),
+    (
+        {"parallel": {"data": {"foo": 1}}},
+        "parallel.data.foo: unknown key; allowed: strategy, size, reduce_dtype, bucket_mb, max_inflight",
+    ),
 ]
 
 
@@ -190,16 +167,6 @@ def test_one_mistake_is_one_problem(raw, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_config(raw)
     assert len(caught.value.problems) == 1
-
-
-def test_a_signal_that_no_program_handles_is_like_no_other():
-    problem = "checkpoint.signals: 'SIGKILL' is not a signal that a program can handle"
-    assert problems_of(checkpoint={"directory": "x", "signals": ["SIGKILL"]}) == [problem]
-
-
-def test_keys_of_other_strategies_are_not_allowed():
-    problem = "parallel.data.foo: unknown key; allowed: strategy, size, reduce_dtype, bucket_mb, max_inflight"
-    assert problems_of(parallel={"data": {"foo": 1}}) == [problem]
 
 
 def test_all_problems_at_once():

@@ -65,14 +65,6 @@ def test_what_a_config_has_stays():
     assert [list(recomputations(load_config(config))) for config in kinds] == [["selective", "full"], ["full"], []]
 
 
-def test_what_the_model_refuses_is_left_out():
-    refused = (
-        *(f"parallel.{axis}.size=2" for axis in ("tensor", "context", "expert", "pipeline")),
-        "parallel.data.strategy=fsdp",
-    )
-    assert layouts(ask(2), refused) == ["", "parallel.data.strategy=zero1"]
-
-
 @pytest.mark.parametrize(
     ("config", "changes", "at_once", "rows", "passes", "more"),
     [

@@ -43,7 +43,6 @@ def test_an_axis_of_others_appears_by_itself(wide):
     dims = config.parallel.dims(24)
     assert in_words(dims.sizes) == "pp 2 x dp 2 x wp 3 x tp 2"
     assert describe_shards(config.parallel, dims, 23) == "tensor 2/2, wide 3/3, fsdp 2/2"
-    assert describe_shards(config.parallel, dims, 0) == "tensor 1/2, wide 1/3, fsdp 1/2"
     drawn = words(draw(dims.sizes, lambda rank: []))
     assert drawn[0] == "24 ranks: pp 2 x dp 2 x wp 3 x tp 2 (10 are not drawn)"
     assert "dp 1, wp 2, tp 1" in drawn
@@ -70,12 +69,6 @@ def test_a_rank_has_its_lines_and_its_node():
         "4 ranks: pp 2 x dp 1 x tp 2", "tp 0", "tp 1",
         "pp 0", "rank 0", "node 0", "blocks.0 <&>", "1.0 GiB", "rank 1", "node 0", "blocks.1 <&>", "1.0 GiB",
         "pp 1", "rank 2", "node 1", "blocks.2 <&>", "1.0 GiB", "rank 3", "node 1", "blocks.3 <&>", "1.0 GiB",
-    ]  # fmt: skip
-
-
-def test_one_rank():
-    assert words(draw({"pp": 1, "dp": 1, "tp": 1}, lambda rank: ["all"])) == [
-        "1 rank: pp 1 x dp 1 x tp 1", "rank 0", "all",
     ]  # fmt: skip
 
 

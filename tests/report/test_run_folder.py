@@ -103,28 +103,13 @@ def test_a_run_with_skipped_updates(tmp_path):
     assert "3-4, 9, 22" in page_of(tmp_path / "run")
 
 
-class OwnLoss(nn.Module):
-    """It takes inputs and targets, and returns its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, 4)
-
-    def forward(self, x, y):
-        return nn.functional.cross_entropy(self.layer(x), y)
-
-
 def test_warnings_are_kept(tmp_path):
-    torch.manual_seed(0)
-    model = OwnLoss()
-    batches = [tuple(part[start : start + 6] for part in make_data(24)) for start in range(0, 24, 6)]
-    config = {"fp16": {"mode": "torch"}}
-    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None, config, device="cpu")
+    engine = make(fp16={"mode": "torch"})
     with halfmesh.RunFolder(engine, tmp_path / "run") as run:
-        engine.model(*batches[0])
-        for x, y in batches:
+        engine.model(make_data(4)[0])
+        for x, y in engine.dataloader:
             engine.zero_grad()
-            engine.backward(engine(x, y))
+            engine.backward(engine.criterion(engine(x), y))
             run.note(engine.step())
         run.record(loss=1.0)
     assert not any(isinstance(handler, Listener) for handler in logging.getLogger("halfmesh").handlers)
@@ -170,12 +155,15 @@ def test_a_run_that_goes_on(tmp_path):
     """Its checkpoint lies between two records; what was skipped before it stays, what is trained again comes once."""
 
     def die(engine):
+        shutil.copytree(folder, killed)
         raise KeyError("the user's own")
 
-    folder, saved = tmp_path / "run", tmp_path / "saved"
+    folder, saved, killed = (tmp_path / name for name in ("run", "saved", "killed"))
     hooks = [Overflow(2, 6, 8), Save(7, saved), RunHook(folder), After(9, die)]
     with pytest.raises(KeyError):
         halfmesh.Trainer(make(**FP16), log_every=5).fit(epochs=1, hooks=hooks)
+    assert data_of(killed)["skipped"] == [2, 6], "those before the checkpoint"
+    assert "still running, or killed: no end was written" in page_of(killed)
     assert sessions_of(folder)[0]["error"].startswith("KeyError: ")
     assert "failed: KeyError" in page_of(folder)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -191,19 +179,6 @@ def test_a_run_that_goes_on(tmp_path):
     assert sessions == [(0, "failed", 9), (7, "finished", 12)]
     assert [plan["from_step"] for plan in run["plans"]] == [0, 7]
     assert "from update 7: clip_grad_norm.max_norm 0.0 -&gt; 1.0" in page_of(folder)
-
-
-def test_skips_before_a_checkpoint_are_kept_when_the_run_is_killed(tmp_path):
-    run, killed = tmp_path / "run", tmp_path / "killed"
-    hooks = [
-        Overflow(2, 6),
-        Save(7, tmp_path / "saved"),
-        RunHook(run),
-        After(9, lambda _: shutil.copytree(run, killed)),
-    ]
-    halfmesh.Trainer(make(**FP16), log_every=5).fit(max_steps=9, hooks=hooks)
-    assert data_of(killed)["skipped"] == [2, 6]
-    assert "still running, or killed: no end was written" in page_of(killed)
 
 
 def test_another_run_is_never_overwritten(tmp_path):

@@ -29,12 +29,6 @@ from halfmesh.hooks import (
 from tests.support.models import CLASSES, FEATURES, linear_engine, make_engine, make_loader
 from tests.support.ranks import run_ranks
 
-MANUAL = {"lr_interval": "manual"}
-
-
-def lr_of(engine):
-    return engine.optimizer.param_groups[0]["lr"]
-
 
 class Results(halfmesh.Hook):
     """Gives evaluation these results, one after another, and collects records and the weights that were evaluated."""
@@ -74,13 +68,6 @@ def test_early_stop(options, values, steps, caplog):
     halfmesh.Trainer(engine).fit(epochs=len(values), hooks=[Results(*values), stop])
     assert engine.global_step == steps
     assert ("training was stopped after update" in caplog.text) == (steps < 3 * len(values))
-
-
-def test_a_plateau_follows_the_evaluation():
-    engine = linear_engine(MANUAL, lr_scheduler=lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0))
-    hooks = [Results(1.0, 1.0, 1.0), LRSchedulerHook("eval_score")]
-    halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
-    assert lr_of(engine) == pytest.approx(0.01)
 
 
 def test_the_plateaus_of_two_optimizers_follow_the_evaluation():
@@ -180,26 +167,14 @@ def test_a_tracker_that_is_not_installed(monkeypatch, tmp_path, package):
         halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[hook])
 
 
-def test_a_tracker_that_is_installed_and_cannot_start(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", tracker := Calls())
-    tracker.init = None
-    with pytest.raises(halfmesh.InputError, match=r"WandbHook cannot start: TypeError: .* not callable$"):
-        halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=["wandb"])
-
-
-class Saves(halfmesh.Hook):
-    def __init__(self, path):
-        self.path = path
-
-    def before_fit(self, trainer):
-        trainer.save(self.path)
-
-    def after_eval(self, trainer, results):
-        trainer.save(self.path)
-
-
 def test_another_hook_saves_where_no_run_is_open(tmp_path):
-    trainer, hooks = halfmesh.Trainer(linear_engine()), [Saves(tmp_path / "saved"), RunHook(tmp_path / "run")]
+    class Saves(halfmesh.Hook):
+        def before_fit(self, trainer, *_):
+            trainer.save(tmp_path / "saved")
+
+        after_eval = before_fit
+
+    trainer, hooks = halfmesh.Trainer(linear_engine()), [Saves(), RunHook(tmp_path / "run")]
     trainer.evaluate(hooks=hooks)
     trainer.fit(epochs=1, hooks=hooks)
     assert trainer.engine.global_step == 3
@@ -212,7 +187,8 @@ def tracked(rank, world_size):
     try:
         halfmesh.Trainer(engine).fit(epochs=1, hooks=["wandb"])
         begins = [call[0] for call in tracker.calls].count("begin")
-        sys.modules["wandb"] = None if rank == 0 else tracker
+        sys.modules["wandb"] = other = Calls()
+        other.init = None if rank == 0 else other.init
         with pytest.raises(halfmesh.InputError) as raised:
             halfmesh.Trainer(engine).fit(epochs=2, hooks=["wandb"])
     finally:
@@ -226,8 +202,7 @@ def test_rank_0_alone_tracks():
     first, second = run_ranks(tracked, 2)
     assert (first[0], second[0]) == (1, 0)
     assert first[1] == second[1]
-    assert first[1].startswith("WandbHook cannot start:")
-    assert "wandb" in first[1].partition(":")[2]
+    assert first[1].startswith("WandbHook cannot start:\n  - rank 0: TypeError: ")
 
 
 def test_the_best_weights(tmp_path):
