@@ -61,16 +61,6 @@ def test_only_the_precision_differs(name):
     assert {key: ours[key] for key in CONSTANTS} == {key: others[key] for key in CONSTANTS}
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "fsdp", "three_d"])
-@pytest.mark.parametrize("mode", ["torch", "naive"])
-@pytest.mark.parametrize("key", ["fp16", "bf16", None])
-def test_a_layout_takes_each_precision(name, mode, key):
-    overrides = ["bf16=null"] if key != "bf16" else []
-    config = load(name, *overrides, *([f"{key}.mode={mode}"] if key else []))
-    assert config.parallel == load(name).parallel
-    assert check(config, 8, "cpu") == []
-
-
 def test_what_the_docstrings_offer_can_run():
     for name, ranks, *overrides in (
         ("naive_fp16", 1, "fp16=null", "bf16.mode=naive"),

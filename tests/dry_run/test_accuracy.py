@@ -26,7 +26,6 @@ LAYOUTS = {
     "fp32, dp 2 fsdp, checkpointed": (2, {"parallel": {"data": "fsdp"}, "activation_checkpoint": "full"}),
     "torch fp8, dp 2 fsdp": (2, {"fp8": {"mode": "torch"}, "parallel": {"data": "fsdp"}}),
     "torch bf16, tp 2": (2, {"bf16": {"mode": "torch"}, "parallel": {"tensor": 2}}),
-    "fp32, pp 2 gpipe": (2, {"parallel": {"pipeline": PIPELINE | {"schedule": "gpipe"}}}),
     "fp32, pp 2 interleaved": (2, {"parallel": {"pipeline": PIPELINE | {"schedule": "interleaved", "chunks": 2}}}),
     "naive fp16, pp 2 x dp 2 zero1": (
         4,

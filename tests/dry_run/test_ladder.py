@@ -56,7 +56,7 @@ def train(rank, world_size, path, rows):
     ("room", "changes"),
     [
         (3750, "bf16.mode=torch gradient_accumulation=8"),
-        pytest.param(2500, "bf16.mode=torch parallel.tensor.size=2", marks=pytest.mark.slow),
+        pytest.param(2860, "bf16.mode=torch parallel.data.strategy=zero1", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_that_fits_is_chosen_and_trains(room, changes, tmp_path):
