@@ -88,6 +88,7 @@ def test_who_asks_between_boundaries_stops_at_the_next_one(monkeypatch):
     store = dist.HashStore()
     agreements = [StopAgreement(store, store, rank, 2, 20.0) for rank in range(2)]
     time.sleep(0.4)
+    assert not any(agreement._decided.is_set() for agreement in agreements)
     agreements[0].ask()
     agreements[0].ask()  # says nothing new
     for agreement in agreements:
