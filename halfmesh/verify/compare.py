@@ -101,6 +101,7 @@ class Comparison:
         self._per_call, self._microbatches = parts // calls, microbatches
         self._axes: dict[str, tuple[int, int]] = {}  # place and size on those that share a chunk
         self._own = {""}  # modules with parameters, which one stage calls; others several stages may call
+        self._partial: set[str] = set()  # modules of whose output each rank has a part of the gradient
         self._foreign: tuple[str, ...] = ()  # prefixes of modules that compute with rows of other ranks, as experts do
         self.measures = Measures(0, shares=("rows",) if parts > 1 else ())
 
@@ -112,6 +113,7 @@ class Comparison:
                 self._axes[axis] = context.coordinate(axis), size
         modules = dict(engine.model.named_modules())
         self._own |= {name for name, one in modules.items() if next(one.parameters(), None) is not None}
+        self._partial = {name for name, one in modules.items() if vars(one).get("has_partial_gradients")}
         self._foreign = tuple(f"{name}." for name, one in modules.items() if vars(one).get("is_divided_by_engine"))
         self.measures.rank, self.measures.stage = context.rank, context.coordinate("pp")
         self.measures.shares = (*self._axes, *self.measures.shares)
@@ -122,10 +124,13 @@ class Comparison:
         at = key._replace(call=call)
         expected = self._reference.get(at)
         self._rows = int(self._reference.figures.get((key.update, call, "rows"), 0))  # of the call's batch
+        is_grad = key.what == "grad_output"
         if expected is None or key.name.startswith(self._foreign):
             return
+        if is_grad and key.name in self._partial:
+            self.measures.skipped[at] = "each rank has a part of the sum"
+            return
         cuts, why = list(self._cuts(expected, tensor, part)), "no part of the reference has the shape"
-        is_grad = key.what == "grad_output"
         if cuts and self._divides and (is_grad or not tensor.dim()):
             cuts, why = [cut for cut in cuts if cut.has_rows], "without rows it may be a part of a sum"
         if not cuts:

@@ -40,6 +40,23 @@ def mlp(bias: bool = True, frozen: str = "") -> nn.Module:
     return nn.Sequential(linear[0], nn.GELU(), linear[1], nn.Tanh(), linear[2])
 
 
+class Sinks(nn.Module):
+    """A parameter with an entry for each head, words by their features, and keys that all heads use as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.keys = nn.Embedding(WORDS, 8), nn.Linear(8, 6)
+        self.heads, self.out, self.sinks = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        latent, rotary = self.keys(self.words(ids)).split([4, 2], -1)
+        heads = self.heads(latent).unflatten(-1, (-1, 2)) * rotary.unsqueeze(-2)
+        return self.out((heads * self.sinks.unsqueeze(-1)).flatten(-2))
+
+
+SINKS = {"words": "embedding_gather", "keys": "latent_keys(2)", "": "rows(sinks)", "heads": "colwise", "out": "rowwise"}
+
+
 MLP = {"2": "colwise", "4": "rowwise"}
 GATHERED = {"0": "colwise_gather", "2": "rowwise_split", "4": "colwise_gather"}
 
@@ -301,6 +318,7 @@ NAIVE = {"fp16": {"mode": "naive"}, "gradient_accumulation": 2}
     Row("partial", partial(words, Prelu), tensor(PRELU, **NAIVE), 4, work=TeamWork),
     Row("sequences", partial(floats, sequences, 2, 6, 4), tensor(SEQUENCE, True)),
     Row("sequences, recomputed", partial(floats, sequences, 2, 6, 4, again=True), tensor(SEQUENCE, True)),
+    Row("keys of all heads, whose gradients are parts of the whole", partial(words, Sinks), tensor(SINKS)),
     Row("attention", partial(floats, Masking, 2, 3, 8), tensor(ATTENTION)),
     *(Row(f"torch's attention, {name}", build, tensor(OF_TORCH)) for name, build in MASKS.items()),
     *(Row(f"torch's {name}", build, tensor("auto")) for name, build in KINDS.items()),

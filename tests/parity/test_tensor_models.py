@@ -87,6 +87,9 @@ def auto(sequence: bool = False) -> dict[str, Any]:
     return {"parallel": {"tensor": {"size": 2, "sequence_parallel": sequence}}}
 
 
+LATENT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": WORDS, "pad_token_id": 0}
+LATENT |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "v_head_dim": 4, "q_lora_rank": 8}
+LATENT |= {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "initializer_range": 0.2}
 ALONE = {
     "ViT, 17 tokens": partial(vit, class_token=True, global_pool="token"),
     "distilled DeiT": partial(of_timm, "deit_tiny_distilled_patch16_224", **SMALL),
@@ -99,6 +102,7 @@ ALONE = {
     "gated attention": gated,
     "OLMo 2": partial(words, "Olmo2ForCausalLM", LLAMA),
     "Gemma": partial(words, "GemmaForCausalLM", LLAMA, **TIED),  # scales what its embedding returns
+    "MiniCPM 3": partial(words, "MiniCPM3ForCausalLM", LATENT),  # latent attention, as DeepSeek's
     "Mixtral": partial(words, "MixtralForCausalLM", {**LLAMA, **EXPERTS}),
     "GPT-2": partial(words, "GPT2LMHeadModel", GPT2, masks=True),
     "GPT-2, scaled": partial(

@@ -263,6 +263,7 @@ class LatentKeys(Style):
             return torch.cat([latent, axis.copy_to_tp(keys)], -1)
 
         module.register_forward_hook(share)
+        module.has_partial_gradients = True  # type: ignore[assignment]  # of what it returns, for `halfmesh verify`
 
 
 class Off(Style):

@@ -8,57 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.parity.test_tensor import MLP, PROJECTIONS, SEQUENCE, VOCAB, WORDS, Language, Projections, mlp, sequences
 from tests.support.ranks import here, ranks_on, run_ranks
-from tests.support.tensor_parity import Plan, divide, parity, random, refusal
+from tests.support.tensor_parity import divide, random, refusal
 
 pytestmark = pytest.mark.distributed
 
 WRONG_WORDS = (-1, WORDS, -WORDS) if ranks_on() == "gloo-cpu" else ()  # a GPU ends the process
-
-
-class Sinks(nn.Module):
-    """A parameter with an entry for each head, words by their features, and keys that all heads use as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.keys = nn.Embedding(WORDS, 8), nn.Linear(8, 6)
-        self.heads, self.out, self.sinks = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.randn(4))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        latent, rotary = self.keys(self.words(ids)).split([4, 2], -1)
-        heads = self.heads(latent).unflatten(-1, (-1, 2)) * rotary.unsqueeze(-2)
-        return self.out((heads * self.sinks.unsqueeze(-1)).flatten(-2))
-
-
-SINKS = {"words": "embedding_gather", "keys": "latent_keys(2)", "": "rows(sinks)", "heads": "colwise", "out": "rowwise"}
-
-
-def latent_attention() -> nn.Module:
-    """As DeepSeek's."""
-    from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": WORDS}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "v_head_dim": 4, "pad_token_id": 0}
-    sizes |= {"qk_nope_head_dim": 4, "kv_lora_rank": 6, "q_lora_rank": 8, "qk_rope_head_dim": 2}
-    return MiniCPM3ForCausalLM(MiniCPM3Config(**sizes, use_cache=False, initializer_range=0.2))
-
-
-def parts_of_gradients(rank: int, world_size: int, make: Callable[[], nn.Module], plan: Plan) -> float:
-    ids = here(torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(0)))
-    return parity(make().double(), lambda m: getattr(output := m(ids), "logits", output), plan)
-
-
-@pytest.mark.parametrize(
-    ("make", "plan"), [(Sinks, SINKS), pytest.param(latent_attention, "auto", marks=pytest.mark.slow)]
-)
-def test_keys_of_all_heads_whose_gradients_are_parts_of_the_whole(make, plan):
-    """`halfmesh.verify` expects whole gradients of what a layer returns."""
-    if make is latent_attention:
-        pytest.importorskip("transformers")
-    assert max(run_ranks(parts_of_gradients, 2, make, plan)) < 1e-12
 
 
 def sums(call: Callable[[], Any]) -> int:
