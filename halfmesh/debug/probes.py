@@ -156,8 +156,8 @@ class Probes(EngineHook):
             self._order += 1
             visit.order = self._order
             self.left(visit, outputs)
-            visit.inputs, visit.given = (), ((), {})
             self._hook(visit, outputs)
+            visit.inputs, visit.given = (), ((), {})
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

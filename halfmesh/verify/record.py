@@ -153,7 +153,10 @@ class Recorder(Probes):
             self._hand("output", visit, str(slot), tensor)
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
+        given = set(map(id, visit.inputs))
         for slot, tensor in enumerate(tensors):
+            if id(tensor) in given:
+                continue  # another module made it, whose gradient has the parts of all that use it, in other stages too
             if visit.nth is not None and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 tensor.register_hook(partial(self._hand, "grad_output", visit, str(slot)))
 

@@ -76,6 +76,16 @@ def boundaries() -> nn.Module:
     )
 
 
+def passed_on() -> nn.Module:
+    """What the first stage computes goes unchanged through two others, which use it, too."""
+    return nn.Sequential(
+        linear(),
+        Layer(give=lambda x, y: (x, y)),
+        Layer(lambda pair: pair[0] * pair[1], lambda pair, y: (pair[0], y)),
+        Layer(lambda pair: pair[0] + pair[1], lambda pair, y: pair[0] * y),
+    )
+
+
 def integers() -> nn.Module:
     """Integers alone cross first, and then what needs no gradient of the stages before."""
     first = (Apply(lambda x: x.argmax(1)), nn.Embedding(WIDTH, WIDTH), linear())
@@ -263,6 +273,7 @@ POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": (
 )
 @rows(
     Row("boundaries", partial(build, boundaries), pipe(**LOOPED | {"chunks": 4}), accumulated=True),
+    Row("passed on", partial(build, passed_on), pipe(**LOOPED, partition=("1", "2", "3"))),
     Row("integers", partial(build, integers), pipe(**LOOPED, partition=("1", "3", "5"))),
     Row("in place", partial(build, in_place), pipe(schedule="gpipe", microbatches=4)),
     Row("idle", partial(build, idle), pipe(**FOUR) | SCALED, ranks=4, work=FormatAlone, updates=3),
