@@ -62,7 +62,7 @@ def engine_of(kind, layout="one", lr_scheduler=None, **config):
         Net(),
         lambda p: optim.SGD(p, lr=0.1),
         None,
-        ALL[kind](Numbers() if "workers" in kind else Noisy(), 3 if kind == "in order" else 4),
+        {**LOADERS, **ALL}[kind](Numbers() if "workers" in kind else Noisy(), 3 if kind == "in order" else 4),
         {"parallel": LAYOUTS[layout][1], **config},
         lr_scheduler=lr_scheduler,
         device=rank_device(),
@@ -152,6 +152,14 @@ def test_it_goes_on_from_where_it_went_on(kind):
         engine.load_state_dict(copy.deepcopy(between.state_dict()))
         seen, state = batches_of(engine, 1, 1)
         assert [index for index, _ in seen] == [index for index, _ in expected[place : place + 1]]
+
+
+def test_workers_that_stay_begin_the_next_epoch():
+    """They have drawn their seed in the first one."""
+    _, state = batches_of(engine_of("workers that stay"), 6, 5)
+    again = engine_of("workers that stay")
+    again.load_state_dict(state)
+    assert (again.dataloader.next_epoch, again.dataloader.next_batch) == (2, 0)
 
 
 def test_what_is_skipped_is_not_read():
