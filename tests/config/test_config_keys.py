@@ -1,7 +1,7 @@
 """Every key of the config has an effect: each test here fails when its key is ignored.
 
-Keys of layouts, schedulers, activations, compile, clipping, checkpoints, health, debug and the timeout are tested
-where these are.
+Keys of layouts, schedulers, activations, compile, checkpoints, health, debug and the timeout are tested where these
+are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh import ConfigError
+from halfmesh import ConfigError, NonFiniteError
 from tests.support.models import MLP, adamw, full_weights, make_data, make_engine, make_loader, reference, train
 from tests.support.ranks import run_ranks
 
@@ -75,6 +75,20 @@ def test_log_num_zeros_in_grad():
         assert engine.step().num_zeros == expected
 
 
+def test_clip_grad_norm_and_its_norm_type():
+    moved = {}
+    for name, clip in {"off": 0.0, "2": 0.01, "inf": {"max_norm": 0.01, "norm_type": "inf"}}.items():
+        engine = make_engine({"clip_grad_norm": clip}, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+        before = full_weights(engine)
+        backward(engine)
+        engine.step()
+        deltas = torch.cat([(w - before[n]).flatten() for n, w in full_weights(engine).items() if n != "tied.weight"])
+        moved[name] = (deltas.norm().item(), deltas.abs().max().item())
+    assert moved["off"][0] > 0.1
+    assert moved["2"][0] == pytest.approx(0.01, rel=1e-3)
+    assert moved["inf"][1] == pytest.approx(0.01, rel=1e-3)
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", 512), ("float32", 575)])
 def test_gradient_dtype(dtype, expected):
     """Many small gradients on top of a large one: lost in bf16, kept in fp32."""
@@ -95,6 +109,16 @@ def test_gradient_dtype(dtype, expected):
 def test_fused():
     for fused, expected in (("auto", True), (False, None)):
         assert make_engine({"fused": fused}, optimizer=adamw).optimizer.param_groups[0]["fused"] is expected
+
+
+def test_on_nonfinite():
+    engine = make_engine({"on_nonfinite": "skip"})
+    backward(engine, math.nan)
+    assert engine.step().skipped
+    engine = make_engine({"on_nonfinite": "raise"})
+    backward(engine, math.nan)
+    with pytest.raises(NonFiniteError, match="gradients hold inf or nan"):
+        engine.step()
 
 
 @pytest.mark.promise(
