@@ -6,9 +6,9 @@ import pytest
 
 from halfmesh.config.load import load_config
 from halfmesh.dry_run.simulate_rank import simulate_rank
+from tests.dry_run.real_runs import measure
 from tests.support.llama import SMALL
 from tests.support.ranks import run_ranks
-from tests.support.real_runs import measure
 
 PIPELINE = {"size": 2, "microbatches": 4}
 LAYOUTS = {

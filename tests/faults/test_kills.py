@@ -160,7 +160,7 @@ def run_rank(rank, folder, start, options):
     os.dup2(text, 1)
     os.dup2(text, 2)
     torch.set_num_threads(1)
-    from tests.support import checkpoint_program
+    from tests.faults import checkpoint_program
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{start}", rank=rank, world_size=2)
     checkpoint_program.main(**options)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from halfmesh.errors import Interrupted, Preempted
+from tests.faults import checkpoint_program
 from tests.faults.launches import TORCHRUN, started
-from tests.support import checkpoint_program
 from tests.support.checkpoint_runs import make_engine
 from tests.support.ranks import here, run_ranks
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import halfmesh
-from tests.support.report_runs import make_config, make_plan, make_records, write_run
+from tests.report.report_runs import make_config, make_plan, make_records, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

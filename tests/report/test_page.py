@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import halfmesh
 from halfmesh import InputError
 from halfmesh.cli import app
-from tests.support.report_runs import data_of, make_config, make_plan, make_records, page_of, write_run
+from tests.report.report_runs import data_of, make_config, make_plan, make_records, page_of, write_run
 
 
 def section(page, key):

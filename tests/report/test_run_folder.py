@@ -17,9 +17,9 @@ import halfmesh
 from halfmesh import InputError
 from halfmesh.hooks import RunHook
 from halfmesh.utils.log import Listener
+from tests.report.report_runs import data_of, page_of
 from tests.support.models import FEATURES, make_data
 from tests.support.ranks import rank_device, run_ranks
-from tests.support.report_runs import data_of, page_of
 
 FP16 = {"fp16": {"mode": "naive", "initial_scale": 1024.0, "hysteresis": 1}}
 
