@@ -178,6 +178,15 @@ def test_a_look_at_a_batch_is_no_epoch():
     assert (second.dataloader.next_epoch, len(list(second.dataloader))) == (1, 6)
 
 
+def test_a_generator_of_the_users_goes_on_between_epochs():
+    first, second = engine_of("generator"), engine_of("generator")
+    for _ in first.dataloader:
+        train_on(first)
+    second.load_state_dict(first.state_dict())
+    orders = [[plain(batch)[0] for batch in engine.dataloader] for engine in (first, second)]
+    assert orders[0] == orders[1]
+
+
 def test_a_pass_within_another_leaves_the_place_of_the_outer_one():
     first, second = engine_of("in order"), engine_of("in order")
     for _ in first.dataloader:
