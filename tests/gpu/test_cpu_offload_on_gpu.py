@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import halfmesh
 from halfmesh.distributed.local_ranks import free_port
+from tests.parallel.sharding.runs import MODES, Odd, differences, train, whole
 from tests.support.ranks import run_ranks
-from tests.support.sharding import MODES, Odd, differences, train, whole
 
 pytestmark = [
     pytest.mark.gpu,

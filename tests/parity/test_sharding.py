@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from halfmesh.verify.models import mixture
+from tests.parallel.sharding.runs import FEATURES, Net, Odd
 from tests.support.pipeline_parts import pipe
 from tests.support.proofs import FormatAlone, Row, rows
-from tests.support.sharding import FEATURES, Net, Odd
 
 pytestmark = pytest.mark.distributed
 

@@ -12,10 +12,10 @@ import halfmesh
 from halfmesh.errors import InputError
 from halfmesh.utils.torch_private import ALL_GATHER
 from halfmesh.verify.models import mixture
+from tests.parallel.sharding.runs import MODES, Blocks, Odd, make_engine, take_step
 from tests.support.models import make_data
 from tests.support.pipeline_parts import make, pipe, step
 from tests.support.ranks import rank_device, run_ranks
-from tests.support.sharding import MODES, Blocks, Odd, make_engine, take_step
 from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed

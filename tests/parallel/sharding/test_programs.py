@@ -10,8 +10,8 @@ from torch import nn
 
 import halfmesh
 from halfmesh.errors import InputError
+from tests.parallel.sharding.runs import MODES, Net, all_equal, batch, make_engine, whole
 from tests.support.ranks import here, rank_device, run_ranks
-from tests.support.sharding import MODES, Net, all_equal, batch, make_engine, whole
 from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed

@@ -12,9 +12,9 @@ from torch import nn
 import halfmesh
 from halfmesh.compat import check, raise_for
 from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.parallel.sharding.runs import Blocks, Net, batch, make_engine, take_step
 from tests.support.models import said
 from tests.support.ranks import run_ranks
-from tests.support.sharding import Blocks, Net, batch, make_engine, take_step
 
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
 REFUSED = [

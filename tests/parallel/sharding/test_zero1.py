@@ -11,9 +11,9 @@ from torch import nn
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.data_strategy import WithheldGradient
+from tests.parallel.sharding.runs import MODES, Odd, all_equal, batch, make_engine, take_step
 from tests.support.models import said
 from tests.support.ranks import here, run_ranks
-from tests.support.sharding import MODES, Odd, all_equal, batch, make_engine, take_step
 from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
