@@ -42,7 +42,7 @@ def run(folder, text, *options):
     (folder / "pytest.ini").touch()
     (folder / "test_some.py").write_text(text)
     command = (sys.executable, "-m", "pytest", "-p", "tests.support.flaky", *options)
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout.splitlines()
 
