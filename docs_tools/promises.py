@@ -77,8 +77,8 @@ def read_promises(tests: Path = ROOT / "tests") -> list[Promise]:
 
 def _marks(path: Path) -> Iterator[tuple[str, Promise]]:
     """The names of the tests in a file that have the mark, and what it says."""
-    for node in ast.parse(path.read_text()).body:
-        for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+    for node in (each for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)):
+        for mark in node.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.promise":
                 given = [ast.literal_eval(value) for value in mark.args]
                 yield node.name, Promise(*given, **{str(key.arg): ast.literal_eval(key.value) for key in mark.keywords})
