@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from .parity import find_problems
-from .test_parity import LARGE
+from .test_parity import LARGE, what_of
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(("cell", "seed"), LARGE)
 def test_trains_to_parity(cell, seed):
-    assert not find_problems(cell, seed=seed)
+    assert not find_problems(cell, what_of(cell), seed)
