@@ -30,7 +30,8 @@ def test_rounds_are_odd_and_fit_into_the_time():
     assert [rounds_within(30.0, seconds) for seconds in (100.0, 3.0, 2.9, 1e-3)] == [7, 11, 11, 101]
 
 
-@pytest.mark.parametrize("several", [False, pytest.param(True, marks=[pytest.mark.distributed, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.distributed)])
 def test_a_row_is_measured(several, monkeypatch):
     monkeypatch.setattr(run, "BLOCK_S", 0.01)
     case = run.Case("mlp", layout="DDP") if several else run.Case("mlp", "NAIVE bf16", 1.0)

@@ -36,7 +36,7 @@ def check(case: Case, outcome, words: str) -> None:
         assert words in outcome.said[rank].partition(f"[rank {rank}")[2], outcome.said[rank]
 
 
-# --- the default tier: one that raises, one that is killed, one that hangs --------------------------------------------
+# --- one that raises, one that is killed, one that hangs --------------------------------------------------------------
 
 
 def under_torchrun(case: Case, folder, *options: str) -> str:
@@ -70,6 +70,7 @@ def test_torchrun_shows_who_was_killed(tmp_path):
 
 
 @pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
+@pytest.mark.slow
 def test_torchrun_shows_who_hung_and_where(tmp_path):
     """Also with a checkpoint, whose handler of SIGTERM lets a rank that hangs go on."""
     case = Case(SLEEP.replace("time", "signal.signal(signal.SIGTERM, lambda *_: None); time"))
@@ -81,6 +82,7 @@ def test_torchrun_shows_who_hung_and_where(tmp_path):
 
 
 @pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_device_is_ended_by_a_thread(tmp_path):
     """Rank 0 blocks in C, where nothing is raised, when rank 1 fails: as in the synchronisation of a stream."""
     blocks = "rank == 0 and step == 4 and ctypes.CDLL(None).pause()"
@@ -103,6 +105,7 @@ def test_a_rank_that_is_killed_is_named_by_all(tmp_path):
     assert outcome.codes[2] == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_by_all(tmp_path):
     """And ended, which no launcher does here."""
     case = Case(SLEEP, bad=3, ranks=4, parallel=MESH)
