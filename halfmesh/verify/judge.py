@@ -66,6 +66,7 @@ def judge(
     skipped = {
         f"{key.what} of {key.name or 'the model'}": why for rank in measures for key, why in rank.skipped.items()
     }
+    skipped |= {f"output of {name}": "several stages call it" for name in sorted(_in_several_stages(measures))}
     return Phase("", "", first is None, first, len(distances), skipped, largest)
 
 

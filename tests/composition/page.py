@@ -48,20 +48,20 @@ def _trained() -> Iterator[str]:
     yield _fill(
         f"""The cells of `tests/composition/cells.py` combine mode, model, tensor and context ranks (up to 4 of each),
         data ranks and strategy, pipeline (up to 4 ranks), sequence parallelism, accumulation, clipping and
-        `reduce_dtype`. {len(product()):,} are
-        allowed on up to {MOST_RANKS} ranks. `make test` runs {len(few())} of them: every value, each mode and each
-        model with each kind of layout, and any two kinds together. `make test-all` runs {len(covering())} more: every
-        pair of values, each mode with each model on a tensor group and on a pipeline, and each mode where pipeline,
-        data and tensor parallelism meet. `make test-composition` runs all without a pipeline, and every triple of
+        `reduce_dtype`. {len(product()):,} are allowed on up to {MOST_RANKS} ranks. `make test` runs {len(few())} of
+        them: every value, each mode and each model with each kind of layout, and any two kinds together.
+        `make test-all` runs {len({*covering()} - {*few()})} more: every pair of values, each mode with each model on a
+        tensor group and on a pipeline, and each mode where pipeline, data and tensor parallelism meet.
+        `make test-composition` runs all without a pipeline, and every triple of
         values with one: about 2,000."""
     )
     yield _table(("model", "what is in it"), MODELS.items())
     yield _fill(
         f"""Each cell makes 2 or 3 updates of SGD with momentum and a scheduler, on {SAMPLES} samples each, the same in
         every layout, and is compared tensor by tensor with the same mode in one process. Ranks start with different
-        weights, and must take rank 0's. First its layout is compared with plain torch in float64, within 1e-9, or 1e-7
-        of the way that a parameter went. Then, in its mode, verify allows what rounding explains, and the suite not
-        more than these relative differences:"""
+        weights, and must take rank 0's. The layouts of the few cells, and of all without a mode, are compared with
+        plain torch in float64, within 1e-9, or 1e-7 of the way that a parameter went. In a mode verify allows what
+        rounding explains, and the suite not more than these relative differences:"""
     )
     yield _table(("mode", "weights", "distance moved", "gradient norm"), map(_limits, modes))
     yield _list(

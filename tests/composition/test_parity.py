@@ -60,7 +60,7 @@ def by_size(cells: Sequence[Cell], is_large: bool) -> list[Any]:
 
 
 def what_of(cell: Cell) -> str:
-    """What is proven of it: of the few cells both; of the many others the layout in float64 without a mode."""
+    """What is proven of it: its layout in float64 and its mode; of the many cells with a mode that alone."""
     return "both" if cell.mode == "none" or cell in few() else "format"
 
 

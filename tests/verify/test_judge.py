@@ -49,3 +49,15 @@ def test_in_float64_nothing_may_turn(signs):
     first = judge(signs, [measures], Limits(1e-9, 1e-7, {}), "mean").first
     assert first is not None
     assert (first.what, first.module) == ("update", "w")
+
+
+@pytest.mark.parametrize(("stage", "is_equal"), [(0, False), (1, True)])
+def test_a_module_that_several_stages_call_is_skipped_and_named(signs, stage, is_equal):
+    """Ranks of one stage call it for the same reason as the reference; of the calls of others nobody knows which."""
+    key = Key(0, 0, "output", "act", 0, "0")
+    signs.index[key] = torch.float32, (4,)
+    measures = [Measures(0, tensors={key: {"": Measure(0.0, 1.0)}})]
+    measures.append(Measures(1, tensors={key: {"": Measure(1.0, 1.0)}}, stage=stage))
+    phase = judge(signs, measures, Limits(1e-3, 1e-3, {}), "mean", is_complete=False)
+    assert (phase.first is None) == is_equal
+    assert phase.skipped == ({"output of act": "several stages call it"} if is_equal else {})
