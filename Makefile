@@ -16,7 +16,7 @@
 #   make soak     20,000 steps of a tiny model on 2 ranks: whether anything grows: benchmarks/results/soak.md
 #   make docs     the documentation, into site/       make names   write tests/frozen_names.txt again
 #   make promises   write docs/promises.md again, from the marks on tests
-#   make lint     ruff and mypy        make format   put the code into shape
+#   make lint     ruff, mypy, and .github        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
 BIN := .venv/bin
@@ -100,6 +100,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[bf]*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --quiet --offline .github
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -2,13 +2,14 @@
 
 In the repository a page links to files beside it, which is what GitHub and editors follow. The site has only `docs/` as
 its root: README, CONTRIBUTING, CHANGELOG and benchmarks join it under `repository/`. A link to any other file
-(source, configs) becomes its words.
+(source, configs) leads to the repository.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ _PART = re.compile(
 )
 
 
+def on_config(config: Any) -> Any:
+    """mkdocs' event: mkdocs.yml was read. Addresses come from pyproject.toml."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    config.site_url, config.repo_url = urls["Documentation"], urls["Source"]
+    config.edit_uri = "edit/main/docs/"
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """mkdocs' event: the files of the site are known."""
     for pattern in BESIDE:
@@ -34,7 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """mkdocs' event: a page was read."""
-    return separate(rewrite(markdown, page.file.src_uri, {file.src_uri for file in files}))
+    return separate(rewrite(markdown, page.file.src_uri, {file.src_uri for file in files}, config.repo_url))
 
 
 def separate(markdown: str) -> str:
@@ -52,8 +61,13 @@ def separate(markdown: str) -> str:
     return "\n".join(lines)
 
 
-def rewrite(markdown: str, page: str, known: set[str]) -> str:
-    """`markdown` of the site's `page`, with relative links as the site needs them. `known` are the site's files."""
+def rewrite(markdown: str, page: str, known: set[str], source: str) -> str:
+    """`markdown` of the site's `page`, with relative links as the site needs them.
+
+    Args:
+        known: the site's files.
+        source: the address of the repository, which has all others.
+    """
     here = page.removeprefix("repository/") if page.startswith("repository/") else f"docs/{page}"
 
     def replace(match: re.Match[str]) -> str:
@@ -65,7 +79,7 @@ def rewrite(markdown: str, page: str, known: set[str]) -> str:
         inside = place.removeprefix("docs/")
         target = inside if inside != place else f"repository/{place}"
         if target not in known and inside == place:
-            return text
+            return f"{image}[{text}]({source}/{'raw' if image else 'blob'}/main/{place})"
         relative = posixpath.relpath(target, posixpath.dirname(page) or ".")
         return f"{image}[{text}]({relative}{'#' + anchor if anchor else ''})"
 

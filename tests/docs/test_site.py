@@ -47,10 +47,10 @@ def test_links_of_the_site():
     for page, given, expected in [
         ("benchmarks.md", "[table](../benchmarks/RESULTS.md#x)", "[table](repository/benchmarks/RESULTS.md#x)"),
         ("repository/README.md", "[loop](docs/loop.md#x)", "[loop](../loop.md#x)"),
-        ("repository/README.md", "in [gpt.py](examples/gpt.py)", "in gpt.py"),
+        ("repository/README.md", "in [gpt.py](examples/gpt.py)", "in [gpt.py](https://host/source/blob/main/examples/gpt.py)"),
         ("inside.md", "```\n[a](../b.md)\n```", "```\n[a](../b.md)\n```"),
     ]:
-        assert rewrite(given, page, known) == expected, given
+        assert rewrite(given, page, known, "https://host/source") == expected, given
 
 
 def test_every_page_is_in_the_navigation():
