@@ -8,6 +8,7 @@ import posixpath
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,21 @@ def test_links_of_the_site():
     for page, given, expected in [
         ("benchmarks.md", "[table](../benchmarks/RESULTS.md#x)", "[table](repository/benchmarks/RESULTS.md#x)"),
         ("repository/README.md", "[loop](docs/loop.md#x)", "[loop](../loop.md#x)"),
-        ("repository/README.md", "in [gpt.py](examples/gpt.py)", "in [gpt.py](https://host/source/blob/main/examples/gpt.py)"),
+        (
+            "repository/README.md",
+            "in [gpt.py](examples/gpt.py)",
+            "in [gpt.py](https://host/source/blob/main/examples/gpt.py)",
+        ),
         ("inside.md", "```\n[a](../b.md)\n```", "```\n[a](../b.md)\n```"),
     ]:
         assert rewrite(given, page, known, "https://host/source") == expected, given
+
+
+def test_a_version_is_the_same_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version {version}." in (ROOT / "README.md").read_text()
 
 
 def test_every_page_is_in_the_navigation():
