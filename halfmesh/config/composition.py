@@ -162,13 +162,12 @@ def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
         "parallel.pipeline.size": parallel.pipeline.size,
     }
     why = " and ".join(key for key, number in several.items() if number > 1)
-    for key, value in {"mode": options.mode, "backend": options.backend}.items():
-        if why and value in ("reduce-overhead", "max-autotune", "cudagraphs"):
-            yield (
-                f"compile.{key}",
-                f"{value!r} makes CUDA graphs, and with {why} > 1 the next call of a graph may overwrite gradients "
-                "that are still needed; use mode='max-autotune-no-cudagraphs' or 'default'",
-            )
+    for key, value in options.graphs.items() if why else ():
+        yield (
+            f"compile.{key}",
+            f"{value!r} makes CUDA graphs, and with {why} > 1 the next call of a graph may overwrite gradients "
+            "that are still needed; use mode='max-autotune-no-cudagraphs' or 'default'",
+        )
     whole_model = {
         "under a pipeline, which calls blocks": parallel.pipeline.size > 1,
         f"with data={parallel.data.strategy!r}, which gathers the weights of each block between graphs": (

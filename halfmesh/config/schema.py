@@ -348,6 +348,12 @@ class CompileConfig(Options):
     dynamic: bool | None = None
     fullgraph: bool = False
 
+    @property
+    def graphs(self) -> dict[str, str]:
+        """Of `mode` and `backend` what makes torch run the compiled code in CUDA graphs, by key."""
+        given = {"mode": self.mode, "backend": self.backend} if self.enabled else {}
+        return {key: name for key, name in given.items() if name in ("reduce-overhead", "max-autotune", "cudagraphs")}
+
 
 Precision = Annotated[PrecisionConfig | None, BeforeValidator(_expand_precision)]
 

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import shorten
+from ..errors import InputError, shorten
 from ..parallel.modules import is_within
 from ..parallel.pipeline.pieces import children_of
 from ..parallel.tensor.plans import generalise, near_names
+from ..utils.engine_hook import EngineHook
 from ..utils.torch_private import is_compiled
 from .recompute import Checkpointed
 
 if TYPE_CHECKING:
+    from ..amp.step_result import StepResult
     from ..config.schema import ActivationCheckpointConfig, CompileConfig
     from ..parallel.pipeline.partition import Partition
+    from .accumulation import Accumulation
 
 _ROWS = (nn.ModuleList, nn.Sequential)
 
@@ -129,6 +132,39 @@ def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, An
 def uncompile(module: nn.Module) -> None:
     """Undo `compile_modules` for a module."""
     module._compiled_call_impl = None
+
+
+class GraphSteps(EngineHook):
+    """Where compiled code runs in CUDA graphs, whose outputs and gradients last until the next generation of graphs.
+
+    torch begins a generation with each compiled call that follows a backward or needs none. Of compiled blocks, the
+    next one would overwrite what this one returns in evaluation, and recomputation what backward has left. So for
+    blocks a generation begins with `mark`, at the first forward of an update and at each evaluation.
+
+    Args:
+        options: its `graphs` say what makes the graphs.
+    """
+
+    def __init__(self, options: CompileConfig, accumulation: Accumulation) -> None:
+        [(key, value), *_] = options.graphs.items()
+        self._name, self._accumulation, self._trains = f"compile.{key}={value!r}", accumulation, False
+
+    def mark(self, model: nn.Module, _: Any) -> None:
+        """Begin a generation; a hook before `model`'s forward."""
+        if not self._trains:
+            torch.compiler.cudagraph_mark_step_begin()
+        self._trains = self._trains or (model.training and torch.is_grad_enabled())
+
+    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._accumulation.has_backward:
+            raise InputError(
+                f"the model was called between engine.backward and engine.step, but {self._name} makes CUDA graphs, "
+                "and the next call of a graph may overwrite gradients that are still needed; add the losses of an "
+                "update, for one backward, evaluate after engine.step, or use mode='max-autotune-no-cudagraphs'"
+            )
+
+    def after_step(self, result: StepResult) -> None:
+        self._trains = False
 
 
 def resolve_recomputed(

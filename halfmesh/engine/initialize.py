@@ -38,9 +38,10 @@ from ..utils.torch_private import has_no_memory
 from . import deferred, inputs
 from . import launch as launchers
 from .accumulation import Accumulation
+from .compilation import GraphSteps
 from .ema import WeightAverage
 from .engine import Engine
-from .executor import DirectExecutor, ModelGuard, even_out
+from .executor import DirectExecutor, ModelGuard, UncopiedHook, even_out
 from .guards import ForwardWrites, GradientGuard, SameTrained
 from .hints import ChangedBuffers, CountedBatches, SameInputs
 from .launch import Launch
@@ -243,6 +244,10 @@ def _make_engine(
         hooks.add(ForwardWrites(state, context))
     probed = state.model, state.parallel_model, executor.stages, criterion
     hooks.add(NonFiniteProbes(*probed, accumulation=accumulation, context=context, config=config, progress=progress))
+    if config.compile.graphs:
+        hooks.add(graphs := GraphSteps(config.compile, accumulation))
+        if model not in parallel_model.compiled:
+            ends.callback(model.register_forward_pre_hook(UncopiedHook(graphs.mark)).remove)
     if config.gradient_accumulation > 1:
         hooks.add(CountedBatches(model, train_loader, accumulation.length, hooks))
     if context.dp_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
-from halfmesh.errors import IncompatibleConfigError
+from halfmesh.errors import IncompatibleConfigError, InputError
 from halfmesh.utils.torch_private import is_compiled
 from tests.support import compiling
 from tests.support.models import (
@@ -219,3 +220,63 @@ def test_modes_with_cuda_graphs_take_one_batch_per_update():
     config = {"global_batch_size": 8, "compile": {"mode": "max-autotune"}}
     with pytest.raises(IncompatibleConfigError, match="makes CUDA graphs, and with gradient_accumulation > 1"):
         make_engine(config, loader=make_loader(8, batch_size=4))
+
+
+@pytest.fixture
+def marks(monkeypatch):
+    """The modules that are called, and "step" where torch is told that one begins."""
+    calls = []
+    monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: calls.append("step"))
+    monkeypatch.setattr("halfmesh.engine.compilation._compiled", lambda call, *_: call)
+    return calls
+
+
+GRAPHS = {"mode": "reduce-overhead"}
+
+
+@pytest.mark.parametrize(
+    ("options", "marked"),
+    [
+        (GRAPHS | {"scope": "blocks"}, True),
+        ({"backend": "cudagraphs", "scope": "blocks"}, True),
+        ({"mode": "max-autotune-no-cudagraphs", "scope": "blocks"}, False),
+        (GRAPHS, False),  # torch itself knows the steps of one function
+    ],
+    ids=str,
+)
+def test_steps_of_compiled_blocks_in_cuda_graphs_are_told_to_torch(options, marked, marks):
+    """One begins with the first forward of an update, and with each evaluation that comes between two updates."""
+    engine = make_engine({"compile": options}, model=Deep(1.0, 1.0))
+    x, y = next(iter(make_loader()))
+
+    def found():
+        had = marks.count("step")
+        marks.clear()
+        return had
+
+    for _ in range(2):
+        loss = engine.criterion(engine(x), y) + engine.criterion(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        assert found() == marked
+    with torch.no_grad():
+        engine.eval()(x)
+        engine.model(x)
+    assert found() == 2 * marked
+    copied = copy.deepcopy(engine.model)
+    copied(x)
+    engine.close()
+    engine.model(x)
+    assert found() == 0
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_no_call_of_a_model_in_cuda_graphs_overwrites_gradients(scope, marks):
+    engine = make_engine({"compile": GRAPHS | {"scope": scope}}, model=Deep(1.0, 1.0))
+    x, y = next(iter(make_loader()))
+    engine.backward(engine.criterion(engine(x), y))
+    message = "called between engine.backward and engine.step, but compile.mode='reduce-overhead' makes CUDA graphs"
+    with pytest.raises(InputError, match=message):
+        engine(x)
+    engine.step()
+    engine(x)
