@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -30,26 +31,49 @@ class Copies:
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy, and the event of its end. Keep `tensor` until the computation has waited for it."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-            host.copy_(tensor.detach(), non_blocking=True)
-        return host, self._stream.record_event()
+        """A copy, and the event of its end. Keep `tensor` until `wait` has been called with it."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+        return host, self._copy(host, tensor.detach())
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy on the device, and the event of its end. Its memory is of the computation's stream, which has finished
-        with it when the copy begins."""
+        """A copy on the device, and the event of its end. Keep it until `wait` has been called with the event."""
         tensor = torch.empty_like(host, device=self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return tensor, self._copy(tensor, host)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Begin a copy. Memory on the device is the computation's, which has finished with it when the copy begins."""
+        computation = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(computation)
         with torch.cuda.stream(self._stream):
-            tensor.copy_(host, non_blocking=True)
-        tensor.record_stream(self._stream)  # it may be freed unused
-        return tensor, self._stream.record_event()
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event(), computation
 
     def wait(self, event: Any) -> None:
-        """Later computation waits for `event`."""
-        torch.cuda.current_stream(self._device).wait_event(event)
+        """Later computation waits for `event`; so does what reuses the memory, which needs no `record_stream`: with it
+        memory would be free only when the device arrives there, and backward is far ahead of the device."""
+        done, computation = event
+        for stream in {computation, torch.cuda.current_stream(self._device)}:
+            stream.wait_event(done)
+
+
+class _Fetched:
+    """A copy of `host` on the device that was begun. Dropped unused, its memory is reused when it has ended."""
+
+    _event: Any = None
+
+    def __init__(self, copies: Copies, host: torch.Tensor) -> None:
+        self._copies = copies
+        self._tensor, self._event = copies.to_device(host)
+
+    def wait(self) -> torch.Tensor:
+        """The copy; later computation waits for its end."""
+        event, self._event = self._event, None
+        self._copies.wait(event)
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._event is not None and not sys.is_finalizing():
+            self.wait()
 
 
 class Offload:
@@ -108,16 +132,15 @@ class Offload:
         if self._copies is None:
             return packed.host
         self.wait_for_leaving(0)
-        tensor, event = packed.fetched or self._copies.to_device(packed.host)
+        fetched = packed.fetched or _Fetched(self._copies, packed.host)
         packed.fetched = None  # a second backward fetches it again
         for _ in range(IN_FLIGHT):
             earlier = None if packed.before is None else packed.before()
             if earlier is None:
                 break
             packed = earlier
-            packed.fetched = packed.fetched or self._copies.to_device(packed.host)
-        self._copies.wait(event)
-        return tensor
+            packed.fetched = packed.fetched or _Fetched(self._copies, packed.host)
+        return fetched.wait()
 
 
 class _Kept:
@@ -143,7 +166,7 @@ class _OnHost(_Kept):
         before: the tensor that was saved before this one; backward needs it next.
 
     Attributes:
-        fetched: a copy on the device that was begun, and the event of its end.
+        fetched: a copy on the device that was begun.
     """
 
     def __init__(
@@ -153,7 +176,7 @@ class _OnHost(_Kept):
         self._tensor.data = tensor.new_empty(0)  # it counts the writes, without the memory
         self.host = host
         self.before = before
-        self.fetched: tuple[torch.Tensor, Any] | None = None
+        self.fetched: _Fetched | None = None
         self._offload = offload
 
     def __call__(self) -> torch.Tensor:
