@@ -136,7 +136,7 @@ def _count_zeros(grads: Grads, device: torch.device) -> torch.Tensor:
     """The elements of this rank (0-dim float64) that are zero, each counted with its shard's weight."""
     total = torch.full((), sum(s.weight * g.numel() for s, g in grads.items()), dtype=torch.float64, device=device)
     for (weight, _, on), same in _by_kind(grads).items():
-        limit = bucket_bytes(on, sum(grad.numel() for grad in same))
+        limit = bucket_bytes(on)
         for bucket in by_bytes(same, limit, lambda grad: 4 * grad.numel()):  # copied, so that a few launches count them
             joined = torch.cat([in_memory_order(grad).reshape(-1) for grad in bucket])
             total -= weight * torch.count_nonzero(joined).to(device)

@@ -188,7 +188,7 @@ class LossScales:
         grads = {shard: grad for shard in shards if (grad := shard.param.grad) is not None}
         self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + count_nonfinite(grads, self._device)
         factor = 1 / self.scalers[loss_id].scale
-        limit = bucket_bytes(self._device, sum(grad.numel() for grad in grads.values()))
+        limit = bucket_bytes(self._device)
         for bucket in by_bytes(list(grads), limit, lambda shard: 4 * shard.param.numel()):
             wide = widened([grads.pop(shard) for shard in bucket])
             foreach_mul_(wide, factor)

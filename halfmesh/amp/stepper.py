@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..utils.optimizer_state import parts_of
 from ..utils.param_shard import ParamShard, clear_grads
 from ..utils.tensors import bucket_bytes, by_bytes, is_dense
-from ..utils.torch_private import foreach_copy_, foreach_mul_
+from ..utils.torch_private import foreach_copy_, foreach_mul_, in_shapes_only
 from .master_weights import MasterWeights
 from .recipe import HALF
 from .step_result import is_captured
@@ -62,6 +62,7 @@ class Stepper:
         self._allow_fused = allow_fused
         self._masters = masters
         self._device = device
+        self._buckets_as = torch.device("cuda") if in_shapes_only() else device  # a dry run stands for GPUs
         self._stepping = False
         self._guards = [part.register_step_pre_hook(self._refuse_calls_from_outside) for part in self.parts]
         self.sync()
@@ -162,7 +163,7 @@ class Stepper:
         buckets = [list(grads)]  # also without gradients: the optimizer's hooks run then, too
         if grads and (masters or publishes) and self.can_step_in_buckets:
             numel = sum(grad.numel() for grad in grads.values())
-            limit = bucket_bytes(self._device, numel)
+            limit = bucket_bytes(self._buckets_as, numel if publishes else 0)
             if 4 * numel > limit:
                 buckets = by_bytes(grads, limit, lambda shard: 4 * shard.param.numel())
         if masters and len(buckets) == 1:

@@ -90,7 +90,7 @@ class WeightAverage:
         weight: float | torch.Tensor = 1 - self.decay
         if self._update.found_inf is not None and self.every == 1:  # else updates before it were taken
             weight = (1 - self._update.found_inf) * weight
-        limit = bucket_bytes(self._update.device, sum(map(torch.Tensor.numel, sources.values())))
+        limit = bucket_bytes(self._update.device)
         for keys in by_bytes(sources, limit, lambda key: 4 * sources[key].numel()):  # bounds the memory of differences
             shards = [key for key in keys if not isinstance(key, str)]
             with self._update.master_weights.joined(shards, writes=False):

@@ -56,7 +56,8 @@ def state_bytes(
     trained = sum(s.param.numel() for s in update.master_weights.trained if s.param.requires_grad)
     receivers = [parts.get(s.param, s.param) for s in update.master_weights.receivers if s.param.requires_grad]
     grads = sum(param.numel() * param.element_size() for param in receivers)
-    limit = bucket_bytes(update.device, trained) if update.stepper.can_step_in_buckets else trained * 4
+    published = trained if update.publisher is not None else 0
+    limit = bucket_bytes(update.device, published) if update.stepper.can_step_in_buckets else trained * 4
     masters, temporary = update.master_weights, 0
     cuts = update.publisher is not None and not parts
     if reduce_dtype is not None and cuts:  # of all parameters, and reduced ones of this rank's shards

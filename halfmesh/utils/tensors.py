@@ -162,12 +162,17 @@ def is_compound(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
 
 
-def bucket_bytes(device: torch.device, numel: int) -> int:
-    """The bytes of fp32 gradients to step at a time, of `numel` elements in all.
+def bucket_bytes(device: torch.device, published: int = 0) -> int:
+    """The bytes of fp32 gradients to step at a time, so that few fp32 copies exist at a time: 25 MiB; on CUDA 512, as
+    each bucket costs the host kernel launches, for which small models would wait.
 
-    Few, so that few fp32 copies exist at a time; on CUDA not so few that the update waits for kernel launches.
+    Args:
+        published: elements whose new weights are sent to other ranks meanwhile: on CUDA a sixteenth of them at a time,
+            so that most are sent during the update.
     """
-    return max(25 * _MIB, min(4 * numel // 16, 512 * _MIB)) if device.type == "cuda" else 25 * _MIB
+    if device.type != "cuda":
+        return 25 * _MIB
+    return max(25 * _MIB, min(4 * published // 16, 512 * _MIB)) if published else 512 * _MIB
 
 
 def by_bytes(items: Iterable[_T], limit: float, nbytes: Callable[[_T], int]) -> list[list[_T]]:

@@ -15,6 +15,7 @@ import halfmesh
 from halfmesh.amp import stepper
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.utils.tensors import bucket_bytes
+from halfmesh.utils.torch_private import shapes_only
 from tests.support.updates import (
     OPTIMIZERS,
     assert_close,
@@ -168,10 +169,20 @@ def test_edits_of_gradients_that_are_still_to_be_divided_are_told(config, batche
     assert ("still have to be divided" in caplog.text) == warns
 
 
-def test_buckets_grow_with_the_model_on_a_gpu():
-    mib, gpu = 2**20, torch.device("cuda")
-    assert bucket_bytes(torch.device("cpu"), 10**10) == 25 * mib
+def test_a_gpu_steps_134_m_parameters_at_once_and_sends_new_weights_by_the_sixteenth():
+    mib, cpu, gpu = 2**20, torch.device("cpu"), torch.device("cuda")
+    assert bucket_bytes(cpu) == bucket_bytes(cpu, published=10**10) == 25 * mib
+    assert bucket_bytes(gpu) == 4 * 134_217_728 == 512 * mib
     assert [bucket_bytes(gpu, numel * mib) for numel in (1, 200, 10**5)] == [25 * mib, 50 * mib, 512 * mib]
+
+
+def test_in_how_many_buckets_a_gpu_would_step_masters():
+    """ViT-B and GPT of 124 M parameters in one: each bucket costs the host launches. A dry run counts so."""
+    with shapes_only():  # 128 M elements
+        params = [nn.Parameter(torch.empty(2**23, dtype=torch.bfloat16)) for _ in range(16)]
+        update = make_update(params, OPTIMIZERS["adamw"], NAIVE)
+        grads = {shard: torch.empty_like(shard.param) for shard in update.master_weights.trained}
+        assert [len(update.stepper.buckets(dict(grads), publishes)) for publishes in (False, True)] == [1, 16]
 
 
 def capturable_in_part(params):

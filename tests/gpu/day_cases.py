@@ -52,8 +52,8 @@ def sweep_buckets(page: Page) -> None:
     seconds: dict[str, float] = {}
 
     def measure(limit: float | None) -> Sequence[Any]:
-        def limited(device: torch.device, numel: int) -> float:
-            return bucket_bytes(device, numel) if limit is None else limit * MIB
+        def limited(device: torch.device, published: int) -> float:
+            return bucket_bytes(device, published) if limit is None else limit * MIB
 
         make = partial(make_halfmesh, setup, **NAIVE_FP16)
         with mock.patch("halfmesh.amp.stepper.bucket_bytes", limited):
@@ -63,7 +63,7 @@ def sweep_buckets(page: Page) -> None:
             found = statistics.median(time_step(contender) for _ in range(3 if page.rehearses else 9))
         params = list(contender.model.parameters())
         numel = sum(param.numel() for param in params)
-        parts = by_bytes(params, limited(page.device, numel), lambda param: 4 * param.numel())
+        parts = by_bytes(params, limited(page.device, 0), lambda param: 4 * param.numel())
         contender.close()
         seconds["default" if limit is None else f"{limit:g}"] = found
         bound = gpu.update_bytes(numel, masters=True) / bandwidth
