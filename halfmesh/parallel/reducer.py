@@ -22,6 +22,10 @@ _B = TypeVar("_B", bound="Bucket")
 Buffers = Mapping[str, torch.Tensor]
 """The buffers of a model, by name."""
 
+ALIGNED = 8
+"""Gradients begin at multiples of so many elements in a bucket: of 16 bytes also in half precision, for kernels that
+read 16 bytes at once."""
+
 STATISTICS = ("running_mean", "running_var")
 """Names of buffers that are averaged: those of BatchNorm and InstanceNorm, and of layers that use their names."""
 
@@ -48,13 +52,14 @@ class ReduceOptions:
 
 
 class Bucket:
-    """Shards whose gradients are sent in one flat tensor: all gradients, then one flag per shard.
+    """Shards whose gradients are sent in one flat tensor: all gradients, each with zeros up to the next multiple of
+    `ALIGNED`, then one flag per shard.
 
     A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
 
     Attributes:
         group: the ranks over which they are summed.
-        bytes: of the gradients.
+        numel: of the flat tensor without flags.
         offsets: where the gradient of each begins in the flat tensor.
         sent: the flat tensor, once it is sent.
         missing: the parameters whose gradients have not arrived yet.
@@ -65,12 +70,16 @@ class Bucket:
         self.shards = shards
         self.group = group
         self.params = [shard.param for shard in shards]
-        self.offsets = [0, *itertools.accumulate(param.numel() for param in self.params)]
+        self.offsets = [0, *itertools.accumulate(round_up(param.numel()) for param in self.params)]
         self.numel = self.offsets.pop()
         self.dtype = dtype
-        self.bytes = self.numel * dtype.itemsize
         self._layout: tuple[list[Any], list[Any]] = [], []  # the parameters' strides, and those of their gradients
         self.reset()
+
+    @property
+    def bytes(self) -> int:
+        """Of the gradients in the flat tensor."""
+        return self.numel * self.dtype.itemsize
 
     def reset(self) -> None:
         self.missing = {param for param in self.params if param.requires_grad}
@@ -99,12 +108,16 @@ class Bucket:
         for index, (param, view) in enumerate(zip(self.params, views, strict=True)):
             if param.grad is None:
                 self.absent.append(index)
-                view.zero_()
             else:
                 present.append((view, param.grad))
         clear_grads(self.params)
         if present:
             foreach_copy_(*zip(*present, strict=True))
+        ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
+        gaps = zip(ends, [*self.offsets[1:], self.numel], strict=True)
+        zeros = [views[index] for index in self.absent] + [flat[end:next] for end, next in gaps if end < next]
+        if zeros:
+            torch._foreach_zero_(zeros)
         return flat, views
 
     def unpack(self) -> None:
@@ -122,6 +135,11 @@ class Bucket:
             self._layout = strides, [torch.empty_like(param, device="meta").stride() for param in self.params]
         places = zip(self.params, self._layout[1], self.offsets, strict=True)
         return [flat.as_strided(param.shape, stride, offset) for param, stride, offset in places]
+
+
+def round_up(numel: int, unit: int = ALIGNED) -> int:
+    """The next multiple of `unit`."""
+    return -(-numel // unit) * unit
 
 
 def give_grads(given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:

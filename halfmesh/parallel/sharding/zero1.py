@@ -24,8 +24,12 @@ from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
-from ..reducer import Bucket, Buffers, NothingSent, Reducer, all_reduce, give_grads, make_buckets
+from ..reducer import Bucket, Buffers, NothingSent, Reducer, all_reduce, give_grads, make_buckets, round_up
 from ..shard_spec import Placement
+
+CHUNK = 128
+"""A rank's chunk of a bucket is a multiple of so many elements (256 bytes in half precision, as in Megatron-LM), or of
+a smaller power of two, so that it grows by at most 1/16."""
 
 
 class Zero1(DataStrategy):
@@ -187,31 +191,33 @@ class SliceBucket(Bucket):
         size = group.size()
         by_rank = _share_out(shards, size, load) if load is not None and shards[0].param in wholes else []
         super().__init__([shard for some in by_rank for shard in some] or shards, dtype, group)
-        self.chunk = max(map(_numel, by_rank), default=-(-self.numel // size))
-        self._padding = [slice(self.numel, None)]
+        least = max(map(_padded, by_rank), default=-(-self.numel // size))
+        self.chunk = round_up(least, min(CHUNK, 1 << max((least // 16).bit_length() - 1, 0)))
         if by_rank:
-            ends = [rank * self.chunk + _numel(some) for rank, some in enumerate(by_rank)]
-            self._padding = [slice(end, (rank + 1) * self.chunk) for rank, end in enumerate(ends)]
             self.offsets = [
-                rank * self.chunk + _numel(some[:place])
+                rank * self.chunk + _padded(some[:place])
                 for rank, some in enumerate(by_rank)
                 for place in range(len(some))
             ]
+        self.numel = self.chunk * size
         self._withheld: list[WithheldGradient] = []
         self.slices: list[ParamShard] = []
+        self._cuts, end = list[int](), 0  # sizes in this rank's chunk: of a gap, of the first slice, of a gap, ...
         for shard, offset in zip(self.shards, self.offsets, strict=True):
             first, numel = group.rank() * self.chunk - offset, shard.param.numel()
             start, stop = (min(max(edge, 0), numel) for edge in (first, first + self.chunk))
+            if start < stop:
+                self._cuts += start - first - end, stop - start
+                end = stop - first
+            else:
+                self._cuts += 0, 0
             memory = in_memory_order(shard.param.data)[start:stop]  # `.data`: writes are counted separately
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.slices.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
+        self._cuts.append(self.chunk - end)
 
     def pack(self) -> torch.Tensor:
-        flat, _ = self._take_grads(self.chunk * self.group.size())
-        for padding in self._padding:
-            if len(rest := flat[padding]):
-                rest.zero_()
-        return flat
+        return self._take_grads(self.numel)[0]
 
     def start(self, flat: torch.Tensor) -> Any:
         """Start a reduce-scatter to the ranks that step them."""
@@ -239,21 +245,24 @@ class SliceBucket(Bucket):
 
     def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """This rank's chunk, split into `slices`."""
-        sizes = [part.param.numel() for part in self.slices]
-        return list(chunk[: sum(sizes)].split(sizes))
+        return list(chunk.split(self._cuts)[1::2])
 
     def gather(self, values: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """Start an all-gather of `values`, of one dtype, one for each of `slices`. `views` splits the result."""
         own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
-        if len(rest := own[sum(value.numel() for value in values) :]):
-            rest.zero_()
-        flat = torch.empty(self.chunk * self.group.size(), dtype=own.dtype, device=own.device)
+        if gaps := [gap for gap in own.split(self._cuts)[::2] if len(gap)]:
+            torch._foreach_zero_(gaps)
+        flat = torch.empty(self.numel, dtype=own.dtype, device=own.device)
         return all_gather(flat, own, group=self.group, async_op=True), flat
 
 
 def _numel(shards: Sequence[ParamShard]) -> int:
     return sum(shard.param.numel() for shard in shards)
+
+
+def _padded(shards: Sequence[ParamShard]) -> int:
+    return sum(round_up(shard.param.numel()) for shard in shards)
 
 
 def _share_out(shards: Sequence[ParamShard], ranks: int, load: Counter[int]) -> list[list[ParamShard]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,12 +13,58 @@ from torch import nn
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.data_strategy import WithheldGradient
+from halfmesh.parallel.sharding.zero1 import SliceBucket
+from halfmesh.utils.param_shard import ParamShard
 from tests.parallel.sharding.runs import MODES, Odd, all_equal, batch, make_engine, take_step
 from tests.support.models import said
 from tests.support.ranks import here, run_ranks
 from tests.support.whole import close_whole
 
 pytestmark = pytest.mark.distributed
+
+
+class Ranks(NamedTuple):
+    """A group, of which only the numbers are asked."""
+
+    own: int
+    count: int
+
+    def rank(self):
+        return self.own
+
+    def size(self):
+        return self.count
+
+
+SIZES = (10, 3, 4096), (21,), (1,), (5000,), (7, 5), (4, 4, 3, 3), (0,), (300,)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_slices_begin_at_multiples_of_16_bytes_and_hold_each_element_once(ranks, is_whole):
+    torch.manual_seed(0)
+    shards = [ParamShard(str(index), nn.Parameter(torch.randn(size))) for index, size in enumerate(SIZES)]
+    wholes = [shard.param for shard in shards] if is_whole else []
+    buckets = [SliceBucket(shards, torch.float32, Ranks(rank, ranks), wholes, Counter()) for rank in range(ranks)]
+    for shard in shards:
+        shard.param.grad = shard.param.detach().clone()
+    torch.use_deterministic_algorithms(True)  # new memory is nan
+    try:
+        flat = buckets[0].pack()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not flat.isnan().any(), "what is sent is checked for nan by TORCH_NCCL_NAN_CHECK"
+    assert all(offset % 8 == 0 for offset in buckets[0].offsets)
+    assert is_whole or len(flat) <= 17 / 16 * sum(shard.param.numel() for shard in shards)
+    held = Counter()
+    for bucket, chunk in zip(buckets, flat.chunk(ranks), strict=True):
+        assert bucket.chunk % 128 == 0
+        for part, grad in zip(bucket.slices, bucket.split(chunk), strict=True):
+            assert torch.equal(part.param.detach(), grad)
+            held[part.name] += len(grad)
+            if len(grad):
+                assert (grad.storage_offset() % 8, part.start % 8) == (0, 0)
+    assert [held[shard.name] for shard in shards] == [shard.param.numel() for shard in shards]
 
 
 def held(rank, world_size):
