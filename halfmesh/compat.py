@@ -91,9 +91,12 @@ def layout_table() -> dict[str, dict[str, Cell]]:
 
 
 def render_table(table: Mapping[str, Mapping[str, str]] | None = None) -> str:
-    """The composition table in Markdown; or another one, such as `layout_table()`."""
+    """The composition table in Markdown, without modes in a format that they do not have; or another one, such as
+    `layout_table()`."""
     lines = ["| | " + " | ".join(get_columns()) + " |", "|---" * (len(get_columns()) + 1) + "|"]
     for row, cells in (composition_table() if table is None else table).items():
+        if "yes" not in cells.values():
+            continue
         words = " | ".join(cells.get(column, "") for column in get_columns())
         lines.append(f"| {row} | {words.replace('refused', '**refused**')} |")
     return "\n".join(lines) + "\n"

@@ -45,7 +45,8 @@ def test_the_tables_refusals():
     assert refused == apex | without
     lines = render_table().splitlines()
     assert lines[0] == "| | tensor | pipeline | context | expert | replicate | zero1 | fsdp |"
-    assert lines[9] == f"| apex fp16 | {'**refused** | ' * 4}yes | **refused** | **refused** |"
+    assert len(lines) == 2 + 7, "without modes in a format that they do not have"
+    assert lines[-1] == f"| apex fp16 | {'**refused** | ' * 4}yes | **refused** | **refused** |"
 
 
 @pytest.mark.promise("modes with tensor and pipeline parallelism")

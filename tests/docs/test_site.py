@@ -62,7 +62,7 @@ def test_a_version_is_the_same_everywhere():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"version {version}." in (ROOT / "README.md").read_text()
+    assert f"version {version}, " in (ROOT / "README.md").read_text()
 
 
 def test_every_page_is_in_the_navigation():
