@@ -120,8 +120,8 @@ class Preempted(SystemExit):
 
 
 class Interrupted(Preempted, KeyboardInterrupt):
-    """Ctrl-C, or another SIGINT, ended the run, and it has saved. Raised like `Preempted`, but ends the process with
-    status 130, as shells do for Ctrl-C.
+    """Ctrl-C, or another SIGINT, ended the run, and it has saved; or it ended `Trainer.fit` at once, and `folder` is
+    None. Raised like `Preempted`, but ends the process with status 130, as shells do for Ctrl-C.
     """
 
     _status = 130

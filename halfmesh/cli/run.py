@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,9 +45,26 @@ def run(
     meeting = ["--standalone"] if nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv_endpoint}"]
     shape = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
     # "--": without it torchrun refuses a script's argument that begins like one of torchrun's ("--nproc").
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, *shape, "--", str(script), *context.args]
-    sys.stdout.flush()
-    os.execv(sys.executable, command)
+    raise typer.Exit(torchrun([*meeting, *shape, "--", str(script), *context.args]))
+
+
+def torchrun(arguments: list[str]) -> int:
+    """Do what torchrun does with `arguments`. Returns the exit status: 128 and the signal's number, if one ended it.
+
+    It raises what it has to say, and a traceback of its own code would only bury that.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(arguments)
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    return 0
 
 
 def read_options(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

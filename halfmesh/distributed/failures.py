@@ -153,7 +153,8 @@ class FailureWatch:
         is_lost, lines = may_be_of_peer(error), "".join(traceback.format_exception(error)).rstrip()
         if is_rank and not is_lost and self._names.has_coordinates:
             error.add_note(f"raised on {self._name}")
-        self._previous_hook(kind, error, trace)
+        if not (is_rank and self._rank and kind is KeyboardInterrupt):  # of Ctrl-C, which all get, one traceback does
+            self._previous_hook(kind, error, trace)
         if not is_rank:
             return
         if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from ..amp.step_result import StepResult
 from ..debug.precision import judge_scale
 from ..engine.engine import Engine
-from ..errors import InputError, refuse_below
+from ..errors import InputError, Interrupted, refuse_below
 from ..report.folder import update_record
 from ..utils.log import get_logger
 from .batch import Compute, compute_batch
@@ -125,7 +126,7 @@ class Trainer:
         self._eval_steps, self._evaluated = eval_steps, evaluated
         self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
-        with self._hooked(hooks), self._saved_with_the_engine():
+        with self._ended_by_ctrl_c(), self._hooked(hooks), self._saved_with_the_engine():
             self._call("before_fit")
             self.epoch = first - 1
             while (epochs is None or self.epoch + 1 < epochs) and not self._is_over:
@@ -309,6 +310,19 @@ class Trainer:
             for hook in self._hooks:
                 closed.callback(hook.close, self)  # even if another hook fails
             yield
+
+    @contextmanager
+    def _ended_by_ctrl_c(self) -> Iterator[None]:
+        """A scope that Ctrl-C ends with one line and status 130, also where nothing is saved. Where one types, it is
+        Python's."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if isinstance(error, Interrupted) or hasattr(sys, "ps1"):
+                raise
+            step = self.engine.global_step
+            _log.info("interrupted after update %d; with the config key checkpoint Ctrl-C saves before it ends", step)
+            raise Interrupted from None
 
     @contextmanager
     def _saved_with_the_engine(self) -> Iterator[None]:

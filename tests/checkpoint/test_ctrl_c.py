@@ -69,8 +69,31 @@ def test_ctrl_c_without_automatic_saves_ends_at_once(tmp_path):
     assert (session["status"], session["to_step"], engine.global_step) == ("interrupted", 2, 2)
 
 
+class Press(halfmesh.Hook):
+    def after_step(self, trainer, result):
+        if trainer.engine.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_ends_fit_with_a_line_and_a_status(saves, tmp_path, caplog):
+    engine = made(tmp_path / "saves" if saves else None)
+    hooks = [Press(), {"type": "run", "directory": tmp_path / "run"}]
+    with caplog.at_level("INFO", "halfmesh"), pytest.raises(KeyboardInterrupt) as ended:
+        halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
+    assert isinstance(ended.value, SystemExit)  # so Python prints no traceback
+    assert (ended.value.code, ended.value.folder is not None) == (130, saves)
+    said = "interrupted by SIGINT; saved update 2 in" if saves else "interrupted after update 2; with the config key ch"
+    assert caplog.messages[-1].startswith(said)
+    session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
+    assert (session["status"], session["to_step"]) == ("interrupted", 2)
+
+
 def test_ctrl_c_is_pythons_where_one_types(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    with pytest.raises(KeyboardInterrupt) as ended:
+        halfmesh.Trainer(made(None)).fit(epochs=2, hooks=[Press()])
+    assert type(ended.value) is KeyboardInterrupt
     engine = made(tmp_path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     engine.close()

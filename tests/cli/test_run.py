@@ -1,9 +1,10 @@
 """halfmesh run: torchrun, after a check."""
 
-import os
-import sys
+import signal
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 from typer.testing import CliRunner
 
@@ -12,13 +13,13 @@ from halfmesh.cli import app
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the command; gives its result, and the command that this process would become."""
+    """Runs the command; gives its result, and what torchrun is given."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "config.py").write_text("parallel = dict(tensor=2)\n")
     (tmp_path / "wrong.py").write_text("gradient_acumulation = 2\n")
     started = []
-    monkeypatch.setattr(os, "execv", lambda path, command: started.extend(command))
+    monkeypatch.setattr("torch.distributed.run.main", started.extend)
     return lambda *arguments: (CliRunner().invoke(app, ["run", *arguments]), started)
 
 
@@ -33,11 +34,10 @@ def run(tmp_path, monkeypatch):
     ],
     ids=["one machine", "two"],
 )
-def test_it_becomes_torchrun_which_understands_its_options(run, options, understood):
+def test_torchrun_understands_its_options(run, options, understood):
     result, started = run("--nproc", "2", *options, "train.py", "--config", "config.py", "--nproc", "7")
     assert result.exit_code == 0, result.output
-    assert started[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    found = vars(parse_args(started[3:]))
+    found = vars(parse_args(started))
     assert (found["training_script"], found["nproc_per_node"]) == ("train.py", "2")
     assert found["training_script_args"] == ["--config", "config.py", "--nproc", "7"]
     assert {name: found[name] for name in understood} == understood
@@ -57,3 +57,21 @@ def test_nothing_is_started(run, arguments, words):
     assert result.exit_code in (1, 2)
     assert started == []
     assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        (SignalException("Process 1 got signal: 2", signal.SIGINT), 130, ""),
+        (SignalException("Process 1 got signal: 15", signal.SIGTERM), 143, ""),
+        (ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")}), 1, "train.py FAILED"),
+    ],
+)
+def test_torchruns_end_is_a_status_without_a_traceback(run, monkeypatch, end, status, words):
+    def main(_):
+        raise end
+
+    monkeypatch.setattr("torch.distributed.run.main", main)
+    result, _ = run("--nproc", "2", "train.py")
+    assert (result.exit_code, words in result.stderr) == (status, True)
+    assert "Traceback" not in result.stderr

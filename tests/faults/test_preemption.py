@@ -269,16 +269,30 @@ def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ctrl_c_through_torchrun_and_resumed_with_one_process(tmp_path):
+def test_ctrl_c_through_a_launcher_and_resumed_with_one_process(tmp_path):
     options = make_folders(tmp_path) | {"dropout": 0.0, "shuffle": False, "workers": 1}
-    with begin(TORCHRUN, **options, pause=0.05) as process:
-        await_step(options["log"], 0, 7, process)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        output, _ = process.communicate(timeout=200)
-    assert process.returncode != 0
+    output = press_ctrl_c(**options)
     assert "[rank 0] interrupted by SIGINT; saved update " in output
-    assert not re.search(r"KeyboardInterrupt|terminate called|DataLoader worker", output)
+    assert not re.search(r"Traceback|KeyboardInterrupt|terminate called|DataLoader worker", output)
     rest = checkpoint_program.main(**options)
     assert 0 < len(rest) < 30
     checkpoint_program.main(str(tmp_path / "whole.pt"), dropout=0.0, shuffle=False)
     assert_same_weights(options["out"], tmp_path / "whole.pt", 1e-5)
+
+
+def press_ctrl_c(**options):
+    """What two ranks write that are interrupted in a step."""
+    with begin((sys.executable, "-m", "halfmesh", "run", "--nproc", "2"), **options, pause=0.05) as process:
+        await_step(options["log"], 0, 7, process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 130, output
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_of_ranks_that_save_nothing_one_shows_where_ctrl_c_came(tmp_path):
+    output = press_ctrl_c(**make_folders(tmp_path) | {"folder": None})
+    assert re.findall(r"^\[rank(\d)\]: Traceback", output, re.MULTILINE) == ["0"], output
+    assert output.count("Traceback") == output.count("KeyboardInterrupt") == 1
