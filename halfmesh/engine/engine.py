@@ -81,6 +81,11 @@ class Engine(MixedPrecisionState):
         self._forward = self._parallel.full_call(self.model, self._executor.forward)
         self._closed = False
 
+    def __repr__(self) -> str:
+        """The configuration, as `initialize` prints it, and the updates that were made."""
+        model = type(self.model).__name__
+        return f"Engine of {model}, after {self.global_step} updates\n{str(self.plan).partition(chr(10))[2]}"
+
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,8 @@ class EffectivePlan:
     name: str | None
 
     def __str__(self) -> str:
-        title = "halfmesh plan" if self.name is None else f"halfmesh plan of {self.name}"
+        of = "" if self.name is None else f" of {self.name}"
+        title = f"halfmesh: resolved configuration{of}"
         return "\n".join([title, *(f"  {name + ':':<11} {text}" for name, text in self.rows.items())])
 
 
@@ -162,8 +163,19 @@ def make_plan(
         "mesh": dict(context.sizes),
         "batch": {"per_rank": size, "data_ranks": context.dp_size, "accumulated": cycle, "per_update": total},
         "bytes": asdict(held),
+        "optimizer": list(_optimizer_settings(update)),
     }
     return EffectivePlan({name: text for name, text in rows.items() if text is not None}, values, config.name)
+
+
+def _optimizer_settings(update: MixedPrecisionOptimizer) -> Iterator[dict[str, Any]]:
+    """The class of each optimizer, and the settings of each of its groups that JSON can hold."""
+    for part in update.stepper.parts:
+        for group in part.param_groups:
+            given = {key: value for key, value in group.items() if key != "params"}
+            plain = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+            settings = {key: value for key, value in plain.items() if isinstance(value, (bool, int, float, str, list))}
+            yield {"type": type(part).__name__, **settings}
 
 
 def _precision(

@@ -53,6 +53,7 @@ def summarise(runs: Sequence[Run]) -> Rows:
         "Eval loss": of("eval_loss", lambda found: f"{number(found[-1])} at the end, {number(min(found))} at best"),
         "Throughput": of("samples_per_s", lambda found: f"{number(statistics.median(found))} samples/s (median)"),
         "Memory": of("memory_mib", lambda found: f"{number(max(found))} MiB at most"),
+        "Optimizer": each(_optimizer),
         "Machine": each(lambda run: "{world_size} x {device}".format(**run.session) if run.sessions else ""),
         "Versions": each(lambda run: ", ".join(f"{k} {v}" for k, v in run.session.get("versions", {}).items())),
         "Command": each(lambda run: " ".join(run.session.get("argv", []))),
@@ -110,6 +111,16 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             found[f"{prefix}{key}"] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
     return found
+
+
+def _optimizer(run: Run) -> str:
+    """The settings of each group of parameters that are on, at the start of the run."""
+    groups = run.plan.get("values", {}).get("optimizer", [])
+    said = (
+        ", ".join([group["type"], *(f"{key} {value}" for key, value in group.items() if value and key != "type")])
+        for group in groups
+    )
+    return "; ".join(dict.fromkeys(said))
 
 
 def _skipped(run: Run) -> str:

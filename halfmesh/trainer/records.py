@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..report.folder import RunFolder, on_rank_zero
@@ -15,6 +16,7 @@ from .hook import Hook, Record
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
+    from ..engine.summary import EffectivePlan
     from .batch import Outcome
     from .trainer import Trainer
 
@@ -126,7 +128,15 @@ End = Callable[[], Any]
 
 
 class WriterHook(Hook):
-    """Passes records to a tracker, which rank 0 opens when `fit` begins and closes when it ends."""
+    """Passes records to a tracker, which rank 0 opens when `fit` begins and closes when it ends. Numbers get the names
+    "train/loss", "eval/loss" ("loss" and "eval_loss" in a record), and "epoch".
+
+    Attributes:
+        settings: the config and the optimizer's settings, by dotted names ("fp16.mode", "optimizer.lr"), for the
+            tracker's table of hyperparameters. Set before `open`.
+    """
+
+    settings: Mapping[str, bool | float | str] = MappingProxyType({})
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -138,12 +148,13 @@ class WriterHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         engine = trainer.engine
+        self.settings = dict(_flatten({**engine.config.to_dict(), **optimizer_settings(engine.plan)}))
         begin = partial(self.open, engine.global_step)
         self._opened = on_rank_zero(engine.context, f"{type(self).__name__} cannot start", begin)
 
     def write(self, trainer: Trainer, record: Record) -> None:
         if self._opened is not None:
-            self._opened[0]({name: value for name, value in record.items() if name != "step"}, record["step"])
+            self._opened[0]({_tag(name): value for name, value in record.items() if name != "step"}, record["step"])
 
     def close(self, trainer: Trainer) -> None:
         if self._opened is not None:
@@ -151,8 +162,28 @@ class WriterHook(Hook):
             end()
 
 
+def _tag(name: str) -> str:
+    kind, _, rest = name.partition("_")
+    return f"eval/{rest}" if kind == "eval" and rest else name if name == "epoch" else f"train/{name}"
+
+
+def optimizer_settings(plan: EffectivePlan) -> dict[str, Any]:
+    """Of each group of parameters, as they are at the start: under "optimizer", or "optimizer_0", "optimizer_1" ..."""
+    groups = plan.values["optimizer"]
+    return {"optimizer" if len(groups) == 1 else f"optimizer_{number}": group for number, group in enumerate(groups)}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """Nested mappings as dotted names; what is no number and no text as its text."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, (bool, int, float, str)) else str(value)
+
+
 class TensorBoardHook(WriterHook):
-    """Writes the records for TensorBoard, one scalar per name and update.
+    """Writes the records for TensorBoard, one scalar per name and update; settings into its tabs Text and HParams.
 
     A resumed run hides records that were written after its checkpoint.
 
@@ -165,8 +196,13 @@ class TensorBoardHook(WriterHook):
 
     def open(self, step: int) -> tuple[Log, End]:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         events = SummaryWriter(purge_step=step + 1, **self._options)
+        rows = (f"| {name} | {value} |" for name, value in self.settings.items())
+        events.add_text("settings", "\n".join(["| | |", "|---|---|", *rows]), step)
+        for summary in hparams(dict(self.settings), {"train/loss": 0.0}):
+            events.file_writer.add_summary(summary)
 
         def log(scalars: dict[str, float], step: int) -> None:
             for name, value in scalars.items():
@@ -191,6 +227,7 @@ class WandbHook(WriterHook):
 
         before = wandb.run
         run = wandb.init(**self._options) if self._options or before is None else before
+        run.config.setdefaults(self.settings)  # those of `options` stay
 
         def end() -> None:
             if run is not before:  # with options, init may give the active one back
@@ -216,6 +253,8 @@ class MLflowHook(WriterHook):
         is_ours = bool(self._options) or mlflow.active_run() is None
         if is_ours:
             mlflow.start_run(**self._options)
+        known = mlflow.active_run().data.params  # MLflow refuses other values for the same name
+        mlflow.log_params({name: value for name, value in self.settings.items() if name not in known})
 
         def end() -> None:
             if is_ours:

@@ -122,10 +122,11 @@ def test_messages_have_the_name(caplog):
     scaled = {"fp16": {"mode": "naive", "initial_scale": 256.0, "hysteresis": 1, "verbose": True}}
     engines = [linear("first", **scaled), linear("second", **scaled), linear(None, **scaled)]
     assert [str(engine.plan).splitlines()[0] for engine in engines] == [
-        "halfmesh plan of first",
-        "halfmesh plan of second",
-        "halfmesh plan",
+        "halfmesh: resolved configuration of first",
+        "halfmesh: resolved configuration of second",
+        "halfmesh: resolved configuration",
     ]
+    assert repr(engines[0]).startswith("Engine of Linear, after 0 updates\n  precision:  mode naive, compute float16")
     for engine in engines:
         step(engine, NOISE * torch.inf)
     said = [record.getMessage() for record in caplog.records if "loss scale" in record.getMessage()]

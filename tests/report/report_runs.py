@@ -47,7 +47,8 @@ def make_plan(pp=2, dp=2, tp=2, size=3 * 2**30):
         for data in range(dp)
         for tensor in range(tp)
     ]
-    values = {"mode": "naive", "mesh": {"pp": pp, "dp": dp, "tp": tp}, "ranks": ranks}
+    adamw = {"type": "AdamW", "lr": 0.001, "betas": [0.9, 0.95], "amsgrad": False}
+    values = {"mode": "naive", "mesh": {"pp": pp, "dp": dp, "tp": tp}, "ranks": ranks, "optimizer": [adamw]}
     return {"format": 1, "plans": [{"from_step": 0, "rows": rows, "values": values}]}
 
 

@@ -56,6 +56,7 @@ def test_all_sections(tmp_path):
     }.items():
         assert words in section(page, key)
     assert rows(section(page, "summary"))["Duration"] == ["1 h 1 min"]
+    assert rows(section(page, "summary"))["Optimizer"] == ["AdamW, lr 0.001, betas [0.9, 0.95]"]
     assert "<title>one - halfmesh report</title>" in page
 
 

@@ -88,9 +88,11 @@ def test_tensorboard(tmp_path):
     halfmesh.Trainer(linear_engine(), log_every=1).fit(epochs=1, hooks=[TensorBoardHook(tmp_path)])
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
-    assert [event.step for event in events.Scalars("eval_loss")] == [3]
-    assert events.Scalars("lr")[0].value == pytest.approx(0.1)
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("eval/loss")] == [3]
+    assert events.Scalars("train/lr")[0].value == pytest.approx(0.1)
+    (text,) = events.Tensors("settings/text_summary")
+    assert b"| optimizer.lr | 0.1 |" in text.tensor_proto.string_val[0]
 
 
 class Calls(ModuleType):
@@ -98,7 +100,8 @@ class Calls(ModuleType):
 
     def __init__(self, active=None):
         super().__init__("tracker")
-        self.calls, self.run = [], active
+        self.calls, self.run, self.settings = [], active, {}
+        self.log_params = self.settings.update
         self.log = self.log_metrics = lambda record, step: self.calls.append((step, record))
         self.finish = lambda exit_code: self.calls.append(("finish", exit_code))
         self.end_run = lambda status: self.calls.append(("finish", status))
@@ -108,7 +111,8 @@ class Calls(ModuleType):
 
     def start_run(self, **options):
         self.calls.append(("begin", options))
-        self.run = SimpleNamespace(log=self.log, finish=self.finish)
+        of_wandb = {"config": SimpleNamespace(setdefaults=self.settings.update), "finish": self.finish}
+        self.run = SimpleNamespace(log=self.log, data=SimpleNamespace(params={}), **of_wandb)
 
     def init(self, **options):
         """wandb's gives back a run that is active."""
@@ -135,11 +139,14 @@ TRACKERS = [("wandb", WandbHook, 0, 1), ("mlflow", MLflowHook, "FINISHED", "FAIL
 def test_trackers(monkeypatch, package, hook, good, bad):
     monkeypatch.setitem(sys.modules, package, tracker := Calls())
     results, options = Results(), {"name": "first", "mode": "offline"}
+    names = {"eval_loss": "eval/loss", "epoch": "epoch"}
     halfmesh.Trainer(linear_engine(), log_every=1).fit(epochs=1, hooks=[hook(**options), results])
-    records = [(r["step"], {name: r[name] for name in r if name != "step"}) for r in results.records]
+    records = [(r["step"], {names.get(n, f"train/{n}"): r[n] for n in r if n != "step"}) for r in results.records]
     assert [step for step, _ in records] == [1, 2, 3, 3]
-    assert records[-1][1].keys() == {"epoch", "eval_loss"}
+    assert records[-1][1].keys() == {"epoch", "eval/loss"}
     assert tracker.calls == [("begin", options), *records, ("finish", good)]
+    assert (tracker.settings["optimizer.type"], tracker.settings["optimizer.lr"]) == ("SGD", 0.1)
+    assert tracker.settings.keys() >= {"optimizer.momentum", "optimizer.weight_decay"}
     monkeypatch.setitem(sys.modules, package, tracker := Calls())
     with pytest.raises(KeyError):
         halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[package, Fails()])
