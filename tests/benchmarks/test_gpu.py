@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.harness import Row
+from benchmarks.prediction import Limits
 
 
 def test_a_rehearsal(tmp_path, monkeypatch, capsys):
@@ -15,6 +16,7 @@ def test_a_rehearsal(tmp_path, monkeypatch, capsys):
     _, *rows = [line for line in page.read_text().splitlines() if line.startswith("| tiny GPT")]
     assert len(rows) == 3
     assert all(line.count(" | ") == len(gpu.COLUMNS) - 1 and line.count("]") == 2 for line in rows), rows
+    assert all("| 1.00 |" not in line for line in rows if "halfmesh" in line), "a prediction is there"
 
 
 def test_a_case_that_fails_or_comes_too_late_is_said(tmp_path, monkeypatch):
@@ -24,8 +26,8 @@ def test_a_case_that_fails_or_comes_too_late_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "measure", fail)
     page, found = tmp_path / "gpu.md", []
     for seconds in (100, -1):
-        case = gpu.TINY[1:], gpu.MODES[:1], (False,), torch.device("cpu"), 2
-        gpu.run(*case, page, seconds=seconds, done=found.extend)
+        cases = [(gpu.TINY[1], gpu.MODES[0], False)]
+        gpu.run(cases, torch.device("cpu"), 2, page, seconds=seconds, done=found.extend)
     said = ["not measured: OutOfMemoryError: too much", "not measured: TimeoutError: the -1 s are over"]
     assert [row[3] for row in found] == said
     assert f"| {said[1]} |" in page.read_text()
@@ -37,14 +39,36 @@ def test_contenders_that_do_not_fit_together_are_measured_one_after_the_other(mo
 
     def measure(makers, *_):
         at_once.append(len(makers))
-        return [(1.0, "-", Row(name, [1.0, 1.0]), Row(name, [1.0, 1.0])) for name, _ in makers]
+        return [gpu.Measured(1.0, "-", "-", *(Row(name, [1.0, 1.0]) for _ in range(2))) for name, _ in makers]
 
     monkeypatch.setattr(gpu, "measure_together", measure)
     for room, expected in ((10**12, [4]), (10**5, [1] * 4)):
         monkeypatch.setattr(gpu, "memory_of", lambda device, room=room: room)
         at_once.clear()
-        rows = gpu.measure(gpu.TINY[1], gpu.MODES[0], False, torch.device("cpu"), 2, 1e9)
+        rows = gpu.measure((gpu.TINY[1], gpu.MODES[0], False), torch.device("cpu"), 2, Limits(1e9, 1e9))
         assert (at_once, len(rows)) == (expected, 4)
+
+
+def test_what_an_h100_is_predicted_to_take(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpu", "--predict", "798", "3.0", "--out", str(tmp_path / "gpu.md")])
+    monkeypatch.setattr(
+        gpu, "WORKS", [work for work in gpu.WORKS if "batch 128" in work.title or "124 M" in work.title]
+    )
+    gpu.main()
+    text = (tmp_path / "gpu.md").read_text()
+    for row in (
+        "| ViT-B/16, batch 128 | NAIVE fp16 | 45.5 | 39.4 | 0.86 |",
+        "| ViT-B/16, batch 128 | TORCH fp16 | 45.5 | 44.7 | 0.98 |",
+        "| GPT of 124 M, batch 8 x 1024 | NAIVE bf16 | 24.9 | 22.9 | 0.92 |",
+    ):
+        assert row in text, text
+    assert "Nothing was measured. Predicted with 798 TFLOP/s and 3 TB/s" in text
+
+
+def test_modes_that_cannot_be_compiled_have_no_such_case():
+    cases = gpu.all_cases(gpu.TINY, gpu.MODES, (False, True))
+    assert len(cases) == len(gpu.TINY) * (2 * len(gpu.MODES) - 1)
+    assert "tiny GPT, APEX O1, yes" not in {", ".join(gpu.name_of(case)) for case in cases}
 
 
 def test_without_a_gpu(monkeypatch):

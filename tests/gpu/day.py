@@ -1,30 +1,45 @@
-"""The first day with a GPU: ten steps, each alone, within its minutes, without make and without a network.
+"""The first day with a GPU: steps that are each worth something alone, within minutes, without make and a network.
 
 Nothing here has run on a GPU yet. One GPU shows whether kernels give the right numbers, the order of streams, where the
 host waits, how long steps take and how much memory. It does not show what ranks send to each other over NCCL: for that
 it takes two (`halfmesh verify`, and `pytest --ranks-on nccl`).
 
-Where there is a network, for the Python and the torch (2.11 or later) of the machine with the GPU:
+Carry what the machine with the GPU lacks. Where there is a network, for its Python (here 3.12, on x86-64):
 
-    pip download --dest wheels pydantic pyyaml rich typer pytest pytest-timeout
+    P="--python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64"
+    python3 -m pip download --no-deps --only-binary=:all: $P --platform manylinux2014_x86_64 --dest .whl \
+        pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection typing-extensions torchao==0.18.0
 
-There, from the root of the repository:
+It needs torch 2.11 or later, pydantic, typer, rich, pyyaml, jinja2, numpy, pytest, pytest-timeout, and timm for Vision
+Transformers; torchao for fp8. There, from the root of the repository:
 
-    python3 -m pip install --no-index --no-deps --target packages wheels/*.whl
-    export PYTHONPATH=$PWD:$PWD/packages
-    python3 tests/gpu/day.py 0                   # and so on to 9; what is worth most comes first
-    python3 tests/gpu/day.py 1 --device cpu      # a rehearsal, with the tiniest sizes
+    python3 -m pip install -q --no-index --no-deps --target /tmp/site .whl/*.whl
+    export PYTHONPATH=$PWD:/tmp/site PYTHONUNBUFFERED=1
+    python3 tests/gpu/day.py 0 1 6 2 --seconds 570     # is it right, and as fast as predicted?
+    python3 tests/gpu/day.py 4 3 5 9 --seconds 570     # waits, memory, races
+    python3 tests/gpu/day.py 7 10 --seconds 570        # layouts over gloo, fp8
+    python3 tests/gpu/day.py 8 11 --seconds 570        # compiled
+    python3 tests/gpu/day.py 1 --device cpu            # a rehearsal, with the tiniest sizes
 
-Each step writes its table into `--out` after every case, and says there what is a failure. The status is 1 if it found
-one. A case that would begin after the minutes are over is left out, and said to be.
+Each line is a call of less than ten minutes; with 15 minutes in all, take the first, and then `4 3 --seconds 150`. Each
+case says what it found, and packs all pages and logs anew into one archive in `--out` ($OUT, if that is set); at most
+two traces lie beside it. A failure is something wrong, and makes the status 1; a finding is a figure that was predicted
+otherwise. A case that would begin after the minutes are over is left out, and said to be; if step 0 fails, so are all
+others.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +52,10 @@ from benchmarks import gpu
 from benchmarks.machine import describe, publish, table
 
 ROOT = Path(__file__).parents[2]
+SHORT = 30
+"""Seconds in which no suite of tests, and hardly a step, can say anything."""
+PATIENCE = 10
+"""Of the minutes of a step, in a rehearsal: the CPU is slow, and busy."""
 
 
 @dataclass
@@ -46,6 +65,8 @@ class Page:
     Attributes:
         failure: what counts as one.
         failures: those that were found.
+        findings: figures that were predicted otherwise.
+        written: called after each time.
     """
 
     out: Path
@@ -54,8 +75,10 @@ class Page:
     device: torch.device
     seconds: float
     columns: Sequence[str] = ()
+    written: Callable[[], None] = lambda: None
     rows: list[Sequence[Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -74,6 +97,8 @@ class Page:
             return
         try:
             self.add(name, *measure())
+        except ModuleNotFoundError as error:
+            self.add(name, f"left out: {error}")
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             self.fail(f"{name}: {text}")
@@ -90,55 +115,67 @@ class Page:
         self.failures.append(text)
         print(f"FAILURE: {text}", flush=True)
 
+    def find(self, text: str) -> None:
+        self.findings.append(text)
+        print(f"FINDING: {text}", flush=True)
+
     def write(self, verdict: str = "not over yet") -> None:
         name = f"a rehearsal on {self.device}" if self.rehearses else torch.cuda.get_device_name()
         about = "\n".join(f"- {key}: {value}" for key, value in ({"device": name} | describe()).items())
-        found = "\n".join(f"- FAILURE: {text}" for text in self.failures)
+        kinds = (("FAILURE", self.failures), ("FINDING", self.findings))
+        found = "\n".join(f"- {kind}: {text}" for kind, texts in kinds for text in texts)
         parts = [f"# {self.title}", f"A failure is: {self.failure}", about, table(self.columns, self.rows), found]
         publish(self.out, *filter(None, parts), f"This step is {verdict}.")
+        self.written()
 
 
 # -- steps that run what there is already ------------------------------------------------------------------------------
 
 
-def run_pytest(page: Page, name: str, *arguments: str, **environment: str) -> None:
-    """A row with pytest's last line. On a GPU a run in which no test passed is a failure, too."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", *arguments]
+def run_pytest(page: Page, name: str, *arguments: str, seconds: float = 0.0, **environment: str) -> None:
+    """A row with pytest's last line. It is a failure if a test fails, or if none passes where it should.
+
+    Args:
+        seconds: after these it is interrupted, which is no failure as long as its tests passed; 0: all that are left.
+    """
+    seconds = min(page.left, seconds or page.left)
+    if seconds < SHORT:
+        page.add(name, "-", "left out: the minutes are over")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", "--timeout", "120", *arguments]
     log = page.out.with_suffix(f".{len(page.rows)}.log")
     with open(log, "w") as file:
+        env = os.environ | environment
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
         try:
-            env = os.environ | environment
-            status = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=file, timeout=page.left).returncode
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = 124
-    lines = log.read_text().strip().splitlines()
-    if status not in (0, 5) or ("passed" not in lines[-1] and not page.rehearses):
-        page.fail(f"{name}: pytest ended with status {status}, see {log}")
-    page.add(name, status, lines[-1] if lines else "")
-
-
-def verify_here(page: Page) -> None:
-    """`halfmesh verify`, as a user runs it."""
-    from halfmesh.verify.machine import verify_machine
-
-    page.columns = ["mode", "layout", "ranks", "seconds", "result"]
-    for cell, report, seconds in verify_machine(page.device.type, quick=page.rehearses).results:
-        if not report.equal:
-            page.fail(f"{cell.row}, {cell}: {report.first or report.problems}")
-        result = "equal" if report.equal else "differs, or refused"
-        page.add(cell.row, cell, report.world_size, f"{seconds:.1f}", result)
+            process.send_signal(signal.SIGINT)  # then pytest says what it has found
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
+    lines = log.read_text().strip().splitlines() or [""]
+    marks = "".join(re.findall(r"^([.FEsxX]+)(?:\s+\[ *\d+%\])?$", "\n".join(lines), re.MULTILINE))
+    has_failed = status not in (0, 124) or bool(set(marks) & {"F", "E"})
+    has_passed = "." in marks or (page.rehearses and "s" in marks)
+    if has_failed or not has_passed:
+        page.fail(f"{name}: pytest ended with status {status}, see {log.name}: {lines[-1]}")
+    page.add(name, "out of time" if status == 124 else status, lines[-1])
 
 
 def tests_on_gpu(page: Page) -> None:
     page.columns = ["tests", "status", "result"]
     files = [file for file in sorted((ROOT / "tests/gpu").glob("test_*.py")) if file.name != "test_day.py"]
     needs_two = "test_cpu_offload_on_gpu.py"
+    files.sort(key=lambda file: file.name != "test_on_gpu.py")
     for file in files:
         if file.name != needs_two or page.rehearses or torch.cuda.device_count() > 1:
             run_pytest(page, file.name, "-m", "gpu", str(file))
 
 
-# Models of timm and transformers, and torchao, are not carried; gloo sends between stages from the host only.
+# Few of each kind; and gloo sends between stages from the host only.
 LAYOUTS = "(mlp or gpt) and not gpt2 and not fp8 and not pp"
 SUITES = {
     "layouts beside one process": ["tests/composition/test_parity.py", "-m", "not slow", "-k", LAYOUTS],
@@ -149,52 +186,14 @@ SUITES = {
 
 def two_ranks_on_one_gpu(page: Page) -> None:
     page.columns = ["two or more ranks on one device, over gloo", "status", "result"]
+    if page.rehearses:
+        suites = {name: [*SUITES[name][:-1], "none-mlp-tp2-dp2-x1-fsdp"] for name in [*SUITES][:1]}
+    else:
+        suites = SUITES
     place = "gloo-cpu" if page.device.type == "cpu" else "gloo-cuda"
-    for name, arguments in [*SUITES.items()][: 1 if page.rehearses else None]:
-        rehearsed = ["-k", "trains_to and none-mlp"] if page.rehearses else []
-        run_pytest(page, name, *arguments, *rehearsed, RANKS_ON=place)
-
-
-SLOWER = 1.05
-
-
-def judge(page: Page, rows: Sequence[Sequence[Any]]) -> None:
-    """Find failures in the rows of `benchmarks.gpu`."""
-    against, waits = gpu.COLUMNS.index("against fused=True"), gpu.COLUMNS.index("waits a step")
-    for row in rows:
-        case = ", ".join(map(str, row[:3]))
-        if str(row[3]).startswith("not measured") and "TimeoutError" not in row[3]:
-            page.fail(f"{case}: {row[3]}")
-        if row[3] == gpu.HALFMESH and not page.rehearses:  # a tiny model on a busy CPU says nothing
-            if float(str(row[against]).split()[0]) > SLOWER:
-                page.fail(f"{case}: {row[against]} of the loop with fused=True")
-            if set(row[waits]) - set("0, -"):
-                page.fail(f"{case}: {row[waits]} waits a step")
-
-
-def bench(page: Page, works: Sequence[str], modes: Sequence[gpu.Mode], compiled: Sequence[Any]) -> None:
-    """`benchmarks.gpu`, whose page stands beside this one."""
-    page.columns = gpu.COLUMNS
-    chosen = gpu.TINY[1:] if page.rehearses else [work for work in gpu.WORKS if any(w in work.title for w in works)]
-    rounds, beside = 2 if page.rehearses else 5, page.out.with_suffix(".bench.md")
-
-    def done(rows: Sequence[Sequence[Any]]) -> None:
-        judge(page, rows)
-        for row in rows:
-            page.add(*row)
-
-    gpu.run(chosen, modes, compiled, page.device, rounds, beside, seconds=page.left, done=done)
-
-
-def bench_eager(page: Page) -> None:
-    modes = [mode for mode in gpu.MODES if mode.name == "NAIVE fp16"] if page.rehearses else gpu.MODES
-    bench(page, ["124 M", "355 M", "1.5 B"], modes, (False,))
-
-
-def bench_compiled(page: Page) -> None:
-    modes = [mode for mode in gpu.MODES if mode.name in ("TORCH bf16", "NAIVE bf16")]
-    forms = [{"backend": "aot_eager"}] if page.rehearses else [{"mode": "default"}, {"mode": "reduce-overhead"}]
-    bench(page, ["124 M"], modes[: 1 if page.rehearses else 2], forms)
+    for number, (name, arguments) in enumerate(suites.items()):
+        share = max(page.left / (len(suites) - number), SHORT)
+        run_pytest(page, name, *arguments, seconds=share, RANKS_ON=place)
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -209,25 +208,67 @@ class Step:
 
 
 def all_steps() -> dict[int, Step]:
+    from tests.gpu import day_bench as bench
     from tests.gpu import day_cases as cases
-    from tests.gpu import day_one_rank
+    from tests.gpu import day_fit, day_one_rank
 
-    slower = f"halfmesh takes more than {SLOWER} of the time of the loop with fused=True, a wait in its step, or a "
-    slower += "case that was not measured for another reason than the time."
-    red = "a test that fails, a file of which no test passed, or pytest that does not end in time."
-    unequal = "a mode in a layout that does not compute what one process computes."
+    slower = bench.SPEED_FAILURE
+    red = "a test that fails, a file of which no test passed, or pytest that does not end."
     return {
-        0: Step("halfmesh verify", 8, unequal, verify_here),
-        1: Step("The tests that need a GPU", 4, red, tests_on_gpu),
-        2: Step("Steps and updates beside loops by hand", 8, slower, bench_eager),
-        3: Step("How large the parts of an update are to be", 4, cases.SWEEP_FAILURE, cases.sweep_buckets),
-        4: Step("Where a training loop waits", 3, cases.PROFILE_FAILURE, cases.profile_loops),
-        5: Step("Copies beside the computation", 5, cases.RACE_FAILURE, cases.find_races),
-        6: Step("NCCL with one rank", 3, day_one_rank.COLLECTIVES_FAILURE, day_one_rank.one_rank),
-        7: Step("Several ranks on one GPU", 6, red, two_ranks_on_one_gpu),
-        8: Step("Compiled steps beside compiled loops", 8, slower, bench_compiled),
-        9: Step("channels_last and cuDNN's LSTM", 2, cases.LAYOUT_FAILURE, cases.memory_layouts),
+        0: Step(
+            "Is this machine fit, and halfmesh verify --quick", 1.5, day_fit.FIT_FAILURE, day_fit.find_what_is_unfit
+        ),
+        1: Step("The tests that need a GPU", 2.5, red, tests_on_gpu),
+        2: Step("Steps and updates beside loops by hand", 4.5, slower, bench.bench_eager),
+        3: Step("How large the parts of an update are to be", 2, cases.SWEEP_FAILURE, cases.sweep_buckets),
+        4: Step("Where a training loop waits", 1.5, cases.PROFILE_FAILURE, cases.profile_loops),
+        5: Step("Copies beside the computation", 4, cases.RACE_FAILURE, cases.find_races),
+        6: Step("NCCL with one rank", 1, day_one_rank.COLLECTIVES_FAILURE, day_one_rank.one_rank),
+        7: Step("Several ranks on one GPU", 5, red, two_ranks_on_one_gpu),
+        8: Step("Compiled steps beside compiled loops", 4.5, slower, bench.bench_compiled),
+        9: Step("channels_last and cuDNN's LSTM", 1.5, cases.LAYOUT_FAILURE, cases.memory_layouts),
+        10: Step("fp8 beside bf16", 4, slower, bench.bench_float8),
+        11: Step("Compiled steps in CUDA graphs", 4.5, slower, bench.bench_graphs),
     }
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Pages and logs, packed into one file; traces beside it."""
+
+    pages: Path
+    out: Path
+    name: str
+
+    def pack(self) -> None:
+        """Write it anew: a command that is killed has left all that was found before."""
+        for trace in self.pages.glob("*.json.gz"):
+            shutil.move(trace, self.out / trace.name)
+        packed = self.pages.parent / self.name
+        with tarfile.open(packed, "w:gz") as archive:
+            archive.add(self.pages, packed.name.partition(".")[0])
+        shutil.move(packed, self.out / self.name)
+
+
+def take(number: int, step: Step, device: torch.device, until: float, archive: Archive) -> Page:
+    """Run a step within its minutes and before `until`, on the monotonic clock."""
+    left = until - time.monotonic()
+    out, title = archive.pages / f"step_{number}.md", f"Step {number}: {step.title}"
+    page = Page(out, title, step.failure, device, min(60 * step.minutes, left), written=archive.pack)
+    if page.rehearses:
+        page.seconds *= PATIENCE
+    print(f"\n{page.title}\nA failure is: {page.failure}", flush=True)
+    if left < SHORT:
+        page.columns = ["step"]
+        page.add("left out: the minutes are over")
+        return page
+    try:
+        step.run(page)
+    except Exception as error:
+        page.fail(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    gpu.free()
+    page.write(f"over, in {time.monotonic() - page.began:.0f} s, with {len(page.failures)} failure(s)")
+    return page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -236,23 +277,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = "\n".join(f"  {number}  {step.title} ({step.minutes:g} min)" for number, step in steps.items())
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, epilog=f"steps:\n{names}", formatter_class=form)
-    parser.add_argument("step", type=int, choices=list(steps))
+    parser.add_argument("steps", type=int, choices=list(steps), nargs="+", metavar="STEP")
+    parser.add_argument("--seconds", type=float, help="of all steps together (default: the sum of their minutes)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu_day", help="folder of the tables")
+    out = Path(os.environ.get("OUT") or ROOT / "runs/gpu_day")
+    parser.add_argument("--out", type=Path, default=out, help="folder of the archive and the traces (default: $OUT)")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here: nothing was run (--device cpu is a rehearsal)")
         return 2
-    step = steps[chosen.step]
     chosen.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu")
-    out = (chosen.out / f"step_{chosen.step}.md").absolute()
-    page = Page(out, f"Step {chosen.step}: {step.title}", step.failure, device, 60 * step.minutes)
-    print(f"{page.title}\nA failure is: {page.failure}", flush=True)
-    step.run(page)
-    page.write(f"over, in {time.monotonic() - page.began:.0f} s, with {len(page.failures)} failure(s)")
-    print(f"{len(page.failures)} failure(s); the table is in {page.out}")
-    return int(bool(page.failures))
+    until = time.monotonic() + (chosen.seconds or sum(60 * steps[number].minutes for number in chosen.steps))
+    pages = list[Page]()
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Archive(Path(folder, "pages"), chosen.out, f"day_{'_'.join(map(str, chosen.steps))}.tar.gz")
+        archive.pages.mkdir()
+        for number in chosen.steps:
+            pages.append(take(number, steps[number], device, until, archive))
+            if number == 0 and pages[-1].failures:
+                break
+    print()
+    for page in pages:
+        print(f"{page.title}: {len(page.failures)} failure(s), {len(page.findings)} finding(s)")
+        for text in (*page.failures, *page.findings):
+            print(f"  {text}")
+    for number in chosen.steps[len(pages) :]:
+        print(f"Step {number}: left out, because step 0 has failed")
+    print(f"the pages are in {chosen.out / archive.name}")
+    return int(any(page.failures for page in pages))
 
 
 if __name__ == "__main__":

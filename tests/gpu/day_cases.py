@@ -23,6 +23,7 @@ import halfmesh
 from benchmarks import gpu
 from benchmarks.contenders import Setup, adamw, make_halfmesh
 from benchmarks.harness import Contender, settle, time_step
+from benchmarks.prediction import measure_bandwidth
 from benchmarks.works import Work, class_loss, token_loss, tokens
 from halfmesh.amp.stepper import bucket_bytes
 from halfmesh.utils.tensors import by_bytes
@@ -45,35 +46,45 @@ SWEEP_FAILURE = "a limit with which the update takes less than 0.9 of the time t
 
 
 def sweep_buckets(page: Page) -> None:
-    page.columns = ["limit in MiB", "parts", "ms an update", "over its bound", "peak bytes a parameter"]
-    work = work_of(page, "1.5 B")
+    page.columns = ["model", "limit in MiB", "parts", "ms an update", "over its bound", "peak bytes a parameter"]
+    limits: dict[str, tuple[float | None, ...]] = {"124 M": (None, 25, math.inf), "batch 32": (None, 25, math.inf)}
+    limits = {"1.5 B": (None, 25, 128, 512, math.inf)} | ({} if page.rehearses else limits)
+    bandwidth = measure_bandwidth(page.device)
+    for words, some in limits.items():
+        seconds: dict[float | None, float] = {}
+        work = work_of(page, words)
+        for limit in some:
+            page.case(work.title, partial(sweep_bucket, page, work, limit, bandwidth, seconds))
+        for limit, found in seconds.items():
+            if found < 0.9 * seconds.get(None, 0) and not page.rehearses:
+                times = f"{1000 * found:.3g} ms, and {1000 * seconds[None]:.3g} by default"
+                page.fail(f"{work.title}, {limit:g} MiB: {times}")
+
+
+def sweep_bucket(
+    page: Page, work: Work, limit: float | None, bandwidth: float, seconds: dict[float | None, float]
+) -> Sequence[Any]:
+    """Adds to `seconds`, by limit; None is the default."""
+
+    def limited(device: torch.device, published: int) -> float:
+        return bucket_bytes(device, published) if limit is None else limit * MIB
+
     setup = Setup.of(work, "fp16", gpu.CLIP, str(page.device))
-    bandwidth = gpu.measure_bandwidth(page.device)
-    seconds: dict[str, float] = {}
-
-    def measure(limit: float | None) -> Sequence[Any]:
-        def limited(device: torch.device, published: int) -> float:
-            return bucket_bytes(device, published) if limit is None else limit * MIB
-
-        make = partial(make_halfmesh, setup, **NAIVE_FP16)
-        with mock.patch("halfmesh.amp.stepper.bucket_bytes", limited):
-            peak = gpu.measure_peak(make, page.device)
-            contender = make()
-            contender.run(3)
-            found = statistics.median(time_step(contender) for _ in range(3 if page.rehearses else 9))
-        params = list(contender.model.parameters())
-        numel = sum(param.numel() for param in params)
-        parts = by_bytes(params, limited(page.device, 0), lambda param: 4 * param.numel())
-        contender.close()
-        seconds["default" if limit is None else f"{limit:g}"] = found
-        bound = gpu.update_bytes(numel, masters=True) / bandwidth
-        return len(parts), f"{1000 * found:.3g}", f"{found / bound:.3g}", peak
-
-    for limit in (None, 25, 128, 512, math.inf):
-        page.case("default" if limit is None else f"{limit:g}", partial(measure, limit))
-    for name, found in seconds.items():
-        if found < 0.9 * seconds.get("default", 0) and not page.rehearses:
-            page.fail(f"{name} MiB: {1000 * found:.3g} ms, and {1000 * seconds['default']:.3g} by default")
+    with mock.patch("halfmesh.amp.stepper.bucket_bytes", limited):
+        gpu.free()
+        base = gpu.allocated(page.device)
+        contender = make_halfmesh(setup, **NAIVE_FP16)
+        contender.run(3)
+        peak = gpu.measure_peak(contender, page.device, base)
+        found = statistics.median(time_step(contender) for _ in range(3 if page.rehearses else 9))
+    params = list(contender.model.parameters())
+    numel = sum(param.numel() for param in params)
+    parts = by_bytes(params, limited(page.device, 0), lambda param: 4 * param.numel())
+    contender.close()
+    seconds[limit] = found
+    bound = gpu.update_bytes(numel, masters=True) / bandwidth
+    shown = "default" if limit is None else f"{limit:g}"
+    return shown, len(parts), f"{1000 * found:.3g}", f"{found / bound:.3g}", peak
 
 
 # -- 4: waits of a training loop ---------------------------------------------------------------------------------------
@@ -85,21 +96,19 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cudaMe
 
 
 def profile_loops(page: Page) -> None:
-    page.columns = ["mode, workers, pinned by the loader", "ms an update", "waits for streams", "for events"]
+    page.columns = ["mode, workers of the loader", "ms an update", "waits for streams", "for events"]
     page.columns = [*page.columns, "launches in engine.step", "trace"]
-    for name, config in (("TORCH bf16", TORCH_BF16), ("NAIVE fp16", NAIVE_FP16)):
-        for workers, pinned in ((4, True), (4, False), (0, False)):
-            workers = min(workers, 1) if page.rehearses else workers
-            case = f"{name}, {workers}, {'yes' if pinned else 'no'}"
-            page.case(case, partial(profile_loop, page, case, config, workers, pinned))
+    for name, config, workers in (("NAIVE fp16", NAIVE_FP16, 4), ("TORCH bf16", TORCH_BF16, 0)):
+        workers = min(workers, 1) if page.rehearses else workers
+        page.case(f"{name}, {workers}", partial(profile_loop, page, f"{name}, {workers}", config, workers))
 
 
-def profile_loop(page: Page, case: str, config: dict[str, Any], workers: int, pinned: bool) -> Sequence[Any]:
+def profile_loop(page: Page, case: str, config: dict[str, Any], workers: int) -> Sequence[Any]:
     work = work_of(page, "124 M")
     batches = [work.batch(seed) for seed in range(2 if page.rehearses else 4)]
     x, y = (torch.cat(parts).repeat(8 if page.rehearses else 12, 1) for parts in zip(*batches, strict=True))
     size = len(batches[0][0])
-    options = {"num_workers": workers, "pin_memory": pinned and not page.rehearses}
+    options = {"num_workers": workers, "pin_memory": workers > 0 and not page.rehearses}
     loader: DataLoader[Any] = DataLoader(TensorDataset(x, y), size, **options)
     model = work.model().to(page.device)
     optimizer = adamw(model)
@@ -132,7 +141,7 @@ def profile_loop(page: Page, case: str, config: dict[str, Any], workers: int, pi
     launched = sum(
         event.name in LAUNCHES and any(s.start <= event.time_range.start <= s.end for s in steps) for event in events
     )
-    trace = page.out.with_suffix(f".{len(page.rows)}.json")
+    trace = page.out.with_suffix(f".{len(page.rows)}.json.gz")
     seen.export_chrome_trace(str(trace))
     engine.close()
     if waits or (workers and of_events):
@@ -143,7 +152,8 @@ def profile_loop(page: Page, case: str, config: dict[str, Any], workers: int, pi
 # -- 5: races ----------------------------------------------------------------------------------------------------------
 
 RACE_FAILURE = "a weight that differs, in any bit, from the run without copies (a second such run shows whether that "
-RACE_FAILURE += "repeats itself), or an allocator that had to try again."
+RACE_FAILURE += "repeats itself), an allocator that had to try again, or a peak with offload that is more than 0.8 of "
+RACE_FAILURE += "the peak without: what was fetched for backward is kept too long."
 SLEEP = 2_000_000
 """Cycles that each copy is late: about a millisecond."""
 
@@ -172,9 +182,10 @@ def late_copies(device: torch.device) -> Iterator[None]:
 
 def find_races(page: Page) -> None:
     page.columns = ["case", "steps", "weights that differ", "ms a step", "peak MiB", "retries", "pinned MiB"]
-    work = gpu.gpt("GPT", 6, 512, 4, length=512) if not page.rehearses else TINY
-    steps, often = (4, 2) if page.rehearses else (200, 5)
+    work = gpu.gpt("GPT", 6, 1024, 8, vocabulary=1024) if not page.rehearses else TINY  # activations: 2/3 of its peak
+    steps, often = (4, 2) if page.rehearses else (100, 50)
     expected: dict[str, torch.Tensor] = {}
+    peaks: dict[str, int] = {}
     off, recompute = {"activation_offload": True}, {"activation_checkpoint": "full"}
     cases: dict[str, tuple[dict[str, Any], int]] = {
         "plain": ({}, 0),
@@ -194,7 +205,8 @@ def find_races(page: Page) -> None:
         different = [key for key, value in found.items() if not torch.equal(value, expected[key])]
         figures = ["-", "-", "-"]
         if not page.rehearses:
-            peak, stats = torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()
+            peaks[name] = peak = torch.cuda.max_memory_allocated()
+            stats = torch.cuda.memory_stats()
             pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", math.nan)
             figures = [f"{peak / MIB:.0f}", f"{stats['num_alloc_retries']}", f"{pinned / MIB:.0f}"]
             if stats["num_alloc_retries"]:
@@ -209,6 +221,14 @@ def find_races(page: Page) -> None:
             page.case(name, partial(run, name, config, every))
     finally:
         torch.use_deterministic_algorithms(False)
+    judge_peaks(page, peaks)
+
+
+def judge_peaks(page: Page, peaks: dict[str, int]) -> None:
+    """Find a peak with offload that is hardly below the one without, by name of the case, in bytes."""
+    plain = peaks.get("plain", math.inf)
+    if peaks.get("offload", 0) > 0.8 * plain:
+        page.fail(f"offload: a peak of {peaks['offload'] / MIB:.0f} MiB, and {plain / MIB:.0f} without")
 
 
 def train_for_races(
@@ -239,7 +259,8 @@ def train_for_races(
 # -- 9: memory layouts -------------------------------------------------------------------------------------------------
 
 LAYOUT_FAILURE = "a last loss that differs by more than 5 % from fp32's, weights of convolutions that are not in "
-LAYOUT_FAILURE += "channels_last any more, or a warning of torch that an RNN's weights are not in one piece."
+LAYOUT_FAILURE += "channels_last any more, or a warning of torch that an RNN's weights are not in one piece (but with "
+LAYOUT_FAILURE += "O1, which casts them one by one)."
 
 
 class Residual(nn.Module):
@@ -298,7 +319,7 @@ def one_layout(page: Page, work: Work, name: str, config: dict[str, Any], plain:
         warnings.simplefilter("always")
         losses, seconds, model = losses_of(page, work, config)
     pieces = [str(warning.message) for warning in caught if "contiguous chunk" in str(warning.message)]
-    if pieces:
+    if pieces and name != "APEX O1":
         page.fail(f"{work.title}, {name}: {pieces[0]}")
     if not abs(losses[-1] - plain[-1]) <= 0.05 * abs(plain[0]):
         page.fail(f"{work.title}, {name}: a loss of {losses[-1]:.4g}, and {plain[-1]:.4g} in fp32")

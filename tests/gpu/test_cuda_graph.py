@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import halfmesh
+from tests.gpu.test_on_gpu import ALL_MODES, FLOAT8
 from tests.support.models import MLP, MODES, adamw, full_weights, make_loader, sgd
 
 pytestmark = [
@@ -20,12 +21,16 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "optimizer"), [("none", sgd), ("torch_fp16", sgd), *((mode, adamw) for mode in MODES)]
+    ("mode", "optimizer"),
+    [
+        *(("none", sgd), ("torch_fp16", sgd), *((mode, adamw) for mode in MODES)),
+        pytest.param("fp8_tensorwise", adamw, marks=FLOAT8),
+    ],
 )
 def test_replays_are_updates(mode, optimizer):
     """Also one that overflows, because of its input."""
     growing = {"growth_interval": 3} if "fp16" in mode else {}
-    config = {key: {**value, **growing} for key, value in MODES[mode].items()} | {"clip_grad_norm": 0.5}
+    config = {key: {**value, **growing} for key, value in ALL_MODES[mode].items()} | {"clip_grad_norm": 0.5}
     batches = [batch for _ in range(2) for batch in make_loader(40)]
 
     def run(captured):

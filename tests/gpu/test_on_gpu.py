@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,9 +19,15 @@ from torch.utils.checkpoint import checkpoint
 import halfmesh
 from halfmesh.parallel.rng import RandomFork
 from halfmesh.utils.torch_private import foreach_mul_
+from tests.gpu.day_fit import float8_product
 from tests.support import checkpoint_runs
 from tests.support.models import MLP, MODES, adamw, difference, full_weights, make_loader, reference, sgd, train
 
+FLOAT8 = [
+    pytest.mark.not_simulated("float8"),
+    pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao"),
+]
+ALL_MODES = MODES | {f"fp8_{name}": {"fp8": {"mode": "torch", "recipe": name}} for name in ("tensorwise", "rowwise")}
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -57,14 +64,21 @@ def test_a_product_with_half_precision_rounds_once(dtype):
         assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 7, 24, 32])
+@pytest.mark.parametrize("scaling", [pytest.param(name, marks=FLOAT8) for name in ("tensorwise", "rowwise")])
+def test_products_in_float8_are_those_that_are_emulated(scaling, rows):
+    """Forward and backward, with rows that 16 divides or not."""
+    assert float8_product(torch.device("cuda"), scaling, rows)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=() if m in MODES else FLOAT8) for m in ALL_MODES])
 def test_a_loop_with_a_scheduler_and_accumulation_never_waits(mode, no_waits):
     """With gradients of more than 65,536 elements, and in NAIVE and O2 of more than one bucket."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.GELU())]
     model = nn.Sequential(nn.Linear(8, 2048), *layers, nn.Linear(2048, 4))
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.9**update)
-    config = MODES[mode] | {"clip_grad_norm": 1.0, "gradient_accumulation": 2}
+    config = ALL_MODES[mode] | {"clip_grad_norm": 1.0, "gradient_accumulation": 2}
     engine = make_gpu_engine(config, optimizer, model, lr_scheduler=scheduler)
     batches = list(engine.dataloader)
     for number, (x, y) in enumerate(batches):
