@@ -22,6 +22,7 @@ from .parallel.registries import AXES, DATA_STRATEGIES
 Cell = Literal["yes", "refused"]
 
 DEVICES = ("cpu", "cuda")
+_OTHER_NAMES = {"gpu": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def check_setup(setup: Setup, device: str) -> list[Finding]:
     """The same of a config with its mesh and recipe."""
     findings, kind = list(_check_world(setup.config, setup.dims.world_size)), device.partition(":")[0]
     if kind not in DEVICES:
-        message = f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{did_you_mean(kind, DEVICES)}"
+        near = did_you_mean(kind, DEVICES, _OTHER_NAMES)
+        message = f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{near}"
         findings.append(Finding("device", message))
     findings += _check_mode(_row_of(setup), _active_columns(setup), kind)
     return [*findings, *find_key_problems(setup)]

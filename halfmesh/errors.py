@@ -10,9 +10,10 @@ import os
 import re
 import reprlib
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 EXIT_PREEMPTED = 75
@@ -149,9 +150,14 @@ def find_near(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return by_lower[near[0]] if near else None
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` when a known name is near, else the empty string."""
-    near = find_near(name, known)
+def did_you_mean(name: object, known: Iterable[str], others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`"; did you mean 'x'?"` when a known name is near, else the empty string.
+
+    Args:
+        others: other libraries' names for known ones, lower case.
+    """
+    # Names of three letters are near to too many: 'tpu' to 'cpu'.
+    near = others.get(str(name).lower()) or find_near(name, known, 0.6 if len(str(name)) > 3 else 0.7)
     return f"; did you mean {near!r}?" if near else ""
 
 

@@ -145,7 +145,9 @@ def test_layout():
 
 def test_devices():
     assert find({"fp16": {"mode": "torch"}}, 1, "cuda:3") == []
-    assert find({}, 1, "cud") == ["device: 'cud' is not supported; allowed: cpu, cuda; did you mean 'cuda'?"]
+    for given, near in {"cud": "'cuda'", "gpu": "'cuda'", "tpu": "", "mps": ""}.items():
+        said = f"device: '{given}' is not supported; allowed: cpu, cuda{near and f'; did you mean {near}?'}"
+        assert find({}, 1, given) == [said]
 
 
 # --- keys ----------------------------------------------------------------------------------------------------------

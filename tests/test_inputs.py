@@ -257,6 +257,23 @@ def test_a_refusal_leaves_everything_untouched(config, error):
     optimizer.step()
 
 
+def test_no_config_is_fp32_but_that_of_a_launch_is_not_forgotten():
+    def make(**options):
+        return halfmesh.initialize(MLP(), sgd, device="cpu", **options)
+
+    assert make().config == halfmesh.load_config({})
+    with pytest.raises(InputError, match="it holds 9 parameters not of the model"):
+        halfmesh.initialize(nn.ReLU(), adamw(MLP().parameters()))
+    with halfmesh.launch_from_torch({}, device="cpu", verbose=False):
+        make()
+    with halfmesh.launch_from_torch(FP16_NAIVE, device="cpu", verbose=False) as launch:
+        with pytest.raises(InputError, match="has launched with one, which it would not use; pass the"):
+            make()
+        assert make(config={}).config.fp16 is None
+        assert make(config=launch).config.fp16 is not None
+    make()
+
+
 def test_callables_are_called_after_the_config_is_checked():
     called = []
 

@@ -31,7 +31,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list, shorten
+from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list, readable, shorten
 from ..parallel.mesh import ParallelContext
 from ..utils.log import get_logger
 from .agreement import StoreMessages, gather_results, run_on_all_ranks, run_on_rank_zero
@@ -122,7 +122,7 @@ def write(
         content = json.loads(json.dumps({"format": FORMAT, "files": files, **snapshot.about}))
         write_file(unfinished / MANIFEST, json.dumps(content | {"sha256": _digest(content)}, indent=1).encode())
         final, size = finish(unfinished, keep), sum(size for size, _ in files.values())
-        _log.info("saved step %d to %s: %.1f MB", snapshot.about["step"], final, size / 2**20)
+        _log.info("saved step %d to %s: %s", snapshot.about["step"], final, readable(size))
 
     try:
         everyone = messages.gather_results(context, what, write_own)

@@ -113,6 +113,10 @@ def get_plugin(mode: object) -> type[AMPPlugin]:
         raise ValueError(str(error)) from error
 
 
+_OTHER_STRATEGIES = {"zero0": "replicate", "ddp": "replicate", "zero2": "zero1", "zero3": "fsdp", "full_shard": "fsdp"}
+"""Other libraries' names of data strategies, and ours."""
+
+
 def list_names(registry: Registry[Any], *more: str) -> str:
     """The registered names, quoted, for a message."""
     return ", ".join(map(repr, [*more, *registry.names()]))
@@ -126,7 +130,8 @@ def _registered(registry: Registry[Any], *more: str) -> AfterValidator:
             return name
         known = [*more, *registry.names()]
         if name.lower() not in known:
-            raise ValueError(f"{show(name)} is not one of {list_names(registry, *more)}{did_you_mean(name, known)}")
+            near = did_you_mean(name, known, _OTHER_STRATEGIES if registry is DATA_STRATEGIES else {})
+            raise ValueError(f"{show(name)} is not one of {list_names(registry, *more)}{near}")
         return name.lower()
 
     return AfterValidator(check)

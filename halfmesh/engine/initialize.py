@@ -92,7 +92,8 @@ def initialize(
         criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss. A method
             `set_context(context)` of it is called once, with the mesh of ranks.
         dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
-        config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function.
+        config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function. Without one
+            it trains in fp32.
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
         lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`, which is called with each of several
             optimizers; or a list of these, the callables in the order of the optimizers. A parameter
@@ -104,7 +105,7 @@ def initialize(
     Raises:
         ConfigError: mistakes in the config.
         IncompatibleConfigError: an unsupported combination, or one that does not fit model or device.
-        InputError: arguments of the wrong kind.
+        InputError: arguments of the wrong kind; or no config, though this process has launched with one.
     """
     given = _Given(model, join_optimizers(optimizer), criterion, dataloader, eval_dataloader, lr_scheduler, sharded)
     with recorded_for_torchrun():
@@ -113,7 +114,9 @@ def initialize(
 
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
     launch = config if isinstance(config, Launch) else None
-    settings = launch.config if launch is not None else load_config(config)
+    if config is None:
+        launchers.refuse_forgotten()
+    settings = launch.config if launch is not None else load_config({} if config is None else config)
     device = launch.device if launch is not None and device is None else launchers.choose_device(device)
     setup = Setup.of(settings, launchers.expected_world_size())
     compat.raise_for(compat.check_setup(setup, device.type))

@@ -28,6 +28,8 @@ GLOO_NCCL = "cpu:gloo,cuda:nccl"
 """The backend of groups that also send from the host."""
 _shared: list[OwnedGroup] = []
 """The group that the engines of this process share, if one of them made it: torch too has one for each process."""
+_launched: list[Launch] = []
+"""The last launch of this process, until it is closed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Launch:
 
     def close(self) -> None:
         """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
+        _launched[:] = [launch for launch in _launched if launch is not self]
         if self.group is not None:
             self.group.close()
 
@@ -184,6 +187,16 @@ def choose_backend(config: Config, device: torch.device) -> str | None:
     return GLOO_NCCL if on_host and device.type == "cuda" else None
 
 
+def refuse_forgotten() -> None:
+    """Raise InputError if this process has launched with a config that `initialize` is not given: it would train in
+    fp32, with data parallelism alone."""
+    if any(launch.config != Config() for launch in _launched):
+        raise InputError(
+            "initialize was given no config, but this process has launched with one, which it would not use; pass the "
+            "launch: initialize(..., config=launch), or config={} for fp32 and data parallelism"
+        )
+
+
 def expected_world_size() -> int:
     """The size of the process group, or of the one that torchrun's variables ask for; 1 without either.
 
@@ -285,7 +298,8 @@ def _launch(
     if verbose:
         how = dist.get_backend() if dist.is_initialized() else "no process group"
         get_logger().info("world of %d (%s), device %s, seed %d", process.world_size, how, chosen, loaded.seed)
-    return Launch(loaded, chosen, process.rank, process.world_size, process.local_rank, group)
+    _launched[:] = [Launch(loaded, chosen, process.rank, process.world_size, process.local_rank, group)]
+    return _launched[0]
 
 
 def _set_seeds(seed: int) -> None:

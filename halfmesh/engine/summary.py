@@ -224,8 +224,9 @@ def _layout(
         row = dict(axis.describe(params, sizes, getattr(parallel, name)))
         layouts += [row.pop("layout")] if "layout" in row else []
         rows |= row
-    text = ", ".join(layouts) or "every rank holds all of the model"
-    text += parallel_model.data.text
+    is_sharded = parallel_model.data.shards_model
+    text = ", ".join(layouts or ([] if is_sharded else ["every rank holds all of the model"]))
+    text = (text + parallel_model.data.text).removeprefix(", ")
     if context.dp_size > 1:
         text += f", {parallel_model.data.exchange}"
     return {"layout": f"{mesh}; {text}", **rows}

@@ -137,7 +137,10 @@ MISTAKES = [
         "parallel.tensor.plan: '*.fc1': 'colwse' is not one of 'auto', 'colwise'",
     ),
     ({"parallel": {"pipeline": {"schedule": "1fb1"}}}, f"{PIPELINE}.schedule: '1fb1' is not one of 'gpipe', '1f1b',"),
-    ({"parallel": {"data": "zero2"}}, "parallel.data: 'zero2' is not one of 'replicate', 'zero1', 'fsdp'; did you"),
+    *(
+        ({"parallel": {"data": name}}, f"'{name}' is not one of 'replicate', 'zero1', 'fsdp'; did you mean '{ours}'?")
+        for name, ours in {"zero2": "zero1", "ZeRO3": "fsdp", "ddp": "replicate", "fsdp2": "fsdp"}.items()
+    ),
     (
         {"parallel": {"data": {"reduce_dtype": "bf16"}}},
         "'bf16': Input should be 'float32', 'float16' or 'bfloat16'",

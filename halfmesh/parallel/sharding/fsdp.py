@@ -269,7 +269,7 @@ class FSDP(DataStrategy):
         data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
         cast = f", {self._cast} weights gathered in float8" if self._cast else ""
         ranks = data.hybrid or self.inputs.mean_over
-        kept = f"sharded{where} over {ranks} data ranks" if ranks > 1 else f"kept whole{where} by one data rank"
+        kept = f"weights sharded{where} over {ranks} data ranks" if ranks > 1 else f"kept whole{where} by one data rank"
         return f", {kept} (fsdp){cast}"
 
     def follow(self) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import halfmesh
-from tests.support.ranks import here, rank_device
+from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.whole import close_whole
 
 X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -87,3 +87,22 @@ def test_after_an_error_the_group_stays_until_close():
     assert dist.is_initialized()
     engine.close()
     assert not dist.is_initialized()
+
+
+def layouts(rank: int, world_size: int, strategies: tuple[str, ...]) -> dict[str, str]:
+    engines = {name: engine_of(make(), {"data": name}) for name in strategies}
+    found = {name: engine.plan.rows["layout"].partition("; ")[2] for name, engine in engines.items()}
+    for engine in reversed(engines.values()):
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_with_two_the_plan_says_what_a_rank_holds() -> None:
+    expected = {
+        "replicate": "every rank holds all of the model",
+        "zero1": "every rank holds all of the model, each data rank steps 1/2 of it (zero1)",
+        "fsdp": "weights sharded over 2 data ranks (fsdp)",
+    }
+    found, _ = run_ranks(layouts, 2, tuple(expected))
+    assert found == {name: f"{text}, gradients averaged in float32" for name, text in expected.items()}
