@@ -58,7 +58,9 @@ def dispatch(
     done = collectives.scale_gradient(done, 1 / group.size())  # for the experts, as far as `own`
     back = collectives.send_rows(done, received, sent, group)
     weighted = back * top_k_weights.flatten()[order, None]
-    return torch.zeros_like(hidden_states).index_add_(0, token, weighted.to(hidden_states.dtype))
+    # Not index_add_, which adds the rows of a token on CUDA in whatever order its threads arrive.
+    by_token = torch.empty_like(weighted).index_copy_(0, order, weighted).unflatten(0, top_k_index.shape)
+    return by_token.sum(1).to(hidden_states.dtype)
 
 
 def _count_tokens(

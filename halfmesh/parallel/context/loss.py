@@ -61,7 +61,9 @@ def _mean_over_targets(
     losses = loss(input, target, **options | {"reduction": "none"})
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     counted, weight = target != options["ignore_index"], options["weight"]
-    count = counted.sum(dtype=total.dtype) if weight is None else weight[target[counted]].sum(dtype=total.dtype)
+    if weight is not None:  # with no boolean index, for which the host would wait; an ignored index may be no class
+        counted = weight[target.where(counted, 0).long()].where(counted, 0)
+    count = counted.sum(dtype=total.dtype)
     return (total / average(count)).to(losses.dtype)
 
 

@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfmesh
+from halfmesh.parallel.context.loss import TokensMode
 from tests.support.ranks import here, run_ranks
 from tests.support.tensor_parity import refusal
 from tests.support.whole import close_whole
@@ -154,6 +156,33 @@ def test_losses_are_those_of_one_process():
                 found[name][0], loss, rtol=1e-5, atol=1e-6, msg=f"{name}: {found[name][0]}, {loss}"
             )
             torch.testing.assert_close(found[name][1], new, rtol=0, atol=2e-6, msg=name)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_mask = [x.dtype == torch.bool for x in (args[1] if func._schema.name == "aten::index" else ()) if x is not None]
+        self.seen.append("index by a mask" if any(is_mask) else func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ignored", [-100, 255, 0, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_targets_are_counted_without_a_wait_for_the_device(ignored, weighted):
+    generator = torch.Generator().manual_seed(0)
+    output, target = torch.randn(32, 5, generator=generator), torch.randint(5, (32,), generator=generator)
+    target[::3] = ignored
+    weight = torch.rand(5, generator=generator) + 0.5 if weighted else None
+    if weighted and 0 <= ignored < 5:
+        weight[ignored] = torch.inf  # does not count
+    expected = F.cross_entropy(output, target, weight, ignore_index=ignored)
+    with Operators() as operators, TokensMode(None, lambda count: count):
+        found = F.cross_entropy(output, target, weight, ignore_index=ignored)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert not {"index by a mask", "aten::nonzero", "aten::_local_scalar_dense"} & set(operators.seen)
 
 
 def centred(output, target):

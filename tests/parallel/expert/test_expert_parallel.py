@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfmesh
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.parallel.axis import PlanInputs
-from halfmesh.parallel.expert import ExpertOptions, ExpertParallelism
+from halfmesh.parallel.expert import ExpertOptions, ExpertParallelism, dispatch
 from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.whole import close_whole
@@ -74,6 +76,47 @@ def test_products_of_several_experts_at_once(make):
         torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-5)
     losses = torch.tensor([[loss for loss, _ in seen] for seen, *_ in found]).mean(0).tolist()
     torch.testing.assert_close(losses, [loss for loss, _ in expected], rtol=1e-5, atol=0)
+
+
+class Doubling(nn.Module):
+    """Experts that multiply by 1, 2, 3, 4."""
+
+    num_experts = 2
+
+    def forward(self, rows, kinds, weights):
+        return rows * (kinds + 1 + 2 * dist.get_rank())
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def sum_experts(rank, world_size):
+    """What a token of 1 feature gets from its experts, and the operators that computed it."""
+    kinds = here(torch.tensor([[3, 0], [1, 2], [0, 3]]))
+    weights = here(torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.25, 0.5]]))
+    rows = here(torch.tensor([[1.0], [10.0], [100.0]]) + rank).requires_grad_()
+    layer = Doubling()
+    with Operators() as operators:
+        found = dispatch(layer, layer, SimpleNamespace(group=dist.group.WORLD), rows, kinds, weights)
+        found.sum().backward()
+    return found.tolist(), rows.grad.tolist(), operators.seen
+
+
+@pytest.mark.distributed
+def test_the_experts_of_a_token_are_summed_in_a_fixed_order():
+    """On CUDA `index_add_` adds in the order in which threads arrive: two runs differ."""
+    for rank, (found, grads, seen) in enumerate(run_ranks(sum_experts, 2)):
+        factors = [[4 * 0.5 + 0.25], [2 * 1.0 + 3 * 2.0], [0.25 + 4 * 0.5]]
+        assert found == [[f * (row + rank)] for (f,), row in zip(factors, (1, 10, 100), strict=True)]
+        assert grads == factors
+        assert not [name for name in seen if "index_add" in name or "scatter_add" in name]
 
 
 def saved(rank, world_size, folder):
