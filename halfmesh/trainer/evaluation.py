@@ -201,5 +201,5 @@ def gather_tensors(value: Any, context: ParallelContext) -> list[Any]:
             sent = chunk.to(context.device)
             dist.broadcast(sent, rank)
             chunk.copy_(sent)
-        found.append(pickle.loads(content.numpy().tobytes()))
+        found.append(pickle.loads(content.numpy()))
     return found
