@@ -14,7 +14,7 @@ from torch.optim import optimizer as all_optimizers
 from ..errors import InputError
 from ..utils.optimizer_state import parts_of
 from ..utils.param_shard import ParamShard, clear_grads
-from ..utils.tensors import bucket_bytes, by_bytes, is_dense
+from ..utils.tensors import bucket_bytes, by_bytes, is_dense, same_strides
 from ..utils.torch_private import foreach_copy_, foreach_mul_, in_shapes_only
 from .master_weights import MasterWeights
 from .recipe import HALF
@@ -116,7 +116,7 @@ class Stepper:
         laid_out = all(
             is_dense(layout := self._masters.layouts.get(param, param))
             and all(
-                value.stride() == layout.stride()
+                same_strides(value, layout)
                 for value in optimizer.state.get(param, {}).values()
                 if isinstance(value, torch.Tensor) and value.shape == param.shape
             )
@@ -179,7 +179,7 @@ class Stepper:
             layout = self._masters.layouts.get(target, target)
             if grad.layout is not torch.strided:
                 grads[shard] = grad.to(target.dtype)  # these have no strides, and no fused kernels
-            elif grad.dtype != target.dtype or grad.stride() != layout.stride():
+            elif grad.dtype != target.dtype or (grad.stride() != layout.stride() and not same_strides(grad, layout)):
                 grads[shard] = copy = torch.empty_like(layout, dtype=target.dtype)
                 sources.append(grad)
                 copies.append(copy)

@@ -135,6 +135,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors of one shape have their elements in the same order in memory. As torch's kernels do,
+    this ignores the strides of dims of size 1, in which layouts of a 1x1 convolution's weight may differ."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in strides)
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as one contiguous dim, in memory order. A view; a copy if not dense."""
     if is_dense(tensor):

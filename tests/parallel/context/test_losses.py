@@ -164,7 +164,9 @@ class Operators(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_mask = [x.dtype == torch.bool for x in (args[1] if func._schema.name == "aten::index" else ()) if x is not None]
+        is_mask = [
+            x.dtype == torch.bool for x in (args[1] if func._schema.name == "aten::index" else ()) if x is not None
+        ]
         self.seen.append("index by a mask" if any(is_mask) else func._schema.name)
         return func(*args, **(kwargs or {}))
 
