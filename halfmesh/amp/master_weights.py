@@ -174,8 +174,10 @@ class MasterWeights:
         since the last `publish`: it was through `.data`. Reads the device."""
         changed = self.changed()
         held = [s for s in self.with_master if changed.isdisjoint((s.model_param, self.target(s)))]
-        pairs = [(s.param, self.masters[s.param].to(s.param.dtype)) for s in held]
-        flags = [((param != master) & ~param.isnan()).any().to(held[0].param.device) for param, master in pairs]
+        pairs = [(s.param, self.masters[s.param]) for s in held]
+        flags = [
+            ((param != full.to(param.dtype)) & ~param.isnan()).any().to(held[0].param.device) for param, full in pairs
+        ]
         found = torch.stack(flags).cpu().tolist() if held else ()
         return [shard.name for shard, is_other in zip(held, found, strict=True) if is_other]
 
