@@ -1,23 +1,46 @@
-"""The command line: check.py has `check` and `plan`, run.py what starts ranks, show.py what only shows something.
+"""The command line: init.py has `init`, check.py `check` and `plan`, run.py what starts ranks, show.py what only shows.
 
 torch is imported only by the commands that need it.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from .check import check, plan
 from .convert_config import convert_config
+from .init import init
 from .run import run, verify
 from .show import configs, env, report
 
 app = typer.Typer(
     help="halfmesh: training with precision and parallel layout from one config.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        print(f"halfmesh {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(epilog="Example: halfmesh init config.py")(init)
 app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")(check)
 app.command(
     epilog="Example: halfmesh plan config.py --model my_package.my_model:build --world-size 64 --gpu-memory 80GB"

@@ -27,7 +27,7 @@ MOST_RANKS = 2**14
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="KEY=VALUE: change a key, such as parallel.tensor=2; repeatable.")
 ]
-Device = Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")]
+Device = Annotated[str, typer.Option(help="The kind of device: cuda or cpu.", autocompletion=lambda: ["cuda", "cpu"])]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Batch = Annotated[

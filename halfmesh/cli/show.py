@@ -53,11 +53,19 @@ def report(
     print(f"{page} ({page.stat().st_size / 1024:.0f} KiB)")
 
 
-def configs(name: Annotated[str | None, typer.Argument(help="The config to print.")] = None) -> None:
-    """List the configs that come with halfmesh, or print one."""
-    # In the installed package, or in the repository.
+def read_configs() -> dict[str, str]:
+    """The configs that come with halfmesh: in the installed package, or in the repository."""
     folder = next(one for one in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if (one / "tensor.py").is_file())
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))}
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))}
+
+
+def configs(
+    name: Annotated[
+        str | None, typer.Argument(help="The config to print.", autocompletion=lambda: list(read_configs()))
+    ] = None,
+) -> None:
+    """List the configs that come with halfmesh, or print one."""
+    texts = read_configs()
     if name is None:
         width = max(map(len, texts))
         for stem, text in texts.items():

@@ -198,7 +198,7 @@ class TensorBoardHook(WriterHook):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        events = SummaryWriter(purge_step=step + 1, **self._options)
+        events: Any = SummaryWriter(purge_step=step + 1, **self._options)
         rows = (f"| {name} | {value} |" for name, value in self.settings.items())
         events.add_text("settings", "\n".join(["| | |", "|---|---|", *rows]), step)
         for summary in hparams(dict(self.settings), {"train/loss": 0.0}):

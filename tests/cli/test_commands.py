@@ -28,7 +28,42 @@ def start(*command, **options):
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120, **options)
 
 
+# --- init -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "answers", "expected"),
+    [
+        (1, ["", "", "", "", ""], {"bf16": "torch", "clip_grad_norm": 1.0, "resume": "auto"}),
+        (8, ["fp16", "naive", "pipeline", "2", "4", "0", "none"], {"fp16": "naive", "gradient_accumulation": 4}),
+        (4, ["fp32", "fsdp", "1", "0", "none"], {"parallel": {"data": {"strategy": "fsdp"}}}),
+    ],
+)
+def test_init_writes_a_config_that_can_run(tmp_path, monkeypatch, ranks, answers, expected):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["init", "mine.py"], input="\n".join([str(ranks), *answers, ""]))
+    assert result.exit_code == 0, result.output
+    assert f"halfmesh check mine.py --world-size {ranks}" in result.output
+    config = halfmesh.load_config("mine.py")
+    assert halfmesh.compat.check(config, ranks) == []
+    written = config.to_dict()
+    for key, value in expected.items():
+        assert (written[key]["mode"] if key in ("bf16", "fp16") else written[key]) in (value, {"max_norm": value})
+    again = CliRunner().invoke(app, ["init", "mine.py"])
+    assert (again.exit_code, "--force replaces it" in again.output) == (2, True)
+
+
 # --- help ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["-V"]])
+def test_the_version(arguments):
+    assert run(*arguments).stdout == f"halfmesh {halfmesh.__version__}\n"
+
+
+def test_help_has_a_short_option():
+    assert run("-h").stdout == run("--help").stdout
+    assert run("check", "-h").stdout == run("check", "--help").stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

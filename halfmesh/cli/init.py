@@ -1,0 +1,89 @@
+"""`halfmesh init`: a few questions, and a config that can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.prompt import FloatPrompt, IntPrompt, Prompt
+
+from ..errors import counted
+from .check import Force, say, usage_errors
+
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+LAYOUTS = {
+    "replicate": "each rank holds the whole model",
+    "zero1": "the optimizer's state is sharded",
+    "fsdp": "weights, gradients and the optimizer's state are sharded",
+    "tensor": "each layer is split; within a node",
+    "pipeline": "the layers are split into stages",
+}
+
+
+def init(
+    out: Annotated[Path, typer.Argument(help="The .py file to write.")] = Path("config.py"), force: Force = False
+) -> None:
+    """Ask a few questions, and write a config.
+
+    Enter takes the answer in brackets. The config is checked before it is written.
+    """
+    from ..compat import check, raise_for
+    from ..config.load import load_config
+    from ..dry_run.rungs import refuse_target
+
+    with usage_errors():
+        refuse_target("OUT", out, ".py", force)
+        ranks = IntPrompt.ask("How many GPUs, or processes, in all", default=1)
+        keys = _ask_precision() | (_ask_layout(ranks) if ranks > 1 else {}) | _ask_update()
+        text = _render(keys, out.name, ranks)
+        raise_for(check(load_config(keys), ranks), "these answers")
+        out.write_text(text, encoding="utf-8")
+    say(f"{out}: written, for {counted(ranks, 'rank')}. Next:", "green")
+    say(f"  halfmesh check {out} --world-size {ranks} --model package.module:build   # with your model, without a GPU")
+    say(f"  halfmesh verify {out} --world-size {ranks} --model package.module:build  # equal to one process?")
+
+
+def _ask_precision() -> dict[str, Any]:
+    precision = Prompt.ask("Precision", choices=[*PRECISIONS], default="bf16")
+    if precision == "fp32":
+        return {}
+    mode = "torch"
+    if precision != "fp8":
+        say("  torch: autocast, weights in fp32.  naive: weights in half precision, with fp32 masters; faster.")
+        mode = Prompt.ask("Mode", choices=["torch", "naive"], default="torch")
+    return {precision: {"mode": mode}}
+
+
+def _ask_layout(ranks: int) -> dict[str, Any]:
+    for name, what in LAYOUTS.items():
+        say(f"  {name:9}  {what}")
+    layout = Prompt.ask("Layout", choices=[*LAYOUTS], default="replicate")
+    if layout in ("tensor", "pipeline"):
+        size = IntPrompt.ask(f"Over how many of the {ranks} ranks", default=min(ranks, 8))
+        stages = {"size": size, "microbatches": 2 * size}
+        return {"parallel": {layout: size if layout == "tensor" else stages}}
+    return {} if layout == "replicate" else {"parallel": {"data": layout}}
+
+
+def _ask_update() -> dict[str, Any]:
+    cycle = IntPrompt.ask("Batches of each rank in an update", default=1)
+    norm = FloatPrompt.ask("Clip the gradient norm at, or 0", default=1.0)
+    folder = Prompt.ask("Folder for checkpoints, or none", default="checkpoints")
+    keys: dict[str, Any] = {} if cycle == 1 else {"gradient_accumulation": cycle}
+    keys |= {"clip_grad_norm": norm} if norm else {}
+    return keys | ({"checkpoint": {"directory": folder, "every": 1000}, "resume": "auto"} if folder != "none" else {})
+
+
+def _render(keys: dict[str, Any], name: str, ranks: int) -> str:
+    from ..config.text import as_python
+
+    start = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {min(ranks, 8)}"
+    about = {
+        "parallel": "  # ranks that are left over are data ranks",
+        "gradient_accumulation": "  # batches per update",
+        "checkpoint": "  # saved every 1000 updates, and when a signal ends the run",
+    }
+    lines = [f"{key} = {as_python(value)}{about.get(key, '')}" for key, value in keys.items()]
+    head = f'"""{start} train.py, where halfmesh.initialize(..., config="{name}") reads this."""'
+    return "\n".join([head, "", *lines]) + "\n"
