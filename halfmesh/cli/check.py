@@ -42,7 +42,9 @@ def check(
     world_size: Annotated[int, typer.Option(help="The number of ranks.")],
     overrides: Overrides = None,
     device: Device = "cuda",
-    model: Annotated[str | None, typer.Option(help="package.module:build: dry-run an update of this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="package.module:build, timm:NAME or hf:config.json: dry-run its update.")
+    ] = None,
     batch: Batch = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, such as 80GB; with --model.")] = None,
     picture: Picture = None,
@@ -99,7 +101,7 @@ def check(
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="package.module:build, which builds the model and its inputs.")],
+    model: Annotated[str, typer.Option(help="package.module:build, timm:NAME or hf:config.json.")],
     world_size: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks.")],
     gpu_memory: Annotated[str, typer.Option(help="Memory of one device, such as 80GB or 80GiB.")],
     config: Annotated[Path | None, typer.Argument(help="The config to begin with; left out, an empty one.")] = None,

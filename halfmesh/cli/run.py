@@ -91,7 +91,7 @@ def find_problems(config: Path, world_size: int, device: str | None, overrides: 
 def verify(
     config: Annotated[Path | None, typer.Argument(help="The config; without one, this machine is verified.")] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="What a --script is given.")] = None,
-    model: Annotated[str | None, typer.Option(help="package.module:build, which builds what is trained.")] = None,
+    model: Annotated[str | None, typer.Option(help="package.module:build, timm:NAME or hf:config.json.")] = None,
     script: Annotated[Path | None, typer.Option(help="A training script, which is run as it is.")] = None,
     world_size: Annotated[int | None, typer.Option(help="The number of ranks of the layout.")] = None,
     updates: Annotated[int, typer.Option(min=1, help="How many are compared.")] = 2,

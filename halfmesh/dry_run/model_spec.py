@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def call_of(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def build_model(reference: str, batch: Sequence[str] = ()) -> Built:
-    """Call the function that `reference` ("package.module:build") names, inside a dry run.
+    """Call the function that `reference` ("package.module:build", "timm:NAME") names, inside a dry run.
 
     `build()` returns the model; or (model, inputs); or (model, (inputs, targets), criterion), as in
     `criterion(model(inputs), targets)`. The shapes in `batch` replace its inputs; then its criterion is not used, whose
@@ -129,15 +131,57 @@ def read_tensor(text: str) -> torch.Tensor:
         ) from error
 
 
+ROWS, TOKENS = 8, 1024
+"""Of the batch that is made for a library's model: rows, and tokens in each."""
+
+
+def build_timm(name: str) -> Any:
+    """timm's model of that name, with a batch of images and labels."""
+    import timm
+
+    model = timm.create_model(name)
+    images = torch.randn(ROWS, *model.pretrained_cfg["input_size"])
+    return model, (images, torch.randint(model.num_classes, (ROWS,))), nn.CrossEntropyLoss()
+
+
+def build_hf(path: str) -> Any:
+    """The model that a config.json of Hugging Face describes (or its folder), with a batch of its inputs; its loss, if
+    it takes labels."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    text = config.get_text_config()
+    if model.main_input_name == "pixel_values":
+        inputs = {"pixel_values": torch.randn(ROWS, config.num_channels, config.image_size, config.image_size)}
+        labels = torch.randint(config.num_labels, (ROWS,))
+    else:
+        length = min(getattr(text, "max_position_embeddings", TOKENS), TOKENS)
+        inputs = {model.main_input_name: torch.randint(text.vocab_size, (ROWS, length))}
+        per_row = "SequenceClassification" in kind.__name__
+        labels = torch.randint(config.num_labels, (ROWS,)) if per_row else inputs[model.main_input_name].clone()
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    return model, inputs | ({"labels": labels} if takes_labels else {})
+
+
+LIBRARIES = {"timm": build_timm, "hf": build_hf}
+"""Prefixes of references, as in "timm:vit_base_patch16_224" and "hf:llama/config.json"."""
+
+
 def find_function(reference: str, option: str = "--model") -> Callable[..., Any]:
-    """The function that `reference` ("package.module:name") names, which `option` of a command was given.
+    """The function that `reference` names, which `option` of a command was given: "package.module:name", or a model of
+    `LIBRARIES`.
 
     Raises:
         InputError: there is none.
     """
     module_name, _, name = reference.partition(":")
+    if option == "--model" and name and module_name in LIBRARIES:
+        return partial(LIBRARIES[module_name], name)
     if not module_name or not name:
-        raise InputError(f"{option} {reference}: name a function as package.module:function")
+        also = ", or a model as timm:NAME or hf:config.json" if option == "--model" else ""
+        raise InputError(f"{option} {reference}: name a function as package.module:function{also}")
     here = os.getcwd()
     if here not in sys.path:  # as with python -m
         sys.path.insert(0, here)

@@ -141,10 +141,28 @@ def test_a_model_without_inputs(models):
     assert next(iter(whole.ranks.values())).peak > figures.kept
 
 
+def test_a_model_of_a_library_needs_no_builder(tmp_path):
+    pytest.importorskip("timm")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = transformers.LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=16)
+    llama.architectures = ["LlamaForCausalLM"]
+    llama.save_pretrained(tmp_path)
+    vit = transformers.ViTConfig(**sizes, image_size=32, architectures=["ViTForImageClassification"])
+    vit.save_pretrained(tmp_path / "vit")
+    for model in ("timm:vit_tiny_patch16_224", f"hf:{tmp_path / 'config.json'}", f"hf:{tmp_path / 'vit'}"):
+        run = dry_run(load_config({"bf16": {"mode": "naive"}}), 1, model)
+        assert run.problems == []
+        (figures,) = run.ranks.values()
+        assert (figures.rows, figures.peak > figures.kept > 0) == (8, True)
+    (problem,) = dry_run(load_config({}), 1, "timm:vit_tinny").problems
+    assert "--model timm:vit_tinny: it raised RuntimeError: Unknown model (vit_tinny)" in problem
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "words"),
     [
-        ("my_models", (), "name a function as package.module:function"),
+        ("my_models", (), "name a function as package.module:function, or a model as timm:NAME or hf:config.json"),
         ("my_model:build", (), "ModuleNotFoundError: No module named 'my_model' (looked for in "),
         ("my_models:bar", (), "my_models.bar does not exist; did you mean 'bare'?"),
         ("my_models:MODEL", (), "my_models.MODEL is not a function"),
