@@ -250,8 +250,9 @@ class ForwardWrites(EngineHook):
     def before_step(self) -> None:
         self._steps += 1
         data = self._state.parallel_model.data
-        if self._steps == self._next:
-            self._next *= 10
+        is_due = self._steps == self._next
+        self._next *= 10 if is_due else 1
+        if is_due and not is_captured(self._context.device):
             found = data.find_lost_writes(False), self._state.update.master_weights.uncounted(), self._find_unlike()
             for text, names in zip(_WRITTEN, zip(*self._context.everyone(found), strict=True), strict=True):
                 if some := sorted(set().union(*names)):

@@ -170,3 +170,17 @@ def test_norms_are_made_where_ranks_compare_them():
     found = norms([torch.ones(3), torch.ones(2, device=gpu), torch.ones(2, dtype=torch.int64)], gpu)
     assert (found.device, found.shape) == (gpu, (3,))
     assert norms([torch.ones(4), torch.full((2,), torch.nan)], torch.device("cpu")).tolist() == [2, -1]
+
+
+def test_a_step_that_is_captured_in_a_cuda_graph_does_not_look(monkeypatch):
+    """It would read the device. The tenth step does, otherwise."""
+    looks = []
+    monkeypatch.setattr("halfmesh.amp.master_weights.MasterWeights.uncounted", lambda _: looks.append("looked") or [])
+    for captured in (False, True):
+        engine = halfmesh.initialize(make(""), torch.optim.SGD, nn.CrossEntropyLoss(), None, BF16, device=rank_device())
+        for step in range(10):
+            monkeypatch.setattr("halfmesh.engine.guards.is_captured", lambda _, now=captured and step == 9: now)
+            step_on(engine, IDS[0], LABELS[0])
+        engine.close()
+        assert len(looks) == (1 if captured else 2)
+        looks.clear()

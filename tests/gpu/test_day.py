@@ -65,6 +65,13 @@ def test_a_case_that_fails_is_a_failure_and_the_next_one_runs(tmp_path):
         assert line in text
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_simulated(request, monkeypatch):
+    """For all but the rehearsals a GPU is one."""
+    if "step" not in request.fixturenames:
+        monkeypatch.delenv("SIMULATED_GPU", raising=False)
+
+
 @pytest.fixture
 def steps(monkeypatch):
     """In place of the steps of the day: what each does with its page, by number."""
