@@ -37,17 +37,22 @@ DUMP_AT = 0.9  # part of the time limit without an update after which a rank wri
 
 
 class FailureWatch:
-    """Exception hook and thread of one of several ranks; `remove()` ends both.
+    """Thread, and after `install` exception hook, of one of several ranks; `remove()` ends both.
 
     Args:
         store: where the ranks met.
         host: the rank whose process hosts the store; None if the launcher does.
         timeout_s: the time limit of collectives.
+        traces: the prefix of the files of NCCL's flight recorder, if it writes any.
     """
 
-    def __init__(self, store: dist.Store, rank: int, names: RankNames, host: int | None, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, names: RankNames, host: int | None, timeout_s: float, traces: str = ""
+    ) -> None:
         # torchrun's store may have what an earlier start of the same ranks has told.
-        run = (store.add("halfmesh/starts", 1) - 1) // names.world_size
+        starts = store.add("halfmesh/starts", 1)
+        run = (starts - 1) // names.world_size
+        self._meeting, self._is_last = dist.PrefixStore(f"halfmesh/{run}", store), starts % names.world_size == 0
         # A second connection, because the first may be blocked in a wait. (The stubs know no `append`.)
         self._store = cast(Any, dist.PrefixStore(f"halfmesh/{run}", store.clone()))
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
@@ -55,6 +60,7 @@ class FailureWatch:
             self._store.append(key, "")
         self._rank, self._name, self._names = rank, names.name(rank), names
         self._host, self._timeout_s, self._store_is_gone = host, timeout_s, False
+        self._traces = f"; NCCL's flight recorder writes {traces}{rank} when a collective times out" * bool(traces)
         self._in_call = threading.Lock()
         self._told: dict[int, str] = {}  # the last word of each rank that has told one
         self._failed = self._lost = ""  # the first error of each kind
@@ -62,11 +68,27 @@ class FailureWatch:
         self._engines: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._ending = threading.Event()  # this rank is exiting on its own
         self._pid = os.getpid()
-        self._previous_hook, sys.excepthook = sys.excepthook, self._on_error
+        self._previous_hook = sys.excepthook
         # Processes of multiprocessing call this, and nothing that is registered with atexit.
         multiprocessing.util.Finalize(None, self._on_exit, exitpriority=0)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
         self._thread.start()
+
+    def meet(self) -> None:
+        """Wait, for the time limit at most, until all ranks have a watch, and so learn of a failure from now on."""
+        if self._is_last:
+            self._meeting.set("all here", "")
+        self._meeting.wait(["all here"], timedelta(seconds=self._timeout_s))
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others that `error` keeps this rank from a process group, and `remove` this watch: a caller may
+        catch it. If it may come from another rank's, it gets that as a note."""
+        self._tell(error, "".join(traceback.format_exception(error)).rstrip())
+        self.remove()
+
+    def install(self) -> None:
+        """Report errors that nothing catches. After `init_process_group`, in which torch installs a hook of its own."""
+        self._previous_hook, sys.excepthook = sys.excepthook, self._on_error
 
     def watch(self, engine: Any, progress: Any) -> None:
         """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains; its
@@ -161,18 +183,23 @@ class FailureWatch:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: at shutdown no Python code runs
             signal.alarm(EXIT_LIMIT_S)
         until = time.monotonic() + ANSWER_S
-        self._end("lost" if is_lost else "failed", f"[{self._name}] {lines}")
-        if is_lost:
-            self._wait_for_others(ANSWER_S, or_failure=True)
-            error.add_note(f"[{self._name}] {self._say(self._report())}")
-            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun shows any of the errors that it finds together
-                time.sleep(max(0.0, until - time.monotonic()))
+        self._tell(error, lines)
+        if is_lost and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun shows any of the errors it finds together
+            time.sleep(max(0.0, until - time.monotonic()))
         with contextlib.suppress(type(error)):
             try:
                 raise error  # the handler formats the exception in flight
             finally:
                 error.__traceback__ = trace  # without this frame
                 get_error_handler().record_exception(error)
+
+    def _tell(self, error: BaseException, lines: str) -> None:
+        """End with `error`, whose traceback is `lines`. One that may be of a peer gets a note with the first error."""
+        is_lost = may_be_of_peer(error)
+        self._end("lost" if is_lost else "failed", f"[{self._name}] {lines}")
+        if is_lost:
+            self._wait_for_others(ANSWER_S, or_failure=True)
+            error.add_note(f"[{self._name}] {self._say(self._report())}")
 
     def _report(self) -> str:
         """The first error, and the ranks that may be the reason for it."""
@@ -210,7 +237,8 @@ class FailureWatch:
             if training != steps or not training:
                 steps, since = training, time.monotonic()
             elif time.monotonic() > since + DUMP_AT * self._timeout_s:
-                self._dump(f"no update for {DUMP_AT * self._timeout_s:g} s, {DUMP_AT:g} x the config key timeout")
+                limit = f"{DUMP_AT * self._timeout_s:g} s, {DUMP_AT:g} x the config key timeout"
+                self._dump(f"no update for {limit}{self._traces}")
                 since = float("inf")
                 self._exchange(tells_calls=True)
             if since == float("inf") and not is_compared and len(self._calls) == self._names.world_size:

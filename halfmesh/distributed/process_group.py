@@ -89,18 +89,27 @@ def make_group(
     wait_for_threads_at_exit()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_s)
+    host = None if address is None and _agent_hosts_store() else 0
+    traces = place_flight_records() if "nccl" in backend else ""
     try:
         store = _make_store(process, address, timeout)
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("default_pg", store),
-            rank=process.rank,
-            world_size=process.world_size,
-            timeout=timeout,
-            device_id=device if "nccl" in backend else None,
-        )
-        host = None if address is None and _agent_hosts_store() else 0
-        return OwnedGroup(FailureWatch(store, process.rank, names, host, timeout_s))
+        # First, because NCCL connects in init_process_group, and waits without a limit for a rank that has failed.
+        failures = FailureWatch(store, process.rank, names, host, timeout_s, traces)
+        try:
+            failures.meet()
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("default_pg", store),
+                rank=process.rank,
+                world_size=process.world_size,
+                timeout=timeout,
+                device_id=device if "nccl" in backend else None,
+            )
+        except BaseException as error:
+            failures.give_up(error)
+            raise
+        failures.install()
+        return OwnedGroup(failures)
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
         raise LaunchError(
@@ -109,6 +118,20 @@ def make_group(
             "port, which is free on rank 0's machine; where nodes have several addresses, "
             f"{'NCCL' if 'nccl' in backend else 'GLOO'}_SOCKET_IFNAME names the interface that the others reach"
         ) from error
+
+
+def place_flight_records() -> str:
+    """The prefix of the files into which NCCL's flight recorder writes each rank's last collectives when one times out:
+    `nccl_trace_rank_` in the working directory, unless the user's variables name another place; "" if they turn the
+    recorder off. Torch's own place, ~/.cache/torch, is shared by all jobs of a user. (The recorder is on by default:
+    2,000 entries in torch's FlightRecorder.hpp, 2.11 and later.)"""
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    if size == "0" or os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1").lower() in ("0", "false", "n", "no"):
+        return ""
+    given = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", ""))
+    if not given and os.access(".", os.W_OK):
+        given = os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.path.abspath("nccl_trace_rank_")
+    return given
 
 
 def wait_for_threads_at_exit() -> None:

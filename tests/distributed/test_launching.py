@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from torch import nn
 
 import halfmesh
 from halfmesh.config.load import load_config
-from halfmesh.distributed.env import RankNames, list_ranks, ranks_by_value
+from halfmesh.distributed import process_group
+from halfmesh.distributed.env import ProcessEnv, RankNames, list_ranks, ranks_by_value
 from halfmesh.distributed.local_ranks import free_port
 from halfmesh.engine import launch as launching
 from halfmesh.engine.launch import (
@@ -407,3 +409,41 @@ def test_offloading_needs_a_group_that_also_sends_from_the_host(monkeypatch):
         refused = pytest.raises(LaunchError, match=r"make it with init_process_group\('cpu:gloo,cuda:nccl'\)")
         with refused if there == "cuda:nccl" else nullcontext():
             launching.ensure_process_group(config, device, RankNames(1), False)
+
+
+RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+@pytest.mark.parametrize(
+    ("given", "backend", "written", "said"),
+    [
+        ({}, "nccl", "HERE/nccl_trace_rank_", "HERE/nccl_trace_rank_"),
+        ({}, "cpu:gloo,cuda:nccl", "HERE/nccl_trace_rank_", "HERE/nccl_trace_rank_"),
+        ({}, "gloo", None, ""),
+        ({RECORDS[0]: "/mine_"}, "nccl", "/mine_", "/mine_"),
+        ({RECORDS[1]: "/mine_"}, "nccl", None, "/mine_"),
+        ({RECORDER[1]: "0"}, "nccl", None, ""),
+        ({RECORDER[2]: "0"}, "nccl", None, ""),
+    ],
+)
+def test_where_nccls_flight_recorder_writes(given, backend, written, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (*RECORDER, *RECORDS):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    watches = []
+    monkeypatch.setattr(process_group, "_make_store", MagicMock())
+    monkeypatch.setattr(process_group.dist, "PrefixStore", MagicMock())
+    monkeypatch.setattr(process_group.dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(process_group, "FailureWatch", lambda *args: watches.append(args) or MagicMock())
+    place = process_group.Address("localhost", 1)
+    process_group.make_group(ProcessEnv(0, 2, 0), place, torch.device("cpu"), 5, backend, RankNames(2))
+    here = str(tmp_path)
+    assert watches[0][-1] == said.replace("HERE", here)
+    assert os.environ.get(RECORDS[0]) == (written and written.replace("HERE", here))
+    assert {name: os.environ.get(name) for name in given} == given
+    expected = {RECORDER[2]: "1"} if said else {}
+    assert {name: os.environ[name] for name in RECORDER if name in os.environ and name not in given} == expected

@@ -141,6 +141,59 @@ def outcomes(tmp_path_factory):
         yield {name: pool.submit(run_case, case, folder / name) for name, (case, _) in CASES.items()}
 
 
+# As NCCL, which connects in init_process_group and waits there without a limit, here in C.
+JOINS = """
+import ctypes, os, sys, time
+import torch.distributed as dist
+import halfmesh
+from halfmesh.distributed import failures, process_group
+
+def fail(*args, **kwargs):
+    sys.stderr.write(f"fails at {time.monotonic()}\\n")
+    raise RuntimeError("boom")
+
+rank = int(sys.argv[1])
+dist.init_process_group = fail if rank == 1 else lambda *args, **kwargs: ctypes.CDLL(None).pause()
+if rank == 1 and sys.argv[3] == "before":
+    process_group.FailureWatch = fail
+hook = sys.excepthook
+try:
+    halfmesh.launch({"timeout": 3}, rank, 2, "127.0.0.1", int(sys.argv[2]), device="cpu", verbose=False)
+finally:
+    print("with its own hook" if sys.excepthook == hook else "with a hook")
+"""
+
+
+@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("joining", f"still running after 5 s; {FIRST} 1] Traceback"),
+        ("before", "rank 0 of 2 could not join the gloo process group"),
+    ],
+)
+def test_a_rank_that_fails_before_there_is_a_group_leaves_no_other_in_its_making(when, words, tmp_path):
+    (tmp_path / "join.py").write_text(JOINS)
+    port = str(free_port())
+    with ThreadPoolExecutor(2) as pool:
+
+        def run(rank: int) -> tuple[int, str, float]:
+            with started(sys.executable, str(tmp_path / "join.py"), str(rank), port, when) as process:
+                output, _ = process.communicate(timeout=60)
+            return process.returncode, output, time.monotonic()
+
+        (code, said, ended), (bad_code, error, _) = pool.map(run, range(2))
+    assert (code, bad_code) == (1, 1), said + error
+    assert ended < failed_at(error) + LATEST_S
+    assert words in said
+    assert error.count("RuntimeError: boom") >= 1
+    assert "with its own hook" in error
+    if when == "joining":
+        assert "RuntimeError: boom" in said
+        assert "this was the first error" in error
+
+
 FORKED = """
 import sys, time
 import torch
