@@ -222,6 +222,8 @@ class PipelineConfig(Options):
     partition: Annotated[str | Names, _registered(PARTITIONERS, "auto")] = "auto"
     non_split: Names = ()
     """Arguments of the model and of the criterion that have no batch dimension."""
+    send_dtype: Literal["same", "compute"] = "same"
+    """Of fp32 activations between stages and their gradients: as they are, or autocast's dtype (half the bytes)."""
     keep_outputs: bool = False
     eval_outputs: Literal["all", "last"] = "last"
 

@@ -70,8 +70,10 @@ class PipelineExecutor:
         params = parallel_model.axes["pipeline"]
         assert isinstance(params, StageParameters)
         self._precision, self._update = self._accumulation.precision, self._accumulation.update
-        cast_model(params.meta_model, self._update.recipe)
-        forward = ForwardContext(self._precision.autocast, parallel_model.settle, parallel_model.saving(model))
+        recipe = self._update.recipe
+        cast_model(params.meta_model, recipe)
+        sent = recipe.compute_dtype if recipe.autocast and options.send_dtype == "compute" else None
+        forward = ForwardContext(self._precision.autocast, parallel_model.settle, parallel_model.saving(model), sent)
         self._schedule = SCHEDULES.get(options.schedule)
         self._pipeline = Pipeline(model, params, self._schedule, forward)
         self.stages = self._pipeline.stages
@@ -90,7 +92,7 @@ class PipelineExecutor:
         self._has_tried = options.microbatches in (None, 1)
         # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
         self._needs_whole = self._meets_in_forward or (None if params.tries else False)
-        self._is_half = self._update.recipe.compute_dtype in HALF
+        self._is_half = recipe.compute_dtype in HALF
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
     def method(self, name: str) -> NoReturn:

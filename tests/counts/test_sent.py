@@ -132,6 +132,16 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {
         BF16 | {"parallel": PIPELINE},
         {"send bfloat16": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
     ),
+    "pipeline, autocast": (
+        # a residual is in fp32
+        CLIPPED | {"bf16": {"mode": "torch"}, "parallel": PIPELINE},
+        {"send float32": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
+    ),
+    "pipeline, autocast, sent in its dtype": (
+        CLIPPED
+        | {"bf16": {"mode": "torch"}, "parallel": {"pipeline": PIPELINE["pipeline"] | {"send_dtype": "compute"}}},
+        {"send bfloat16": (4, 4 * ACTIVATION // 2), "broadcast float64": (2, 4), **NORM},
+    ),
     "pipeline": (
         CLIPPED | {"parallel": PIPELINE},
         # of two batches: half an activation for each microbatch, and the loss with its sum

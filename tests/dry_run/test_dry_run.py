@@ -55,6 +55,18 @@ def test_messages():
     assert figures.sent["dp"].bytes == pytest.approx(figures.parameters * 4, rel=1e-2)
 
 
+def test_activations_that_are_sent_in_autocasts_dtype():
+    """Four microbatches of [2, 32, 64]; under autocast the sum of residuals is in fp32."""
+
+    def sent(send_dtype):
+        keys = {"size": 2, "microbatches": 4, "send_dtype": send_dtype}
+        return simulate_rank(load_config({"bf16": {"mode": "torch"}, "parallel": {"pipeline": keys}}), SMALL, (), 0, 2)
+
+    same, compute = (sent(kind).sent["pp"] for kind in ("same", "compute"))
+    assert same.messages == compute.messages
+    assert same.bytes - compute.bytes == 4 * 2 * 32 * 64 * 2
+
+
 def test_what_accumulated_batches_send():
     def run(cycle, parallel):
         config = load_config({"parallel": parallel, "gradient_accumulation": cycle})

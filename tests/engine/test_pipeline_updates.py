@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.support.models import CLASSES, FEATURES, make_data
 from tests.support.pipeline_parts import Deep, make, pipe, step
 from tests.support.ranks import here, run_ranks
+from tests.support.versions import SPLIT_SCHEDULES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
@@ -80,6 +81,68 @@ def test_what_changes_on_the_way_changes_as_in_one_process(loop, partition):
     for *found, ours in run_ranks(run_loop, 2, loop, pipe(partition=partition)):
         assert ours == groups
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+class Residual(nn.Module):
+    """Its sum is in fp32 under autocast. `rounds`: at the end, as a stage that sends it in bf16."""
+
+    def __init__(self, rounds: bool) -> None:
+        super().__init__()
+        self.layer, self.rounds = nn.Linear(FEATURES, FEATURES), rounds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layer(x).tanh()
+        return x.bfloat16().float() if self.rounds else x
+
+
+def residuals(cuts: Sequence[str] = ()) -> nn.Module:
+    """Three of them, of which those before a cut round."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual(str(after) in cuts) for after in (1, 2, 3)), nn.Linear(FEATURES, CLASSES))
+
+
+def trained_residuals(rank: int, world_size: int, config: Any, cuts: Sequence[str] = ()) -> tuple[Any, Any]:
+    """The weights after four updates of two microbatches, and the output of an evaluation."""
+    x, y = make_data(8)
+    engine = make(config, residuals(cuts))
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])] if engine.config.gradient_accumulation == 2 else [(x, y)]
+    for batch in batches * 4:
+        step(engine, *batch)
+    weights = engine.full_state_dict(rank0_only=False)
+    engine.eval()
+    with torch.no_grad():
+        output = engine(here(x))
+    return weights, output if engine.context.is_last_stage else None
+
+
+AUTOCAST = {"bf16": {"mode": "torch"}}
+CUTS = {
+    "1f1b": {"partition": ("2",)},
+    "interleaved": {"partition": ("1", "2", "3"), "chunks": 2},
+    "zero_bubble": {"partition": ("1", "2", "3"), "chunks": 2},
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", *SPLIT_SCHEDULES[:1]])
+def test_activations_sent_in_autocasts_dtype_are_rounded_once_at_each_cut(schedule):
+    """As in one process that rounds there, and the gradients with it; by default nothing is rounded."""
+    options, weights = CUTS[schedule] | {"schedule": schedule}, []
+    for send_dtype, cuts in (("same", ()), ("compute", options["partition"])):
+        expected = trained_residuals(0, 1, AUTOCAST | {"gradient_accumulation": 2}, cuts)
+        weights.append(expected[0])
+        for found in run_ranks(trained_residuals, 2, pipe(send_dtype=send_dtype, **options) | AUTOCAST):
+            there = expected if found[1] is not None else (expected[0], None)
+            torch.testing.assert_close(found, there, rtol=1e-6, atol=1e-7, check_device=False)
+    same, rounded = weights
+    assert any((same[name] - rounded[name]).abs().max() > 1e-5 for name in same)
+
+
+def test_nothing_is_rounded_where_nothing_casts():
+    plain, compute = (
+        run_ranks(trained_residuals, 2, pipe(partition=("2",), send_dtype=kind)) for kind in ("same", "compute")
+    )
+    for (weights, _), (others, _) in zip(plain, compute, strict=True):
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 CALLS = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list")

@@ -271,7 +271,7 @@ class Pipeline:
                         if stage == last:
                             outputs.append(output)
                         else:
-                            given[stage] = pack(output, trees[stage])
+                            given[stage] = pack(output, trees[stage], self._forward_context.sent)
                 works: list[dist.Work | None] = []
                 # By the stage, on all ranks: messages that two ranks send to each other must not wait for each other.
                 for stage, number in (each for each in tick if each[0] != last):
@@ -279,8 +279,8 @@ class Pipeline:
                     if source != target and source == me:
                         works += [dist.isend(t, group=self._group, group_dst=target) for t in given[stage]]
                     elif source != target and target == me:
-                        wire, device = on_wire(known[number][stage]), self.context.device
-                        given[stage] = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in wire]
+                        wire = on_wire(known[number][stage], self._forward_context.sent)
+                        given[stage] = [torch.empty_like(t, device=self.context.device) for t in wire]
                         works += [dist.irecv(t, group=self._group, group_src=source) for t in given[stage]]
                     if target == me:
                         inputs[stage + 1].append(given[stage])

@@ -29,11 +29,13 @@ class ForwardContext:
         autocast: around each forward.
         settle: called before each forward, and before the criterion: a backward may have ended early.
         saving: around each forward, for the tensors that autograd saves.
+        sent: the dtype in which fp32 activations are sent; None: as they are.
     """
 
     autocast: Scope
     settle: Callable[[], None]
     saving: Scope
+    sent: torch.dtype | None = None
 
 
 @dataclass
@@ -68,7 +70,7 @@ class StageModule(nn.Module):
         self.index = index
         self.is_last = index == count - 1
         self.params: Sequence[nn.Parameter] = ()
-        self._context = context
+        self._context, self.sent = context, context.sent
         self.batch: Any = None  # a Batch, while a schedule runs
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -98,7 +100,7 @@ class StageModule(nn.Module):
             self._context.settle()
             loss = batch.finish(activations, number)
             return require_gradients([loss.double().reshape(1)], link)
-        return require_gradients(pack(activations, batch.metadata[self.index]), link)
+        return require_gradients(pack(activations, batch.metadata[self.index], self.sent), link)
 
 
 class Stage(PipelineStage):
@@ -117,8 +119,8 @@ class Stage(PipelineStage):
         self, module: StageModule, metadata: Sequence[Any], device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         index, count = module.index, len(metadata)
-        received = on_wire(metadata[index - 1]) if index else ()
-        sent = on_wire(metadata[index])
+        received = on_wire(metadata[index - 1], module.sent) if index else ()
+        sent = on_wire(metadata[index], module.sent)
         if module.is_last:
             sent = (torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True),)
         super().__init__(module, index, count, device, input_args=received, output_args=sent, group=group)

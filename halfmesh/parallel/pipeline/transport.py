@@ -4,6 +4,8 @@ torch.distributed.pipelining sends tuples of floating-point tensors that all req
 for each. (Its versions differ in their handling of other tensors.) So integers are sent as the bits of a float, and
 tensors that need no gradient are sent as if they did, and get zeros back. Everything else in the tree is not sent: each
 rank knows a stage's output, as a tree of tensors on the meta device.
+
+`compute`, if given, is the dtype in which fp32 activations, and their gradients, are sent.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ from ...errors import InputError
 from ...utils.tensors import map_tensors, tensors_of
 
 
-def on_wire(tree: Any) -> tuple[torch.Tensor, ...]:
+def on_wire(tree: Any, compute: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
     """The tensors of a tree as they are sent, on the meta device."""
-    return tuple(
-        torch.empty(tensor.shape, dtype=_wire_dtype(tensor.dtype), device="meta", requires_grad=True)
-        for tensor in tensors_of(tree)
-    )
+
+    def dtype(tensor: torch.Tensor) -> torch.dtype:
+        # Not tables of positions, masks, or sums that grow along the stages (an auxiliary loss).
+        is_activation = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.dim() > 1
+        return compute if compute is not None and is_activation else _wire_dtype(tensor.dtype)
+
+    return tuple(torch.empty(t.shape, dtype=dtype(t), device="meta", requires_grad=True) for t in tensors_of(tree))
 
 
-def pack(result: Any, expected: Any) -> list[torch.Tensor]:
+def pack(result: Any, expected: Any, compute: torch.dtype | None = None) -> list[torch.Tensor]:
     """The tensors of a stage's result as they are sent.
 
     Raises:
@@ -42,7 +47,7 @@ def pack(result: Any, expected: Any) -> list[torch.Tensor]:
             "Pad to fixed sizes, and set modes before the first batch or with engine.train() and engine.eval(); do not "
             "call engine(...) within an autocast of your own"
         )
-    return tensors
+    return [tensor.to(wire.dtype) for tensor, wire in zip(tensors, on_wire(expected, compute), strict=True)]
 
 
 def restore(received: Sequence[torch.Tensor], tree: Any) -> Any:
@@ -127,5 +132,5 @@ def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
 
 def _from_wire(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
-        return tensor
+        return tensor.to(dtype)
     return tensor.view(dtype) if dtype.itemsize == 8 else tensor.view(torch.int32).to(dtype)

@@ -20,6 +20,8 @@ from halfmesh.parallel.pipeline.axis import StageParameters
 from halfmesh.parallel.pipeline.partition import resolve
 from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.pipeline.stage import ForwardContext, StageModule
+from halfmesh.parallel.pipeline.transport import pack, restore
+from halfmesh.utils.tensors import tensors_of
 from halfmesh.utils.torch_private import shapes_only
 from tests.support.models import CLASSES, FEATURES, make_engine, make_loader, sgd
 from tests.support.pipeline_parts import pipe
@@ -181,3 +183,19 @@ def test_a_model_that_cannot_be_copied_is_told():
     context = ParallelContext(ParallelConfig(pipeline=PipelineConfig(size=2)).dims(2), torch.device("cpu"))
     with pytest.raises(InputError, match=r"the model cannot be copied \(cannot pickle '_thread.lock' object\)"):
         StageParameters(model, sgd(model.parameters()), resolve(model, 2, 1), context)
+
+
+def test_only_activations_are_sent_in_another_dtype():
+    """fp32 with a gradient and rows of features; not tables, auxiliary losses, half precision or numbers."""
+    hidden, half = torch.full((2, 3), 1.001, requires_grad=True), torch.ones(2, 3, dtype=torch.float16)
+    wide = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    loss, table, ids = torch.ones(2, requires_grad=True).sum(), torch.ones(3, 3), torch.arange(6).view(2, 3)
+    tree = [hidden * 1, {"half": half, "wide": wide * 1}, (loss, table, ids)]
+    sent = pack(tree, tree, torch.bfloat16)
+    kept = [torch.float16, torch.float64, torch.float32, torch.float32, torch.float64]
+    assert [tensor.dtype for tensor in sent] == [torch.bfloat16, *kept]
+    assert [tensor.dtype for tensor in pack(tree, tree)] == [torch.float32, *kept]
+    back = restore(sent, tree)
+    assert back[0].equal(hidden.bfloat16().float())
+    for found, given in zip(tensors_of(back[1:]), tensors_of(tree[1:]), strict=True):
+        assert (found.dtype, found.equal(given)) == (given.dtype, True)
