@@ -13,7 +13,7 @@ from .check import check, plan
 from .convert_config import convert_config
 from .init import init
 from .run import run, verify
-from .show import configs, env, report
+from .show import configs, env, report, schema
 
 app = typer.Typer(
     help="halfmesh: training with precision and parallel layout from one config.",
@@ -56,6 +56,7 @@ app.command(
     epilog="Example: halfmesh convert-config config.py --from colossal --world-size 8 > halfmesh_config.py",
 )(convert_config)
 app.command(epilog="Example: halfmesh configs naive_fp16 > config.py")(configs)
+app.command(epilog="Example: halfmesh schema > halfmesh.schema.json")(schema)
 app.command(epilog="Example: halfmesh env")(env)
 
 

@@ -1,4 +1,4 @@
-"""`halfmesh report`, `halfmesh configs` and `halfmesh env`: they show what is there."""
+"""`halfmesh report`, `halfmesh configs`, `halfmesh schema` and `halfmesh env`: they show what is there."""
 
 from __future__ import annotations
 
@@ -76,6 +76,16 @@ def configs(
     if stem not in texts:
         raise typer.BadParameter(f"there is no config {name!r}{did_you_mean(stem, texts)}; halfmesh configs lists them")
     print(texts[stem], end="")
+
+
+def schema() -> None:
+    """Print a JSON Schema of configs, for editors.
+
+    It has the keys of installed packages, too.
+    """
+    from ..config.json_schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
 
 
 def env() -> None:

@@ -139,7 +139,7 @@ def build_timm(name: str) -> Any:
     """timm's model of that name, with a batch of images and labels."""
     import timm
 
-    model = timm.create_model(name)
+    model: Any = timm.create_model(name)
     images = torch.randn(ROWS, *model.pretrained_cfg["input_size"])
     return model, (images, torch.randint(model.num_classes, (ROWS,))), nn.CrossEntropyLoss()
 
@@ -149,9 +149,9 @@ def build_hf(path: str) -> Any:
     it takes labels."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    config: Any = transformers.AutoConfig.from_pretrained(path)
     kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-    model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    model: Any = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     text = config.get_text_config()
     if model.main_input_name == "pixel_values":
         inputs = {"pixel_values": torch.randn(ROWS, config.num_channels, config.image_size, config.image_size)}
