@@ -407,6 +407,8 @@ class Settings(Options):
     debug: Literal["sync", "nonfinite"] | None = None
     """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in
     every update."""
+    profile_ranges: bool = False
+    """Name the parts of each step ("halfmesh.forward") for torch.profiler and, on CUDA, Nsight Systems."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """The name of the engine, if a program has several: shown in messages, and required to match when loading."""
     resume: Folder | None = None

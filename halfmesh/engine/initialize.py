@@ -286,6 +286,10 @@ def _make_engine(
     )
     if eval_loader is not None:
         even_out(eval_loader, engine)
+    if config.profile_ranges:
+        from .ranges import add_ranges
+
+        add_ranges(engine)
     return engine
 
 

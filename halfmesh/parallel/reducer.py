@@ -198,13 +198,15 @@ class Reduction:
     any they are complete. The engine calls `open` before and `finish` after the backwards of an update, and `forget`
     after the update; all ranks together."""
 
+    reductions: Sequence[Reduction] = ()
+
     def __init__(self, reductions: Sequence[Reduction] = ()) -> None:
-        self._reductions = reductions
+        self.reductions = reductions
 
     @property
     def is_complete(self) -> bool:
         """True if `finish` need not be called: no gradient has arrived since it was."""
-        return all(reduction.is_complete for reduction in self._reductions)
+        return all(reduction.is_complete for reduction in self.reductions)
 
     def set_params(self, shards: Sequence[ParamShard]) -> None:
         """These are trained from now on."""
@@ -232,7 +234,7 @@ class Reduction:
         self._each("close")
 
     def _each(self, method: str, *args: Any) -> None:
-        for reduction in self._reductions:
+        for reduction in self.reductions:
             getattr(reduction, method)(*args)
 
 
