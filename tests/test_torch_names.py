@@ -58,6 +58,7 @@ ALLOWED = {
     "parallel/pipeline/fx_trace.py": {"_buffers"},
     "parallel/sharding/fsdp_wrap.py": {"_fsdp_param", "_fully_shard"},
     "parallel/data_strategy.py": {"_make_wrapper_subclass"},
+    "trainer/profiling.py": {"_dump_snapshot", "_record_memory_history"},
 }
 
 

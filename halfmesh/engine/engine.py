@@ -22,6 +22,7 @@ from ..utils.engine_hook import Hooks, Progress
 from .accumulation import Accumulation, MixedPrecisionState
 from .ema import AveragedModel
 from .executor import DirectExecutor, ModelGuard
+from .hints import add_memory_note
 from .pipeline_handles import sequences_of
 from .summary import EffectivePlan
 
@@ -211,6 +212,9 @@ class Engine(MixedPrecisionState):
             result = accumulation.step()
         except NonFiniteError as error:
             self._hooks.run("on_error", error)
+            raise
+        except torch.OutOfMemoryError as error:
+            self._explain(error)
             raise
         finally:
             if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
@@ -622,7 +626,10 @@ class Engine(MixedPrecisionState):
         self.context.agree_on_call(call.removesuffix("()"))
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise InputError for a known error of torch in forward, criterion or backward."""
+        """Raise InputError for a known error of torch in forward, criterion or backward; or add to what it says."""
+        if isinstance(error, torch.OutOfMemoryError):
+            add_memory_note(error, self.plan, self.config, self.context)
+            return
         self._parallel.explain(error)
         self._precision.explain(self.model, error)
 

@@ -1,26 +1,34 @@
-"""Warnings, each told once, of mistakes in a loop that would train silently otherwise."""
+"""Warnings, each told once, of mistakes in a loop that would train silently otherwise; and a note on errors that say
+too little."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .. import compat
+from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult
-from ..errors import shorten
+from ..config.load import load_config
+from ..errors import ConfigError, bullet_list, shorten
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import STATISTICS
+from ..parallel.registries import DATA_STRATEGIES
 from ..utils.engine_hook import EngineHook, Hooks
 from ..utils.log import get_logger
 from ..utils.tensors import tensors_of
 from ..utils.torch_private import edit_stamp, grad_hooks
 
 if TYPE_CHECKING:
+    from ..config import Config
     from ..data.loader import EngineDataLoader
+    from .summary import EffectivePlan
 
 _log = get_logger(__name__)
 
@@ -43,6 +51,19 @@ _UNLIKE = (
     "the buffers %s change during training, on each data rank from its own batches: the ranks' models differ in them. "
     "halfmesh averages running_mean and running_var only; all-reduce others in the model"
 )
+_SLOW = (
+    "matrix products are in fp32 without TF32, at about an eighth of its speed. To use it, which rounds their factors "
+    "to 10 bits of mantissa, call torch.set_float32_matmul_precision('high') before; bf16 is faster still"
+)
+_MEMORY = "This engine plans with"
+_UPDATES = "takes the same updates from half the DataLoader's batch_size"
+
+
+def tell_of_slow_products(recipe: Recipe, device: torch.device) -> None:
+    """Log it if the GPU has TF32, and fp32 products do not use it: torch's default."""
+    uses = recipe.compute_dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if not uses and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0):
+        _log.info("advice: %s", _SLOW)
 
 
 def tell_of_hooks(model: nn.Module, ranks: tuple[int, ...] | None) -> None:
@@ -129,3 +150,43 @@ class ChangedBuffers(EngineHook):
             self._hooks.remove(self)
         if changed := [name for name, stamp in before.items() if stamp != self._stamps[name]]:
             _log.warning(_UNLIKE, shorten(changed))
+
+
+def add_memory_note(
+    error: torch.OutOfMemoryError, plan: EffectivePlan, config: Config, context: ParallelContext
+) -> None:
+    """Add to `error`, once, what the plan needs besides activations, and the changes of `config` that would need less.
+    (torch's own message has the allocator's figures, and names `expandable_segments`.)"""
+    if any(note.startswith(_MEMORY) for note in getattr(error, "__notes__", ())):
+        return
+    less = [f"{key}: {does}" for key, does in _find_smaller(plan, config, context) if _can_run(config, key, context)]
+    less.append("halfmesh plan looks for the simplest changes that fit, without a device")
+    error.add_note(bullet_list(f"{_MEMORY} {plan.rows['memory']}. What would need less:", less))
+
+
+def _find_smaller(plan: EffectivePlan, config: Config, context: ParallelContext) -> Iterator[tuple[str, str]]:
+    """Changes, as `--set` takes them, and what they do."""
+    rows, pipeline = plan.values["batch"]["per_rank"], config.parallel.pipeline
+    if pipeline.size > 1:
+        yield f"parallel.pipeline.microbatches={2 * (pipeline.microbatches or 1)}", "makes each half as large"
+    elif config.global_batch_size is not None:
+        yield f"global_batch_size={config.global_batch_size}", f"{_UPDATES}, as it does already"
+    elif rows != 1:
+        yield f"gradient_accumulation={2 * config.gradient_accumulation}", _UPDATES
+    if torch.is_grad_enabled():  # else it is an evaluation, which keeps no activations
+        if not config.activation_checkpoint.enabled or config.activation_checkpoint.selective:
+            yield "activation_checkpoint=full", "computes activations again in backward"
+        if not config.activation_offload:
+            yield "activation_offload=true", "keeps activations in host memory until backward"
+    now = DATA_STRATEGIES.get(config.parallel.data.strategy)
+    for name, kind in DATA_STRATEGIES.each() if context.dims.grad_ranks > 1 else ():
+        if (kind.shards_model, kind.shards_state) > (now.shards_model, now.shards_state):
+            what = "model, gradients and optimizer state" if kind.shards_model else "masters and optimizer state"
+            yield f"parallel.data.strategy={name}", f"shards {what} over the data ranks"
+
+
+def _can_run(config: Config, change: str, context: ParallelContext) -> bool:
+    try:
+        return not compat.check(load_config(config, (change,)), context.size, context.device.type)
+    except ConfigError:
+        return False

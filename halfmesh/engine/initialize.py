@@ -43,7 +43,7 @@ from .ema import WeightAverage
 from .engine import Engine
 from .executor import DirectExecutor, ModelGuard, UncopiedHook, even_out
 from .guards import ForwardWrites, GradientGuard, SameTrained
-from .hints import ChangedBuffers, CountedBatches, SameInputs
+from .hints import ChangedBuffers, CountedBatches, SameInputs, tell_of_slow_products
 from .launch import Launch
 from .lr_scheduler import LRAdvance, make_schedulers
 from .parallelize import ParallelModel, Plans, make_plans
@@ -147,6 +147,8 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         _log.info("%s", engine.plan)
         for advice in find_advice(setup) if setup.dims.grad_ranks > 1 else ():
             _log.info("advice: %s", advice)
+        if context.device.type == "cuda":
+            tell_of_slow_products(setup.recipe, context.device)
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.failures.watch(engine, engine._progress)

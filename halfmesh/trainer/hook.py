@@ -116,6 +116,8 @@ for _name, _class in {
     "wandb": "WandbHook",
     "mlflow": "MLflowHook",
     "run": "RunHook",
+    "profile": "ProfileHook",
+    "memory_snapshot": "MemorySnapshotHook",
 }.items():
     HOOKS.register_lazy(_name, f"halfmesh.hooks:{_class}")
 

@@ -85,14 +85,14 @@ class RunHook(Hook):
     """
 
     def __init__(self, directory: str | Path, precision_report: bool = False) -> None:
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._wants_precision = precision_report
         self._run: Any = None
         self._measuring = ExitStack()
         self._report: Any = None
 
     def before_fit(self, trainer: Trainer) -> None:
-        self._run = RunFolder(trainer.engine, self._directory)
+        self._run = RunFolder(trainer.engine, self.directory)
 
     def before_epoch(self, trainer: Trainer) -> None:
         if self._wants_precision and self._report is None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import halfmesh
 from halfmesh import compat
 from halfmesh.cli import app
+from halfmesh.engine.ranges import _methods
 from halfmesh.parallel.trial import find_unit
 from halfmesh.report.run import read_run
 from tests.support.pages import (
@@ -57,6 +58,7 @@ CONFIGS = [
     shows("memory.md", "config.py", "activation_checkpoint.label", "full"),
     shows("memory.md", "offload.py", "activation_offload", True),
     shows("benchmarks.md", "config.py", "compile.enabled", True),
+    shows("benchmarks.md", "ranges.py", "profile_ranges", True),
     shows("benchmarks.md", "detail.py", "compile.scope", "blocks"),
     shows("precision.md", "fp8.py", "fp8.options.filter", ("*head", "blocks.0.*")),
     shows("precision.md", "denoiser.py", "bf16.options.keep_fp32", ("timestep", "batch.sigmas", "*fourier.weight")),
@@ -317,6 +319,32 @@ def test_hooks_that_measure_and_decide(run, hooks, tmp_path):
     names = run("trainer.md", "budget_hook.py")
     halfmesh.Trainer(engine_of(names)).fit(epochs=3, hooks=[names["BudgetHook"](0.0, tmp_path / "saved")])
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000001"]
+
+
+def test_profiles(run, capsys):
+    given = stand_ins()
+    engine = engine_of(given, {"profile_ranges": True})
+    run("trainer.md", "profile.py", given={"trainer": halfmesh.Trainer(engine)})
+    assert [path.name for path in Path("run/profile").iterdir()] == ["updates-10-15.rank0.json.gz"]
+    x, y = next(iter(engine.dataloader))
+    run("benchmarks.md", "trace.py", given={"engine": engine, "x": x, "y": y})
+    assert Path("trace.json.gz").exists()
+    ranges = {word for word in capsys.readouterr().out.split() if word.startswith("halfmesh.")}
+    assert {"halfmesh.forward", "halfmesh.update"} <= ranges
+    rows = [row[0].strip("`") for row in find_rows(read_page("benchmarks.md"), "range")]
+    found = {f"halfmesh.{name}" for _, _, name in _methods(engine)} | {"halfmesh.send_bucket", "halfmesh.reduce"}
+    assert set(rows) == found
+
+
+def test_settings_of_torch_for_a_gpu(run):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    try:
+        run("benchmarks.md", "speed.py", given={})
+        assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.benchmark) == ("tf32", True)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 def test_the_report(run):
