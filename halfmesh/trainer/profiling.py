@@ -139,7 +139,9 @@ class ProfileHook(RecordingHook):
         steps: the first and the last update.
         folder: of the files; None: "profile", in the directory of the hook "run" if there is one.
         ranks: those that are profiled, or "all".
-        record_shapes, profile_memory, with_stack: as of `torch.profiler.profile`; each costs time in every operation.
+        record_shapes: sizes of the inputs; this and the next two are torch.profiler's, and cost time in each operation.
+        profile_memory: what operations allocate and free.
+        with_stack: the Python lines that called them.
     """
 
     _warm_up = 1
