@@ -193,7 +193,7 @@ def measure(case: Case, device: torch.device, rounds: int, limits: Limits) -> li
         plain.before()
     flops, rate = counter.get_total_flops(), peak_flops(device, setup.dtype or torch.float32)
     del plain
-    together = BYTES_A_PARAMETER * parameters * len(making) < memory_of(device)
+    together = BYTES_A_PARAMETER * parameters * len(making) < 0.9 * memory_of(device)
     turns: list[Makers] = [[*making.items()]] if together else [[one] for one in making.items()]
     measured = [one for some in turns for one in measure_together(some, work.warm, rounds, device)]
     losses = [one.loss for one in measured]
