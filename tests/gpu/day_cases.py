@@ -113,7 +113,7 @@ def profile_loop(page: Page, case: str, config: dict[str, Any], workers: int) ->
     model = work.model().to(page.device)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.99**update)
-    config = config | {"gradient_accumulation": ACCUMULATION, "clip_grad_norm": gpu.CLIP}
+    config = config | {"gradient_accumulation": ACCUMULATION, "clip_grad_norm": gpu.CLIP, "profile_ranges": True}
     engine = halfmesh.initialize(
         model, optimizer, work.criterion, loader, config, lr_scheduler=scheduler, device=page.device
     )
