@@ -89,7 +89,7 @@ def check(
         answer |= {"model_problems": run.problems if run else [], "dry_run": None}
         if loaded and run and described:
             answer |= {"ok": limit is None or show.fits(run, limit), "dry_run": show.as_json(run, limit)}
-            lines = list(show.lines(run, limit))
+            lines = list(show.lines(run, limit, device))
             if picture is not None:
                 show.draw(picture, loaded, run, model, tuple(batch or ()))
     if as_json:

@@ -170,7 +170,7 @@ def extrapolate(done: Sequence[Figures], counts: Sequence[int], wanted: int) -> 
     sizes = {name: at(size, more.bytes[name]) for name, size in few.bytes.items()}
     sent = {axis: Traffic(*map(at, astuple(few.sent[axis]), astuple(found))) for axis, found in more.sent.items()}
     kept, peak = at(few.kept, more.kept), at(few.peak, more.peak)
-    return Figures(few.parameters, sizes, kept, peak, sent, few.rows // count * wanted)
+    return Figures(few.parameters, sizes, kept, peak, sent, few.rows // count * wanted, few.communicators)
 
 
 def _try_to_simulate(job: tuple[Any, ...]) -> Figures | list[str]:

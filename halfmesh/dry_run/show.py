@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +32,15 @@ _RECOMPUTED = {
 }
 
 
-def lines(run: DryRun, limit: int | None) -> Iterator[str]:
-    """A table of the ranks, their communication, and the verdict if they fit."""
+COMMUNICATOR_BYTES = 100 * 2**20, 700 * 2**20
+"""What NCCL's buffers of one communicator are likely to take, from and to. A channel to a neighbour has 9 MiB
+(NCCL_BUFFSIZE, 4 MiB, and those of the protocols LL and LL128: NCCL's device.h), and there are up to 32 channels. 688
+MB were measured on four A100 over NVLink (https://github.com/NVIDIA/nccl/issues/964), before NCCL 2.22, which
+connects only what is used."""
+
+
+def lines(run: DryRun, limit: int | None, device: str = "cuda") -> Iterator[str]:
+    """A table of the ranks, their communication, and the verdict if they fit on a `device` of `limit` bytes."""
     ranks, stages = run.ranks.values(), run.dims.pp > 1
     names = [f"rank {rank}" + (f", stage {run.stage_of(rank)}" if stages else "") for rank in run.ranks]
     how = "" if run.extrapolated is None else "; extrapolated from {} and {} microbatches".format(*run.extrapolated)
@@ -50,7 +58,7 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
         yield "  ".join(["", f"{title:<{width}}", *map(str.rjust, cells, widths)])
     if stages:
         yield f"  bubble {run.bubble:.0%}: the share of a step in which a stage waits"
-    yield from (f"  note: {note}" for note in run.notes)
+    yield from (f"  note: {note}" for note in (*run.notes, *communicator_notes(run, device)))
     if limit is not None:
         rank, figures = run.largest
         of = f"rank {rank} needs {readable(figures.needed)} of {readable(limit)}"
@@ -59,6 +67,17 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
         else:
             over = readable(figures.needed - limit)
             yield f"  does not fit: {of}, {over} too much; halfmesh plan finds the simplest change that does"
+
+
+def communicator_notes(run: DryRun, device: str) -> Iterator[str]:
+    """What NCCL's buffers are likely to take of a GPU; no dry run counts them."""
+    most = (
+        () if device != "cuda" else max((figures.communicators for figures in run.ranks.values()), key=len, default=())
+    )
+    if most:
+        names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(most).items())
+        least, largest = (readable(len(most) * size) for size in COMMUNICATOR_BYTES)
+        yield f"NCCL has {counted(len(most), 'communicator')} ({names}), whose buffers take {least} to {largest} more"
 
 
 def _size(size: int | None) -> str:
@@ -141,7 +160,7 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
             "device memory"
         )
         return
-    yield from (f"note: {note}" for note in chosen.run.notes)
+    yield from (f"note: {note}" for note in (*chosen.run.notes, *communicator_notes(chosen.run, asked.device)))
     yield "cost:"
     yield from (f"  {cost}" for cost in costs(chosen, ladder.update))
     yield from (f"advice: {finding}" for finding in find_advice(Setup.of(chosen.config, asked.world_size)))

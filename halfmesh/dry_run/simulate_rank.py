@@ -44,6 +44,7 @@ class Figures:
         peak: the most bytes at once; None if no update was simulated.
         sent: in one update, by axis ("all": over all ranks).
         rows: of the batch.
+        communicators: the axes of each of NCCL's on the rank ("world": of all ranks), if it would run on GPUs.
     """
 
     parameters: int
@@ -52,6 +53,7 @@ class Figures:
     peak: int | None = None
     sent: dict[str, Traffic] = field(default_factory=dict)
     rows: int = 0
+    communicators: tuple[str, ...] = ()
 
     @property
     def state(self) -> int:
@@ -113,7 +115,9 @@ def simulate_rank(
         engine._hooks.close(None)  # guards and probes look at values
         for axis in engine._parallel.axes.values():
             axis.skip_trial()
-        return _Simulation(engine, given, tracker, length).run(limit)
+        figures = _Simulation(engine, given, tracker, length).run(limit)
+        figures.communicators = engine.context.communicators
+        return figures
 
 
 class _Simulation:

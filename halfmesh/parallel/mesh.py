@@ -158,6 +158,9 @@ class ParallelContext:
         """The `stage_ranks`, over gloo. Created on first use, by all ranks together; None in a world of one rank."""
         if self.size == 1:
             return None
+        # Beside an NCCL world that is bound to a device, torch lets each rank that is not in a new gloo group take part
+        # in a split of NCCL's (`perform_nocolor_split`), and the others not. That ends only because the stages are all
+        # ranks, in rows of equal size: each rank is left out as often. One group of some ranks would hang.
         rows = self.dims.rows(*(axis for axis in self.sizes if axis != "pp"))
         return self._made("stage", "stage", lambda: self._new_groups(rows, "fake" if is_simulated() else "gloo"))
 
@@ -165,6 +168,13 @@ class ParallelContext:
     def groups(self) -> dict[str, str]:
         """The axes of each group that was created so far ("dp", "dp x cp"), by the group's name."""
         return {group.group_name: words for words, group in self._groups.values() if group is not None}
+
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        """The axes of each communicator that NCCL has on this rank: "world", which is made first, and those of groups
+        that were created so far."""
+        made = [(words, group) for key, (words, group) in self._groups.items() if key not in ("world", "stage")]
+        return ("world", *(words for words, group in made if group is not None)) if self.size > 1 else ()
 
     def subgroup(self, places: Sequence[int], *axes: str) -> dist.ProcessGroup | None:
         """The ranks of `group(*axes)` at the coordinates `places`, in a separate group; None if this rank is not among
@@ -174,7 +184,10 @@ class ParallelContext:
 
     def _new_groups(self, rows: list[list[int]], backend: str | None = None) -> Any:
         """Groups of these ranks; returns the one of this rank, or None. All ranks together."""
-        # Not init_device_mesh: its groups have torch's time limits, not the configured one.
+        # Not init_device_mesh: its groups have torch's time limits, not the configured one. NCCL's `split_share`, which
+        # would save the buffers of each group, stays off: communicators that share them run one after the other, in the
+        # order in which a rank starts them. Sums over dp would no longer run beside sends and sums over tp, ranks that
+        # start them in other orders would wait for each other, and an aborted group may take the others with it.
         if backend is None and splits_world():
             rest = sorted({*range(self.size)}.difference(*rows))  # torch names groups by how many a rank has made
             made = dist.split_group(split_ranks=[*rows, rest] if rest else rows, timeout=self._timeout)

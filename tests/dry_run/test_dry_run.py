@@ -7,6 +7,7 @@ import torch
 
 from halfmesh import load_config
 from halfmesh.dry_run.dry_run import dry_runs
+from halfmesh.dry_run.show import lines
 from halfmesh.dry_run.simulate_rank import FewChunks, simulate_rank
 from halfmesh.dry_run.tracker import Traffic, _grouped_product, dry_run_mode
 from tests.support.llama import SMALL
@@ -53,6 +54,28 @@ def test_messages():
     assert figures.sent["tp"].messages == 4 * (2 * block + embedding) + compared
     assert figures.sent["dp"].messages == 1
     assert figures.sent["dp"].bytes == pytest.approx(figures.parameters * 4, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "size", "expected"),
+    [
+        ({}, 1, ()),
+        ({"data": "zero1"}, 2, ("world",)),
+        # stages send over a group of their own; the stages' groups in gloo are none of NCCL's
+        ({"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2}, 8, ("dp", "pp", "pp", "tp", "world")),
+    ],
+)
+def test_nccls_communicators_are_counted_and_what_they_may_take_is_said_of_gpus(parallel, size, expected):
+    run = dry_run(load_config({"parallel": parallel}), size, SMALL)
+    for figures in run.ranks.values():
+        assert tuple(sorted(figures.communicators)) == expected
+    said = [line for line in lines(run, None) if "NCCL" in line]
+    names = {1: "1 communicator (world)", 5: "5 communicators (world, tp, dp, pp x 2)"}
+    wanted = {1: "100.0 MiB to 700.0 MiB", 5: "500.0 MiB to 3.4 GiB"}
+    count = len(expected)
+    assert len(said) == bool(count)
+    assert all(f"NCCL has {names[count]}, whose buffers take {wanted[count]} more" in line for line in said)
+    assert not any("NCCL" in line for line in lines(run, None, "cpu"))
 
 
 def test_activations_that_are_sent_in_autocasts_dtype():
