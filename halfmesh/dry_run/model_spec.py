@@ -150,6 +150,7 @@ def build_hf(path: str) -> Any:
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(path)
+    config.use_cache = config.get_text_config().use_cache = False  # for generation; recomputation would fill it again
     kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
     model: Any = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     text = config.get_text_config()

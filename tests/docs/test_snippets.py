@@ -57,9 +57,9 @@ def shows(page, name, key, value):
 CONFIGS = [
     shows("memory.md", "config.py", "activation_checkpoint.label", "full"),
     shows("memory.md", "offload.py", "activation_offload", True),
-    shows("benchmarks.md", "config.py", "compile.enabled", True),
     shows("benchmarks.md", "ranges.py", "profile_ranges", True),
-    shows("benchmarks.md", "detail.py", "compile.scope", "blocks"),
+    shows("compile.md", "config.py", "compile.enabled", True),
+    shows("compile.md", "detail.py", "compile.scope", "blocks"),
     shows("precision.md", "fp8.py", "fp8.options.filter", ("*head", "blocks.0.*")),
     shows("precision.md", "denoiser.py", "bf16.options.keep_fp32", ("timestep", "batch.sigmas", "*fourier.weight")),
     shows("precision.md", "split.py", "bf16.options.masters", "split"),
