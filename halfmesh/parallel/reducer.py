@@ -90,18 +90,16 @@ class Bucket:
     def pack(self) -> torch.Tensor:
         """Move the gradients into a new flat tensor, for `start`."""
         flat, self._views = self._take_grads(self.numel + len(self.shards))
-        flat[self.numel :].fill_(1)
-        for index in self.absent:
-            flat[self.numel + index] = 0
         self.sent = flat
         return flat
 
-    def start(self, flat: torch.Tensor) -> Any:
-        """Start to sum it over the ranks. Returns what to `wait` for."""
-        return all_reduce(flat, self.group)
+    def start(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        """Start to reduce it over the ranks. Returns what to `wait` for."""
+        return all_reduce(flat, self.group, op)
 
     def _take_grads(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A new flat tensor that begins with the gradients, zeros for absent ones; and views of them."""
+        """A new flat tensor that begins with the gradients, zeros for absent ones, and ends with flags; and views of
+        the gradients."""
         flat = torch.empty(size, dtype=self.dtype, device=self.params[0].device)
         views = self.views(flat)
         self.absent, present = [], []
@@ -116,14 +114,25 @@ class Bucket:
         ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
         gaps = zip(ends, [*self.offsets[1:], self.numel], strict=True)
         zeros = [views[index] for index in self.absent] + [flat[end:next] for end, next in gaps if end < next]
+        if size > self.numel:
+            flat[self.numel :].fill_(1)
+            zeros += [flat[self.numel + index] for index in self.absent]
         if zeros:
             torch._foreach_zero_(zeros)
         return flat, views
 
-    def unpack(self) -> None:
-        """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows."""
+    @property
+    def flags(self) -> torch.Tensor:
+        """Those of the reduced flat tensor."""
         assert self.sent is not None
-        flags = self.sent[self.numel :].tolist() if self.absent else []
+        return self.sent[self.numel :]
+
+    def unpack(self, flags: Sequence[float] = ()) -> None:
+        """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows.
+
+        Args:
+            flags: the values of `flags`; not needed if none is `absent`.
+        """
         unused = {index for index in self.absent if flags[index] == 0}
         views = enumerate(zip(self.params, self._views, strict=True))
         give_grads([pair for index, pair in views if index not in unused])
@@ -221,6 +230,10 @@ class Reduction:
         `params`; `rest`: those of all other parameters are complete."""
         self._each("expect_last", params, rest)
 
+    def skip_unused(self, roots: Collection[torch.Tensor]) -> None:
+        """The last backward begins, from `roots`: do not wait for parameters that it does not reach."""
+        self._each("skip_unused", roots)
+
     def finish(self) -> None:
         """Set the complete gradient of each shard."""
         self._each("finish")
@@ -245,9 +258,49 @@ class NothingSent:
         """Do nothing."""
 
 
-def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start the sum of `flat` over `group`, in place. Returns what to `wait` for."""
-    return NothingSent() if group.size() == 1 else dist.all_reduce(flat, group=group, async_op=True)
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Any:
+    """Start to reduce `flat` over `group`, in place. Returns what to `wait` for."""
+    return NothingSent() if group.size() == 1 else dist.all_reduce(flat, op, group=group, async_op=True)
+
+
+def can_average(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return True if the backend of `group` divides while it sums, which saves a pass over `flat`.
+
+    NCCL multiplies each rank's values by 1 / ranks before it sums, so half precision does not overflow; but it rounds
+    that factor to their dtype (NCCL's src/enqueue.cc), which in half precision is exact for powers of two only.
+    """
+    ranks = group.size()
+    is_exact = flat.dtype.itemsize >= torch.float32.itemsize or ranks & (ranks - 1) == 0
+    return flat.is_cuda and is_exact and "nccl" in dist.get_backend(group)
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """The values of tensors of one dim; the host waits once for all."""
+    if not tensors:
+        return []
+    values = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
+    return [list(itertools.islice(values, len(tensor))) for tensor in tensors]
+
+
+REENTRANT = "CheckpointFunctionBackward"
+"""The node of reentrant activation checkpointing, which runs a backward of its own."""
+
+
+def find_reached(roots: Collection[torch.Tensor]) -> set[torch.Tensor] | None:
+    """The leaves to which a backward from `roots` brings gradients; None if the graph does not show all of them."""
+    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, leaves = set(todo), {root for root in roots if root.grad_fn is None}
+    while todo:
+        node = todo.pop()
+        if node.name() == REENTRANT:
+            return None
+        after = node.next_functions
+        if not after and (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(leaf)
+        new = {other for other, _ in after if other is not None} - seen
+        seen |= new
+        todo += new
+    return leaves
 
 
 class Reducer(Reduction):
@@ -292,6 +345,7 @@ class Reducer(Reduction):
         named = [buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in STATISTICS]
         self._statistics = [buffer for buffer in named if buffer.is_floating_point()]
         self._shards: list[ParamShard] = []
+        self._left_out: set[nn.Parameter] = set()  # had no gradient from some last backward
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.set_params(shards)
 
@@ -302,6 +356,7 @@ class Reducer(Reduction):
         kept = set() if self.state == "none" else set(self._shards)
         self._shards = [shard for shard in shards if shard.param.requires_grad or shard in kept]
         self._buckets = self._make_buckets()
+        self._left_out.clear()
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
             for bucket in self._buckets
@@ -334,6 +389,15 @@ class Reducer(Reduction):
                 bucket.missing.intersection_update(params)
             self._send_complete()
 
+    def skip_unused(self, roots: Collection[torch.Tensor]) -> None:
+        """See `Reduction`. Only those are skipped that had no gradient in an earlier update: so that models that use
+        all do not pay for the walk through the graph, and as a backward within a backward adds gradients to parameters
+        that the graph does not show."""
+        if self._sends and self._left_out and (used := find_reached(roots)) is not None:
+            for bucket in self._buckets:
+                bucket.missing -= self._left_out - used
+            self._send_complete()
+
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, and set each shard's reduced gradient.
 
@@ -341,6 +405,8 @@ class Reducer(Reduction):
             InputError: a backward outside the engine has added to gradients that are summed already.
         """
         self._refuse_stale()
+        if self._sends:
+            self._left_out.update(*(bucket.missing for bucket in self._unsent))
         self._send_complete(everything=True)
         if self._statistics:
             self._average_statistics()
@@ -390,8 +456,8 @@ class Reducer(Reduction):
         if bucket.sent is not None:
             name = bucket.shards[[id(held) for held in bucket.params].index(id(param))].name
             raise InputError(
-                f"the gradient of {name!r} arrived twice in one backward, the second time after it was sent; "
-                "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
+                f"the gradient of {name!r} arrived after it was sent, from a backward within the last one; reentrant "
+                "activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
         # Not sent here if this was its last gradient: more hooks of this parameter may follow, which change it.
         bucket.missing.discard(param)
@@ -409,22 +475,32 @@ class Reducer(Reduction):
 
     def _send(self, bucket: Any) -> Any:
         flat = bucket.pack()
-        if (divisor := bucket.group.size() / self._times) != 1:
+        divisor = bucket.group.size() / self._times
+        if divisor == bucket.group.size() and can_average(flat, bucket.group):
+            return bucket.start(flat, dist.ReduceOp.AVG)
+        if divisor != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
         return bucket.start(flat)
 
-    def _receive(self) -> None:
-        """Wait for all buckets in flight, and set their gradients."""
+    def _receive(self, *asked: torch.Tensor) -> list[list[float]]:
+        """Wait for all buckets in flight, and set their gradients. Returns the values of the tensors `asked`, which are
+        read with the buckets' flags."""
         while self._inflight:
             self._inflight.popleft()[0].wait()
+        absent = [bucket for bucket in self._buckets if bucket.absent]
+        found = read_together([*asked, *(bucket.flags for bucket in absent)])
+        flags = dict(zip(absent, found[len(asked) :], strict=True))
         for bucket in self._buckets:
-            bucket.unpack()
+            bucket.unpack(flags.get(bucket, ()))
+        return found[: len(asked)]
 
     def _average_statistics(self) -> None:
         held = self._statistics
         flat = torch.cat([b.reshape(-1).to(torch.promote_types(b.dtype, torch.float32)) for b in held])
-        flat /= self.group.size()
-        all_reduce(flat, self.group).wait()
+        if can_average(flat, self.group):
+            all_reduce(flat, self.group, dist.ReduceOp.AVG).wait()
+        else:
+            all_reduce(flat.div_(self.group.size()), self.group).wait()
         averaged = flat.split([buffer.numel() for buffer in held])
         foreach_copy_(held, [one.view_as(buffer) for one, buffer in zip(averaged, held, strict=True)])
 

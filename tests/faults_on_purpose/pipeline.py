@@ -32,14 +32,14 @@ PIPELINE = (
         "Gradients are sent over the data ranks in the backward of the first microbatch",
         Text(
             "parallel/pipeline/runner.py",
-            "        def begin_last(module: StageModule) -> None:\n"
+            "        def begin_last(module: StageModule, roots: Sequence[torch.Tensor]) -> None:\n"
             "            left.remove(module.index)\n"
-            "            on_last(module.params, not left)\n",
-            "        on_last([param for part in self.stages for param in part.params], True)\n\n"
-            "        def begin_last(module: StageModule) -> None:\n"
+            "            on_last(module.params, not left, roots)\n",
+            "        on_last([param for part in self.stages for param in part.params], True, ())\n\n"
+            "        def begin_last(module: StageModule, roots: Sequence[torch.Tensor]) -> None:\n"
             "            left.remove(module.index)\n",
         ),
-        In(Cell("none", data=2, pipeline=PIPE), "refused *arrived twice*"),
+        In(Cell("none", data=2, pipeline=PIPE), "refused *arrived after it was sent*"),
     ),
     fault(
         "The second half of a backward in two halves has no weights",

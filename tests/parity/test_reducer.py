@@ -44,10 +44,13 @@ def images() -> Any:
 
 SMALL = {"parallel": {"data": {"bucket_mb": 1e-6}}}
 """A bucket for each parameter."""
+ZERO1 = {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 1e-6}}}
 
 
 @rows(
     Row("layers that some ranks use", branches, {"gradient_accumulation": 2}, 2, sgd, updates=3, accumulated=True),
+    Row("by buckets", branches, {"gradient_accumulation": 2, **SMALL}, 2, sgd, updates=3, accumulated=True),
+    Row("by buckets, zero1", branches, {"gradient_accumulation": 2, **ZERO1}, 2, sgd, updates=3, accumulated=True),
     Row("channels last", images, SMALL, 3, sgd),
     Row("channels last, zero1", images, {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 1e-3}}}, 3, sgd),
     Row("channels last, fp16", images, {"fp16": {"mode": "naive"}}, 2, sgd, work=FormatAlone),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,14 +70,13 @@ class FSDPReducer(Reducer):
         self._set_gradient_sync(True, params)
         super().expect_last(params, rest)
 
-    def finish(self) -> None:
-        self._refuse_stale()
+    def _receive(self, *asked: torch.Tensor) -> list[list[float]]:
         used = [id(shard) in self._used for shard, _ in self._sharded]
         counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
-        work = all_reduce(counts, self.group)
-        super().finish()
-        work.wait()
-        self._take_grads([1.0] * len(used) if all(used) else counts.tolist())
+        all_reduce(counts, self.group).wait()
+        found = super()._receive(*asked, *([] if all(used) else [counts]))
+        self._take_grads([1.0] * len(used) if all(used) else found.pop())
+        return found
 
     def forget(self) -> None:
         self._is_broken |= self.state == "local"
@@ -110,6 +110,12 @@ class FSDPReducer(Reducer):
             if last:
                 add_missing_grads(unit)
 
+    @cached_property
+    def _withheld(self) -> list[WithheldGradient]:
+        """Placeholders for the gradients of the parameters that are sharded."""
+        return [WithheldGradient.of(weight, shard.name, UNFINISHED) for shard, weight in self._sharded]
+
+    @torch.no_grad()  # so that `to_local` makes no node of a graph
     def _take_grads(self, counts: Sequence[float]) -> None:
         """Set the shards' gradients to those that FSDP2 has summed.
 
@@ -121,16 +127,17 @@ class FSDPReducer(Reducer):
         """
         lost = []
         weight: Any
-        for (shard, weight), factor, count in zip(self._sharded, self._factors, counts, strict=True):
+        given = zip(self._sharded, self._factors, counts, strict=True)
+        for index, ((shard, weight), factor, count) in enumerate(given):
             if weight.grad is not None and count:
-                local, held = weight.grad.detach().to_local(), shard.param.grad
+                local, held = weight.grad.to_local(), shard.param.grad
                 if factor != 1:
                     local.mul_(factor)
                 if not self._withholds:  # a further backward adds to the DTensor's gradient, whose memory this is
                     shard.param.grad = local
                     continue
                 shard.param.grad = local if held is None else held.add_(local)
-                weight.grad = WithheldGradient.of(weight, shard.name, UNFINISHED)
+                weight.grad = self._withheld[index]
             elif count and weight.requires_grad:
                 lost.append(shard.name)
             elif shard.param.grad is None:  # zeros of FSDP2's

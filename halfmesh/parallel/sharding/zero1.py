@@ -7,10 +7,9 @@ replicated data parallelism. Rajbhandari et al., "ZeRO" (2020), section 5.1.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +23,17 @@ from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
-from ..reducer import Bucket, Buffers, NothingSent, Reducer, all_reduce, give_grads, make_buckets, round_up
+from ..reducer import (
+    Bucket,
+    Buffers,
+    NothingSent,
+    Reducer,
+    all_reduce,
+    give_grads,
+    make_buckets,
+    read_together,
+    round_up,
+)
 from ..shard_spec import Placement
 
 CHUNK = 128
@@ -200,7 +209,6 @@ class SliceBucket(Bucket):
                 for place in range(len(some))
             ]
         self.numel = self.chunk * size
-        self._withheld: list[WithheldGradient] = []
         self.slices: list[ParamShard] = []
         self._cuts, end = list[int](), 0  # sizes in this rank's chunk: of a gap, of the first slice, of a gap, ...
         for shard, offset in zip(self.shards, self.offsets, strict=True):
@@ -219,13 +227,13 @@ class SliceBucket(Bucket):
     def pack(self) -> torch.Tensor:
         return self._take_grads(self.numel)[0]
 
-    def start(self, flat: torch.Tensor) -> Any:
+    def start(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         """Start a reduce-scatter to the ranks that step them."""
         if self.group.size() == 1:
             self.sent = flat
             return NothingSent()
         self.sent = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        return reduce_scatter(self.sent, flat, group=self.group, async_op=True)
+        return reduce_scatter(self.sent, flat, op=op, group=self.group, async_op=True)
 
     def assign_grads(self, received: torch.Tensor, unused: Collection[int]) -> None:
         """Add the reduced chunk to the gradients of `slices`; `unused`: shards without a gradient on any rank."""
@@ -236,9 +244,13 @@ class SliceBucket(Bucket):
         if held:  # of a backward before, whose gradients were reduced already
             torch._foreach_add_([grad for grad, _ in held], [view for _, view in held])
 
+    @cached_property
+    def _withheld(self) -> list[WithheldGradient]:
+        """Placeholders for the gradients of the model's parameters."""
+        return [WithheldGradient.of(shard.param, shard.name, SCATTERED) for shard in self.shards]
+
     def withhold(self) -> None:
         """Put placeholders in `param.grad` of the model's parameters, whose gradients are now in `slices`."""
-        self._withheld = self._withheld or [WithheldGradient.of(s.param, s.name, SCATTERED) for s in self.shards]
         for shard, part, grad in zip(self.shards, self.slices, self._withheld, strict=True):
             if part.param.grad is not None:
                 set_grad(shard.param, grad)
@@ -312,22 +324,25 @@ class Zero1Reducer(Reducer):
     def _make_buckets(self) -> list[SliceBucket]:
         return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
 
-    def _receive(self) -> None:
+    def _receive(self, *asked: torch.Tensor) -> list[list[float]]:
         groups: dict[dist.ProcessGroup, list[SliceBucket]] = {}
         for bucket in self._buckets:
             groups.setdefault(bucket.group, []).append(bucket)
-        flags = []
+        works: list[Any] = []
+        counts: list[tuple[SliceBucket, torch.Tensor]] = []  # for each shard the number of ranks that had a gradient
         for group, buckets in groups.items():
             had = [0.0 if index in b.absent else 1.0 for b in buckets for index in range(len(b.shards))]
-            counts = torch.tensor(had).to(buckets[0].params[0].device, non_blocking=True)
-            flags.append((all_reduce(counts, group), buckets, had, counts))
-        while self._inflight:
-            self._inflight.popleft()[0].wait()
-        for work, buckets, had, counts in flags:
+            sums = torch.tensor(had).to(buckets[0].params[0].device, non_blocking=True)
+            works.append(all_reduce(sums, group))
+            counts += zip(buckets, sums.split([len(bucket.shards) for bucket in buckets]), strict=True)
+        for work in (*(work for work, _ in self._inflight), *works):
             work.wait()
-            ranks = iter(counts.tolist() if 0.0 in had else had)
-            for bucket in buckets:
-                used = list(itertools.islice(ranks, len(bucket.shards)))
-                assert bucket.sent is not None
-                bucket.assign_grads(bucket.sent, [index for index in bucket.absent if used[index] == 0])
-                bucket.withhold()
+        self._inflight.clear()
+        absent = [(bucket, count) for bucket, count in counts if bucket.absent]
+        found = read_together([*asked, *(count for _, count in absent)])
+        ranks = dict(zip((bucket for bucket, _ in absent), found[len(asked) :], strict=True))
+        for bucket, _ in counts:
+            assert bucket.sent is not None
+            bucket.assign_grads(bucket.sent, [index for index in bucket.absent if ranks[bucket][index] == 0])
+            bucket.withhold()
+        return found[: len(asked)]
