@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..errors import readable
 from ..report.folder import RunFolder, on_rank_zero
 from ..utils.log import get_logger
 from .hook import Hook, Record
@@ -17,14 +18,14 @@ from .hook import Hook, Record
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
     from ..engine.summary import EffectivePlan
-    from .batch import Outcome
     from .trainer import Trainer
 
 _log = get_logger(__name__)
 
 
 class ProgressHook(Hook):
-    """Shows records on rank 0: a progress bar with the last record if stderr is a terminal, else a line for each.
+    """Shows records on rank 0: if stderr is a terminal, a bar for the whole training, with loss, norm and learning
+    rate, and a line for each evaluation; else a line for each record.
 
     Args:
         plain: print lines on a terminal, too.
@@ -35,37 +36,87 @@ class ProgressHook(Hook):
         self._bar: Any = None
 
     def before_epoch(self, trainer: Trainer) -> None:
-        engine = trainer.engine
-        if self._plain or engine.context.rank != 0:
+        if self._plain or trainer.engine.context.rank != 0:
             return
+        if self._bar is None:
+            self._start(trainer)
+        self._bar.update(self._task, epoch=_name_epoch(trainer, trainer.epoch))
+
+    def _start(self, trainer: Trainer) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
-        if self._bar is None:
-            columns = TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            self._bar = Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True))
-            self._bar.start()
-        total = engine.dataloader.loader.length if engine.has_dataloader else None
-        done = engine.dataloader.next_batch if engine.has_dataloader else 0
-        self._task = self._bar.add_task("", total=total, completed=done, epoch=trainer.epoch)
+        def text(field: str, **options: Any) -> TextColumn:
+            return TextColumn(f"{{task.fields[{field}]}}", markup=False, table_column=Column(no_wrap=True, **options))
 
-    def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        self._bar = Progress(
+            text("epoch"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            text("rate"),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
+            text("numbers", overflow="ellipsis"),
+            console=Console(stderr=True),
+            expand=True,
+        )
+        fields = {"epoch": _name_epoch(trainer, trainer.epoch), "rate": "", "numbers": ""}
+        done = trainer.engine.global_step
+        self._task = self._bar.add_task("", total=trainer.total_steps, completed=done, **fields)
+        self._bar.start()
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._bar is not None:
-            self._bar.advance(self._task)
+            self._bar.update(self._task, completed=trainer.engine.global_step)
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        text = "  ".join(f"{name} {_short(value)}" for name, value in record.items() if name not in ("step", "epoch"))
-        if self._bar is not None:
-            self._bar.update(self._task, description=text)
-            if any(name.startswith("eval_") for name in record):
-                self._bar.console.print(f"epoch {record['epoch']}  step {record['step']}  {text}")
-        elif self._plain:
-            _log.info("epoch %s  step %s  %s", record["epoch"], record["step"], text)
+        is_evaluation = any(name.startswith("eval_") for name in record)
+        if self._bar is not None and not is_evaluation:
+            speed = self._bar.tasks[0].speed or 0.0  # of the last 30 s
+            rate = "" if not speed else f"{speed:.3g} it/s" if speed >= 1 else f"{1 / speed:.3g} s/it"
+            named = {"loss": "loss", "grad_norm": "norm", "lr": "lr"}
+            numbers = "  ".join(f"{short} {_short(record[name])}" for name, short in named.items() if name in record)
+            self._bar.update(self._task, rate=rate, numbers=numbers)
+        elif self._plain or self._bar is not None:
+            # Where nothing is scaled, as in bf16, these two say nothing.
+            silent = {"step", "epoch", "skipped_steps" if not record.get("skipped_steps") else ""}
+            silent |= {"loss_scale"} if record.get("loss_scale") == 1 else set()
+            numbers = "  ".join(_in_words(name, value) for name, value in record.items() if name not in silent)
+            of = "" if trainer.total_steps is None else f"/{trainer.total_steps}"
+            line = f"{_name_epoch(trainer, record['epoch'])}  step {record['step']}{of}  {numbers}"
+            if self._bar is None:
+                _log.info("%s", line)
+            else:  # above the bar
+                self._bar.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def close(self, trainer: Trainer) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _name_epoch(trainer: Trainer, epoch: int) -> str:
+    """As people count: "epoch 1/3" is the first, number 0 in records."""
+    return f"epoch {epoch + 1}" + ("" if trainer.epochs is None else f"/{trainer.epochs}")
+
+
+def _in_words(name: str, value: Any) -> str:
+    """A number of a record with its unit, if that is known."""
+    if name == "memory_mib":
+        return f"memory {readable(value * 2**20)}"
+    if name == "model_flops_per_s":
+        return _flops(value)
+    if name.endswith("_per_s"):
+        return f"{f'{value:,.0f}' if value >= 1000 else _short(value)} {name.removesuffix('_per_s')}/s"
+    return f"{name} {_short(value)}"
+
+
+def _flops(per_second: float) -> str:
+    for letter in ("", "k", "M", "G", "T"):
+        if per_second < 1000:
+            return f"{per_second:.4g} {letter}FLOP/s"
+        per_second /= 1000
+    return f"{per_second:.4g} PFLOP/s"
 
 
 def _short(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,9 @@ class Trainer:
     Attributes:
         engine: the engine.
         epoch: number of the current epoch, from 0; -1 before the first.
+        epochs: those that `fit` was given; None before it, and if there is no limit.
+        total_steps: the update (`engine.global_step`) that ends `fit`, as far as the length of the data tells; None if
+            it does not.
         result: the result of the last `engine.step()`: None inside an accumulation cycle.
     """
 
@@ -75,6 +78,8 @@ class Trainer:
         self.compute = compute
         self.log_every = log_every
         self.epoch = -1
+        self.epochs: int | None = None
+        self.total_steps: int | None = None
         self.result: StepResult | None = None
         self._hooks: list[Hook] = []
         self._max_steps: int | None = None
@@ -126,6 +131,7 @@ class Trainer:
         self._eval_steps, self._evaluated = eval_steps, evaluated
         self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
+        self.epochs, self.total_steps = epochs, self._find_total(batches, epochs, first)
         with self._ended_by_ctrl_c(), self._hooked(hooks), self._saved_with_the_engine():
             self._call("before_fit")
             self.epoch = first - 1
@@ -188,6 +194,19 @@ class Trainer:
         return self._evaluated is not None
 
     # -- parts -------------------------------------------------------------------------------------------------
+
+    def _find_total(self, batches: Any, epochs: int | None, first: int) -> int | None:
+        """See `total_steps`; `first`: the number of the first epoch."""
+        if epochs is None:
+            return self._max_steps
+        is_own = batches is self._own_loader
+        count = batches.loader.length if is_own else len(batches) if isinstance(batches, Sized) else None
+        if count is None:
+            return self._max_steps
+        cycle, done = self.engine.config.gradient_accumulation, batches.next_batch if is_own else 0
+        left = max(0, epochs - first) * -(-count // cycle) - done // cycle
+        total = self.engine.global_step + left
+        return total if self._max_steps is None else min(total, self._max_steps)
 
     def _train_epoch(self, batches: Iterable[Any]) -> bool:
         """Train on the batches of an epoch. Returns True if all were used."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -20,7 +21,6 @@ from halfmesh.hooks import (
     EarlyStopHook,
     LRSchedulerHook,
     MLflowHook,
-    ProgressHook,
     RunHook,
     TensorBoardHook,
     ThroughputHook,
@@ -302,21 +302,38 @@ def test_a_loop_that_waits_for_its_data_is_warned_once(records, warnings, monkey
 
 def test_progress_in_plain_lines(caplog):
     engine = linear_engine({"fp16": {"mode": "naive", "initial_scale": 65536}})
-    halfmesh.Trainer(engine, log_every=2).fit(epochs=1, hooks=["progress"])
-    first, *_, last = [line for line in caplog.messages if line.startswith("epoch")]
-    assert first.startswith("epoch 0  step 2  loss ")
-    assert "  loss_scale 65536  " in first
-    assert last.startswith("epoch 0  step 3  eval_loss ")
+    halfmesh.Trainer(engine, log_every=2).fit(epochs=2, hooks=["progress", "throughput", "memory"])
+    first, second, *_, last = [line for line in caplog.messages if line.startswith("epoch")]
+    assert first.startswith("epoch 1/2  step 2/6  loss ")
+    assert re.fullmatch(
+        r"epoch 1/2  step 3/6  loss \S+  lr \S+  grad_norm \S+  loss_scale 65536  [\d.,]+ samples/s  \S+ [kM]?FLOP/s  "
+        r"memory \d+\.\d [MG]iB",
+        second,
+    )
+    assert last.startswith("epoch 2/2  step 6/6  eval_loss ")
+    caplog.clear()
+    halfmesh.Trainer(linear_engine({"bf16": {"mode": "naive"}})).fit(max_steps=1, hooks=["progress"])
+    assert re.fullmatch(r"epoch 1  step 1/1  loss \S+  lr \S+", caplog.messages[-2]), "nothing is scaled or skipped"
 
 
-def test_progress_on_a_terminal(monkeypatch, capsys, tmp_path):
-    """Of an epoch that goes on, too."""
+@pytest.mark.parametrize("columns", [80, 100])
+def test_progress_on_a_terminal_is_one_bar(columns, monkeypatch, capsys, tmp_path):
+    """Of a run that goes on in an epoch, too."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    engine, again = linear_engine(), linear_engine()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    config = {"fp16": {"mode": "naive", "initial_scale": 65536}}
+    engine, again = linear_engine(config), linear_engine(config)
     halfmesh.Trainer(engine, log_every=1).fit(max_steps=2)
     engine.save(tmp_path)
     again.load(tmp_path)
-    halfmesh.Trainer(again, log_every=1).fit(epochs=1, hooks=[ProgressHook()])
-    shown = capsys.readouterr().err
-    assert all(part in shown for part in ("epoch 0", "3/3", "eval_loss"))
+    capsys.readouterr()
+    halfmesh.Trainer(again, log_every=1).fit(epochs=40, hooks=["progress", "throughput", "memory"])
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).replace("\r", "\n").splitlines()
+    bars, said = [line for line in lines if "/120 " in line and "eval" not in line], [x for x in lines if "eval" in x]
+    assert len(said) == 40, "each evaluation once"
+    assert said[0].startswith("epoch 1/40  step 3/120  eval_loss ")
+    assert bars[0].split()[1] == "1/40"
+    row = r"epoch 40/40 \S{4,} 120/120 \S+ (it/s|s/it) \d:\d\d:\d\d loss \S+  norm \S+  lr 0\.1"
+    assert re.fullmatch(row, bars[-1].rstrip())
+    assert max(map(len, lines)) <= columns
