@@ -202,6 +202,7 @@ def test_what_a_gpu_needs_of_torchao():
         assert float8._torchao(scaling, False)[1][0].grad_weight.pad_inner_dim, "kernels of a GPU sum over 16s"
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch for CUDA")
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("rows", [1, 7, 24, 32])
 def test_products_pass_torchs_checks_of_cudas_kernels(scaling, rows, monkeypatch):
