@@ -16,7 +16,7 @@ Transformers; torchao for fp8. There, from the root of the repository:
     python3 -m pip install -q --no-index --no-deps --target /tmp/site .whl/*.whl
     export PYTHONPATH=$PWD:/tmp/site PYTHONUNBUFFERED=1
     python3 tests/gpu/day.py 0 1 6 2 --seconds 550     # is it right, and as fast as predicted?
-    python3 tests/gpu/day.py 4 3 5 9 --seconds 550     # waits, memory, races
+    python3 tests/gpu/day.py 4 3 12 5 9 --seconds 550  # waits, memory, races
     python3 tests/gpu/day.py 7 10 --seconds 550        # layouts over gloo, fp8
     python3 tests/gpu/day.py 8 11 --seconds 550        # compiled
     python3 tests/gpu/day.py 1 --device cpu            # a rehearsal, with the tiniest sizes
@@ -212,7 +212,7 @@ class Step:
 def all_steps() -> dict[int, Step]:
     from tests.gpu import day_bench as bench
     from tests.gpu import day_cases as cases
-    from tests.gpu import day_fit, day_one_rank
+    from tests.gpu import day_fit, day_loss, day_one_rank
 
     slower = bench.SPEED_FAILURE
     red = "a test that fails, a file of which no test passed, or pytest that does not end."
@@ -231,6 +231,7 @@ def all_steps() -> dict[int, Step]:
         9: Step("channels_last and cuDNN's LSTM", 1.5, cases.LAYOUT_FAILURE, cases.memory_layouts),
         10: Step("fp8 beside bf16", 4, slower, bench.bench_float8),
         11: Step("Compiled steps in CUDA graphs", 4.5, slower, bench.bench_graphs),
+        12: Step("A loss without all logits at once", 1, day_loss.LOSS_FAILURE, day_loss.losses_of_a_head),
     }
 
 
