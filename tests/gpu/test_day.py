@@ -44,6 +44,13 @@ def test_rehearsal(step, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1 + (2 if step == 4 else 0), "so many files come back"
 
 
+def test_each_call_of_the_docstring_takes_ten_minutes_at_most_and_they_have_all_steps():
+    minutes = {number: step.minutes for number, step in day.all_steps().items()}
+    calls = [list(map(int, found.split())) for found in re.findall(r"day\.py ([\d ]+) --seconds 550", day.__doc__)]
+    assert sorted(number for call in calls for number in call) == sorted(minutes)
+    assert all(sum(map(minutes.get, call)) <= 10 for call in calls)
+
+
 def test_files_that_are_only_run_on_a_gpu_are_there():
     assert all((day.ROOT / word).is_file() for words in day.SUITES.values() for word in words if word.endswith(".py"))
 
