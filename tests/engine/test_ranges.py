@@ -135,6 +135,20 @@ def test_ranges_of_what_ranks_send(layout):
         assert all(name.replace("RANK", str(rank)) in at for name in expected), paths
 
 
+def with_two_losses(rank, world_size):
+    engine = make_engine({**ON, "fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2}})
+    output = engine(torch.ones(2, 8))
+    for loss_id in range(2):
+        engine.backward(engine.criterion(output, torch.zeros(2, dtype=torch.int64)), loss_id, retain_graph=True)
+    return profiled(engine, engine.step)[1]
+
+
+@pytest.mark.distributed
+def test_several_losses_are_reduced_in_the_update():
+    expected = ["update", "update/reduce", "update/reduce/send_bucket", *UPDATE[1:]]
+    assert run_ranks(with_two_losses, 2) == [expected] * 2
+
+
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch for CUDA")
 def test_on_cuda_they_are_nvtx_ranges_too(monkeypatch):
     seen = []
