@@ -273,12 +273,13 @@ class MixedPrecisionOptimizer:
             self.publisher.stepped(shards)
 
     @torch.no_grad()
-    def sync_writes(self, adopt: bool = False) -> None:
+    def sync_writes(self, adopt: bool = False, waits: bool = True) -> None:
         """Copy what user code wrote into masters, or shards of weights, since the last update to the model and the
         ranks that use them. All ranks together.
 
         Args:
             adopt: copy what it wrote into the model to the masters, too, which the next update would undo.
+            waits: return when this rank has all new weights; else what uses them has to wait.
 
         Raises:
             InputError: different values were written into a parameter and into its master.
@@ -286,6 +287,8 @@ class MixedPrecisionOptimizer:
         masters, publisher = self.master_weights, self.publisher
         if publisher is not None:
             publisher.follow()
+            if waits:
+                publisher.arrive()
         changed = masters.changed()
         has_moved = bool(changed) and any(masters.target(shard) in changed for shard in masters.trained)
         if not has_moved and not (changed and adopt):
@@ -309,6 +312,7 @@ class MixedPrecisionOptimizer:
         self._publish(self.master_weights.trained)
         if self.publisher is not None:
             self.publisher.finish()
+            self.publisher.arrive()
 
     def follow_groups(self) -> None:
         """Follow the optimizer's groups, if they have changed: parameters added or removed, or settings that decide the

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +32,19 @@ if TYPE_CHECKING:
 _ROWS = (nn.ModuleList, nn.Sequential)
 
 
-def compile_modules(modules: Sequence[nn.Module], options: CompileConfig) -> None:
-    """Compile `modules` in place; `uncompile` undoes it. Nothing runs before their first call."""
+def compile_modules(modules: Sequence[nn.Module], options: CompileConfig, before: Callable[[nn.Module], None]) -> None:
+    """Compile `modules` in place; `uncompile` undoes it. Nothing runs before their first call.
+
+    Args:
+        before: called before compiled code of a module, outside of it.
+    """
     arguments = options.model_dump(include={"backend", "mode", "dynamic", "fullgraph"})
     for module in modules:
         forward = vars(module).get("forward")
         if isinstance(forward, Checkpointed):  # the recomputation has to run the same code
-            forward.compiled = _compiled(forward.own, len(modules), arguments)
+            forward.compiled = _after(partial(before, module), _compiled(forward.own, len(modules), arguments))
         else:
-            _compile_in_place(module, len(modules), arguments)
+            _compile_in_place(module, len(modules), arguments, partial(before, module))
 
 
 def resolve_compiled(
@@ -105,7 +110,9 @@ def find_blocks(model: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in within[name])
 
 
-def _compile_in_place(module: nn.Module, recompiles: int, arguments: dict[str, Any]) -> None:
+def _compile_in_place(
+    module: nn.Module, recompiles: int, arguments: dict[str, Any], before: Callable[[], None]
+) -> None:
     """`module.compile()`, also for classes of torch (Sequential, TransformerEncoderLayer), whose `forward` torch before
     2.15 silently does not compile."""
     own: Callable[..., Any] = module._call_impl
@@ -114,7 +121,15 @@ def _compile_in_place(module: nn.Module, recompiles: int, arguments: dict[str, A
         return own(*args, **kwargs)
 
     is_torchs = type(module).forward.__module__.partition(".")[0] == "torch"
-    module._compiled_call_impl = _compiled(call if is_torchs else own, recompiles, arguments)
+    module._compiled_call_impl = _after(before, _compiled(call if is_torchs else own, recompiles, arguments))
+
+
+def _after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return call(*args, **kwargs)
+
+    return both
 
 
 def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, Any]) -> Callable[..., Any]:

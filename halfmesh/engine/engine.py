@@ -116,7 +116,7 @@ class Engine(MixedPrecisionState):
         if self._closed:
             self._refuse_if_closed()
         self._progress.calls += 1
-        self._update.sync_writes()
+        self._update.sync_writes(waits=False)
         for told in self._hooks.calls["before_forward"]:
             told(method, args, kwargs)
         try:

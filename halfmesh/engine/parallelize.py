@@ -334,6 +334,7 @@ class ParallelModel:
             publisher.begin()
             publisher.stepped(shards)
             publisher.finish()
+            publisher.arrive()
 
     def _weight(self, param: nn.Parameter) -> float:
         """1 / (number of ranks that hold the same numbers of `param`)."""
@@ -408,7 +409,7 @@ class ParallelModel:
         saving = nullcontext if self.offload is None else self.offload.inputs
         self.checkpointed = [Checkpointed(m, selective, saving) for m in computed_here(self.plans.recomputed)]
         self.compiled = computed_here(self.plans.compiled)
-        compilation.compile_modules(self.compiled, self._config.compile)
+        compilation.compile_modules(self.compiled, self._config.compile, self.data.arrive)
 
     def explain(self, error: RuntimeError) -> None:
         """Explain a known error of torch in forward or backward.

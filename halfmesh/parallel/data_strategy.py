@@ -189,6 +189,9 @@ class DataStrategy:
     def follow(self) -> None:
         """See `Publisher`."""
 
+    def arrive(self, module: nn.Module | None = None) -> None:
+        """See `Publisher`. With `module` wait for its weights only: compiled code uses them without a word."""
+
     def join(self, names: list[str]) -> list[str]:
         """See `Publisher`: by default the names of this rank."""
         return names

@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from .tensors import in_memory_order
+from .torch_private import without_subclasses
 
 
 @dataclass(eq=False, slots=True)
@@ -74,11 +75,12 @@ def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
 
 def clear_grads(params: Iterable[torch.Tensor]) -> None:
     """Set the gradients of `params` to None; the next ones come in the parameters' dtypes."""
-    for param in params:
-        if param.grad is not None:
-            param.grad = None
-            if param.grad_dtype is not param.dtype:
-                param.grad_dtype = param.dtype
+    with without_subclasses():  # it reads no values
+        for param in params:
+            if param.grad is not None:
+                param.grad = None
+                if param.grad_dtype is not param.dtype:
+                    param.grad_dtype = param.dtype
 
 
 def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -119,7 +121,11 @@ class Publisher(Protocol):
         """Start to send the new weights of `shards`; need not wait for it."""
 
     def finish(self) -> None:
-        """Called after the last `stepped`: return when this rank has all new weights."""
+        """Called after the last `stepped`: all new weights are on their way."""
+
+    def arrive(self) -> None:
+        """Return when this rank has all new weights. Called after `finish`, and before weights are used; not before a
+        forward, in which what uses weights waits for them."""
 
 
 class Ranks(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -97,9 +97,22 @@ def without_override(func: FunctionType, **replaced: Any) -> FunctionType:
     return copy
 
 
+def without_subclasses() -> AbstractContextManager[None]:
+    """A scope in which subclasses of Tensor do not see torch's functions."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+@contextmanager
+def without_observers() -> Iterator[None]:
+    """A scope in which neither subclasses of Tensor nor modes, of torch's functions and of torch.func, see them."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
+        yield
+
+
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """The number of in-place writes to each tensor; 0 for None, and if torch does not count (inference mode)."""
-    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    with without_subclasses():  # it reads no values
+        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
@@ -113,7 +126,13 @@ WriteStamp = tuple[int, torch.UntypedStorage]
 def write_stamps(tensors: Sequence[torch.Tensor]) -> list[WriteStamp]:
     """`edit_stamp` of each tensor, for stamps that are kept long: they also keep the memory, so that no later memory of
     the tensor has its address."""
-    return list(zip(versions(tensors), map(torch.Tensor.untyped_storage, tensors), strict=True))
+    return list(zip(versions(tensors), storages(tensors), strict=True))
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The memory of each tensor, not to read values from."""
+    with without_subclasses():
+        return [tensor.untyped_storage() for tensor in tensors]
 
 
 def grad_hooks(given: torch.Tensor | nn.Module) -> list[Any]:

@@ -138,10 +138,12 @@ def words(reduction: str = "mean") -> Any:
 
 
 FSDP, ZERO1 = {"parallel": {"data": "fsdp"}}, {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 0.0005}}}
+LATE = {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 0.0005, "overlap_param_gather": True}}}
 HYBRID = {"strategy": "fsdp", "hybrid": 2}
 OFFLOADED = {"strategy": "fsdp", "cpu_offload": True}
 CYCLES = {"gradient_accumulation": 2, "clip_grad_norm": 0.05}
 BF16 = {"bf16": {"mode": "naive"}}
+AUTOCAST = {"bf16": {"mode": "torch"}}
 SUMS = {"loss_reduction": "sum"}
 ALIKE, OTHERS = (True, True, False, False), (True, False, False, True)
 """Whether both ranks use the same layers in an update."""
@@ -164,6 +166,10 @@ def staged(data: str) -> dict[str, Any]:
     Row("odd, fsdp, 3 ranks", odd, FSDP, ranks=3, slow=True),
     Row("tied, zero1", tied, ZERO1 | SUMS),
     Row("tied, fsdp", tied, FSDP | SUMS),
+    Row("odd, weights that come late", odd, LATE, optimizer=ADAMW, updates=3),
+    Row("odd, weights that come late, cycles", odd, LATE | CYCLES | BF16, optimizer=ADAGRAD),
+    Row("tied, weights that come late", tied, LATE | SUMS | AUTOCAST),
+    Row("ranks use other layers, weights that come late", partial(branching, OTHERS), LATE, accumulated=True),
     Row("now one layer, now another, zero1", partial(branching, ALIKE), ZERO1, accumulated=True),
     Row("now one layer, now another, fsdp", partial(branching, ALIKE), FSDP, accumulated=True),
     Row("ranks use other layers, zero1", partial(branching, OTHERS), ZERO1, accumulated=True),

@@ -1,26 +1,27 @@
 """ZeRO stage 1: each data rank steps a shard of the weights, with optimizer state and masters for that shard only.
 
 Gradients are reduce-scattered to the ranks that step them while backward runs, and new weights are all-gathered while
-the rest of the update runs. If weights have the dtype of the reduction, this sends as many bytes as the all-reduce of
-replicated data parallelism. Rajbhandari et al., "ZeRO" (2020), section 5.1.
+the rest of the update runs, or the next forward. If weights have the dtype of the reduction, this sends as many bytes
+as the all-reduce of replicated data parallelism. Rajbhandari et al., "ZeRO" (2020), section 5.1.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, shorten
+from ...options import Options
 from ...utils.optimizer_state import parts_of, refuse_other_state, repoint, steps_whole
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
-from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter
+from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter, storages
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
 from ..reducer import (
@@ -36,9 +37,19 @@ from ..reducer import (
 )
 from ..shard_spec import Placement
 
+if TYPE_CHECKING:
+    from .late_params import Arrivals
+
 CHUNK = 128
 """A rank's chunk of a bucket is a multiple of so many elements (256 bytes in half precision, as in Megatron-LM), or of
 a smaller power of two, so that it grows by at most 1/16."""
+
+
+class Zero1Options(Options):
+    """The keys of `parallel.data` under zero1."""
+
+    overlap_param_gather: bool = False
+    """All-gather new weights while the next forward runs, in temporary memory of all of them (Megatron-LM's name)."""
 
 
 class Zero1(DataStrategy):
@@ -52,6 +63,7 @@ class Zero1(DataStrategy):
 
     cost = "each update sends the new weights to all data ranks"
     shards_state = True
+    options = Zero1Options
 
     def __init__(self, inputs: StrategyInputs) -> None:
         super().__init__(inputs)
@@ -91,6 +103,21 @@ class Zero1(DataStrategy):
         self._left = deque(self._order)
         self._stepped: set[ParamShard] = set()
         self._inflight: deque[tuple[Any, SliceBucket, torch.Tensor]] = deque()
+        self._arrivals: Arrivals | None = None
+        if inputs.options.overlap_param_gather:
+            from .late_params import Arrivals  # it imports torch.compile's machinery
+
+            self._arrivals = Arrivals(inputs.model)
+
+    @staticmethod
+    def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        is_whole = config.compile.enabled and config.compile.scope == "model"
+        if config.parallel.data.overlap_param_gather and is_whole:
+            yield (
+                "parallel.data.overlap_param_gather",
+                "a model that is compiled as a whole needs all weights at once, so that nothing is gathered beside "
+                "its forward; use compile.scope='blocks', or remove this key",
+            )
 
     def make_reducer(self, shards: Sequence[ParamShard], buffers: Buffers, withholds: bool) -> Zero1Reducer:
         return Zero1Reducer(self, shards, buffers)
@@ -112,9 +139,9 @@ class Zero1(DataStrategy):
         Raises:
             InputError: the order of elements in memory has changed, but not that of masters and state.
         """
-        memory = [shard.param.untyped_storage() for shard, _, _ in self._pairs]
+        memory = storages([shard.param for shard, _, _ in self._pairs])
         before, self._memory = self._memory or memory, memory
-        if [part.param.untyped_storage() for _, part, _ in self._pairs] == memory:
+        if storages([part.param for _, part, _ in self._pairs]) == memory:
             return
         for (shard, part, strides), old in zip(self._pairs, before, strict=True):
             if shard.param.stride() != strides:
@@ -143,11 +170,19 @@ class Zero1(DataStrategy):
             self._gather(self._left.popleft())
 
     def finish(self) -> None:
-        """Gather the other buckets, which have parameters without a gradient, and wait for all."""
+        """Gather the other buckets, which have parameters without a gradient, and wait for those that the next forward
+        cannot wait for."""
         for bucket in self._left:
             self._gather(bucket)
+        self.arrive()  # those of before
         while self._inflight:
-            self._wait_oldest()
+            work, bucket, flat = self._inflight[0]
+            if self._overlaps(bucket):
+                assert self._arrivals is not None
+                self._arrivals.expect(bucket.params, partial(bucket.receive, work, flat))
+                self._inflight.popleft()
+            else:
+                self._wait_oldest()
         self._left = deque(self._order)
         self._stepped.clear()
 
@@ -155,10 +190,35 @@ class Zero1(DataStrategy):
         # The first is the same on all ranks. One rank's slices are all of the model's memory.
         if self._stepped.isdisjoint(bucket.slices) or bucket.group.size() == 1:
             return
-        while self._inflight and not self.inputs.reduce.has_room([sent for _, sent, _ in self._inflight], bucket):
+        # Those beside the next forward are all started before it, so that ranks start all collectives in one order.
+        while self._inflight and not self._overlaps(bucket) and not self._has_room(bucket):
             self._wait_oldest()
         work, flat = bucket.gather([part.param for part in bucket.slices])
         self._inflight.append((work, bucket, flat))
+
+    def _has_room(self, bucket: SliceBucket) -> bool:
+        return self.inputs.reduce.has_room([sent for _, sent, _ in self._inflight], bucket)
+
+    def _overlaps(self, bucket: SliceBucket) -> bool:
+        """Return True if its weights may be on their way after the update. (A replay of a CUDA graph runs no code of
+        the host, which could wait.)"""
+        if self._arrivals is None or not self._arrivals.can_wait(bucket.params):
+            return False
+        return not (bucket.params[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def arrive(self, module: nn.Module | None = None) -> None:
+        if self._arrivals is not None:
+            self._arrivals.wait(None if module is None else module.parameters())
+
+    def refuse_unseen(self, shards: Sequence[ParamShard], param: nn.Parameter) -> None:
+        """Raise InputError if a gradient of `param` arrives before its new weights: forward had old ones."""
+        if self._arrivals is not None and self._arrivals.is_late(param):
+            name = next(shard.name for shard in shards if shard.param is param)
+            raise InputError(
+                f"{name!r} has a gradient, but nothing has waited for its weights since the last update, which "
+                "parallel.data.overlap_param_gather sends beside this forward: a CUDA graph or C++ extension of yours "
+                "has used the old ones. Call engine.train() before it, which waits for all, or remove that key"
+            )
 
     def _wait_oldest(self) -> None:
         work, bucket, flat = self._inflight.popleft()
@@ -268,6 +328,21 @@ class SliceBucket(Bucket):
         flat = torch.empty(self.numel, dtype=own.dtype, device=own.device)
         return all_gather(flat, own, group=self.group, async_op=True), flat
 
+    def receive(self, work: Any, flat: torch.Tensor) -> None:
+        """Wait for the result of `gather`, and copy it to the parameters. Not to `slices`, which have newer values if
+        they were written since; and uncounted."""
+        work.wait()
+        pairs = []
+        for shard, part, view in zip(self.shards, self.slices, self.views(flat), strict=True):
+            memory, stop = shard.param.data, part.start + part.param.numel()
+            if part.param.numel() == 0:
+                pairs.append((memory, view))
+            elif part.param.numel() < memory.numel():
+                mine, theirs = in_memory_order(memory), in_memory_order(view)
+                pairs += [(mine[: part.start], theirs[: part.start]), (mine[stop:], theirs[stop:])]
+        if pairs:
+            foreach_copy_(*zip(*pairs, strict=True))
+
 
 def _numel(shards: Sequence[ParamShard]) -> int:
     return sum(shard.param.numel() for shard in shards)
@@ -320,6 +395,10 @@ class Zero1Reducer(Reducer):
         for shard in self._shards if self.state == "reduced" else ():
             shard.param.grad = None  # a placeholder
         super().open(last)
+
+    def _arrived(self, bucket: Bucket, param: nn.Parameter) -> None:
+        self._strategy.refuse_unseen(bucket.shards, param)
+        super()._arrived(bucket, param)
 
     def _make_buckets(self) -> list[SliceBucket]:
         return [bucket for bucket in self._strategy.buckets if not set(bucket.shards).isdisjoint(self._shards)]
