@@ -64,6 +64,7 @@ CONFIGS = [
     shows("precision.md", "denoiser.py", "bf16.options.keep_fp32", ("timestep", "batch.sigmas", "*fourier.weight")),
     shows("precision.md", "split.py", "bf16.options.masters", "split"),
     shows("sharding.md", "config.py", "parallel.data.strategy", "zero1"),
+    shows("sharding.md", "late_config.py", "parallel.data.overlap_param_gather", True),
     shows("sharding.md", "fsdp_config.py", "parallel.data.strategy", "fsdp"),
     shows("pipeline.md", "config.py", "parallel.pipeline.microbatches", 4),
     shows("pipeline.md", "split_config.py", "parallel.pipeline.partition", ("layers.2",)),
