@@ -19,6 +19,7 @@ from halfmesh.config.schema import Settings, parallel_config
 from halfmesh.options import Options
 from halfmesh.parallel.context.axis import ContextOptions
 from halfmesh.parallel.sharding.fsdp import FSDPOptions
+from halfmesh.parallel.sharding.zero1 import Zero1Options
 from halfmesh.report.run import FILES
 from tests.support.models import make_engine
 from tests.support.pages import defaults, find_rows, read_page, stand_ins
@@ -42,6 +43,7 @@ TABLES_OF_DEFAULTS = {  # page, header: what has these defaults
     ("config.md", "key of parallel.pipeline"): schema.PipelineConfig,
     ("config.md", "key of parallel.context"): ContextOptions,
     ("config.md", "key of parallel.data"): schema.DataConfig,
+    ("config.md", "key of parallel.data under zero1"): Zero1Options,
     ("config.md", "key of parallel.data under fsdp"): FSDPOptions,
     ("config.md", "key of clip_grad_norm"): schema.ClipConfig,
     ("config.md", "key of activation_checkpoint"): schema.ActivationCheckpointConfig,
