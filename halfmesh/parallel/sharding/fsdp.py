@@ -105,7 +105,7 @@ class FSDP(DataStrategy):
             for _, weight in self.sharded:
                 set_compute_dtype(weight, param_dtype)
         self._storages = [weight.untyped_storage() for _, weight in self.sharded]
-        self._cast = self._cast_gathers()
+        self._casts = self._cast_gathers()
         # Now, while all parameters are shards: a unit that has gathered its weights has other parameters.
         self.unit_params = [(unit, set(map(id, unit.parameters()))) for unit in self.units]
 
@@ -189,20 +189,24 @@ class FSDP(DataStrategy):
         prefetch([unit for unit in wrapped if unit in blocks], data.prefetch)
         return wrapped
 
-    def _cast_gathers(self) -> int:
-        """Make FSDP2 gather cast weights, if it can: all ranks have as many rows, and the shards are on the device.
-        Returns their number."""
+    def _cast_gathers(self) -> list[CastGather]:
+        """Make FSDP2 gather cast weights, if it can: all ranks have as many rows, and the shards are on the device."""
         casts = {} if self.inputs.options.cpu_offload else self.inputs.casts
         given = {weight: casts[shard.model_param] for shard, weight in self.sharded if shard.model_param in casts}
         fits = {weight: cast for weight, cast in given.items() if len(weight) % weight.device_mesh.size(-1) == 0}
-        count = len(fits)
-        # With a root all scales of a mesh are computed as it begins; else those of each unit as it does.
-        for unit in self.units if self.inputs.not_called is not None else self.units[-1:]:
-            mine = [weight for weight in unit.parameters() if weight in fits]
-            for mesh in dict.fromkeys(weight.device_mesh for weight in mine):
-                some = {weight: fits.pop(weight) for weight in mine if weight.device_mesh == mesh}
-                unit.register_forward_pre_hook(CastGather(list(some), list(some.values())).attach, prepend=True)
-        return count
+        by_mesh: dict[Any, list[Any]] = {}
+        for weight in fits:
+            by_mesh.setdefault(weight.device_mesh, []).append(weight)
+        made = [CastGather(some, [fits[weight] for weight in some]) for some in by_mesh.values()]
+        if self.inputs.not_called is None:  # else there is no root: see `follow` and `keep_gathered`
+            for gather in made:
+                self.units[-1].register_forward_pre_hook(gather.attach, prepend=True)
+        return made
+
+    def _renew_scales(self) -> None:
+        """A forward begins, before which weights may have been written."""
+        for gather in self._casts:
+            gather.attach()
 
     def _shard_optimizer(self, given: Mapping[Slot, nn.Parameter]) -> dict[nn.Parameter, ParamShard]:
         """Put this rank's shards into the optimizer. Returns them by the parameters that it held."""
@@ -230,6 +234,8 @@ class FSDP(DataStrategy):
     # -- for the engine ----------------------------------------------------------------------------------------
 
     def keep_gathered(self, keeps: bool, params: Collection[nn.Parameter] | None = None) -> None:
+        if keeps:
+            self._renew_scales()
         if not self.inputs.options.reshard_after_forward:
             for unit in self.units_with(params):
                 unit.set_reshard_after_forward(not keeps, recurse=False)
@@ -267,7 +273,8 @@ class FSDP(DataStrategy):
     @property
     def text(self) -> str:
         data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
-        cast = f", {self._cast} weights gathered in float8" if self._cast else ""
+        count = sum(gather.count for gather in self._casts)
+        cast = f", {count} weights gathered in float8" if count else ""
         ranks = data.hybrid or self.inputs.mean_over
         kept = f"weights sharded{where} over {ranks} data ranks" if ranks > 1 else f"kept whole{where} by one data rank"
         return f", {kept} (fsdp){cast}"
@@ -288,6 +295,8 @@ class FSDP(DataStrategy):
             if shard.param.untyped_storage() is not weight._local_tensor.untyped_storage():
                 value, shard.param.data = shard.param.data, weight.detach().to_local()
                 shard.param.copy_(value)
+        if self.inputs.not_called is not None:
+            self._renew_scales()
 
     def find_lost_writes(self, watch: bool) -> Collection[str]:
         return self._writes.take(watch)

@@ -147,10 +147,12 @@ class CastGather:
         casts: one for each, see `StrategyInputs`.
 
     Attributes:
-        is_stale: the weights may have changed. A write of the user cannot be detected, so each forward sets this.
+        is_stale: the weights may have changed. A write of the user cannot be detected, so each forward sets this; under
+            a pipeline each batch.
     """
 
     def __init__(self, weights: Sequence[Any], casts: Sequence[Any]) -> None:
+        self.count = len(weights)
         self._weights = weights
         self._casts = casts
         self._scales: list[Any] = [None] * len(weights)

@@ -92,6 +92,7 @@ def train_both(rank, world_size, parallel, more):
 
 
 FSDP = {"strategy": "fsdp"}
+PIPE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("blocks.1",), "schedule": "gpipe"}}
 CASES = {
     "plain": (2, {"data": FSDP}, {}),
     "bf16, kept, accumulated": (
@@ -104,9 +105,10 @@ CASES = {
         {"data": FSDP},
         {"activation_checkpoint": "full", "compile": {"backend": "aot_eager"}},
     ),
+    "pipeline": (4, {"data": FSDP} | PIPE, {}),
     "tensor": (4, {"data": FSDP, "tensor": {"size": 2, "plan": PLAN}}, {}),
 }
-SLOW = ("checkpointed and compiled", "tensor")
+SLOW = ("checkpointed and compiled", "pipeline", "tensor")
 
 
 @pytest.mark.promise(
@@ -183,8 +185,8 @@ def test_three_ranks_pad_rows_and_gather_them_wide():
         assert not said
 
 
-def count_scales(rank, world_size):
-    """How often ranks exchange largest numbers: in two updates and an evaluation; also with recomputation."""
+def count_scales(rank, world_size, *configs):
+    """How often ranks exchange largest numbers: in two updates and an evaluation."""
     found, all_reduce = [], dist.all_reduce
 
     def counted(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
@@ -192,8 +194,8 @@ def count_scales(rank, world_size):
         return all_reduce(tensor, op, *args, **kwargs)
 
     ids, y = here(torch.zeros(4, dtype=torch.long)), here(torch.zeros(4, dtype=torch.long))
-    for config in ({}, {"activation_checkpoint": "full"}):
-        engine = make_engine({"data": FSDP}, **config)
+    for config in configs:
+        engine = make_engine(**{"parallel": {"data": FSDP}} | config)
         train(engine)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", counted)
@@ -211,7 +213,15 @@ def count_scales(rank, world_size):
 
 def test_all_scales_come_from_one_all_reduce():
     """For each forward, and none in backward, which gathers again."""
-    assert run_ranks(count_scales, 2) == [[1, 1, 1] * 2] * 2
+    configs = {}, {"activation_checkpoint": "full"}
+    assert run_ranks(count_scales, 2, *configs) == [[1, 1, 1] * 2] * 2
+
+
+@pytest.mark.parametrize("more", [{}, {"reshard_after_forward": True}], ids=["kept", "gathered again"])
+def test_all_scales_of_a_stage_come_from_one_all_reduce(more):
+    """For each batch: a stage has no module that begins all forwards."""
+    config = {"parallel": {"data": FSDP | more} | PIPE}
+    assert run_ranks(count_scales, 4, config) == [[1, 1, 1]] * 4
 
 
 def write(rank, world_size, parallel):

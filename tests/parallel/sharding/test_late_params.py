@@ -153,9 +153,15 @@ def fill_masters(engine):
             param.fill_(0.5)
 
 
+def fill_stepped(engine):
+    fill_masters(engine)
+    engine.train()
+
+
 WRITES = {
     "a parameter": fill,
     "what is stepped": fill_masters,
+    "what is stepped, and all is waited for": fill_stepped,
     "a state dict": lambda engine: engine.model.load_state_dict(build(NOW).model.state_dict()),
     "its data": lambda engine: setattr(engine.model[0].weight, "data", torch.full((8, 8), 0.5)),
     "a dtype": lambda engine: engine.model.to(torch.float64).to(torch.float32),
