@@ -58,7 +58,12 @@ TENSOR = (
     ),
     fault(
         "Layers divided by columns sum the gradient of their input twice: an all-reduce too many in backward",
-        Text(COLLECTIVES, "  # a sum in place would change an `x`", "\n    dist.all_reduce(total, group=group)  # `x`"),
+        Text(
+            COLLECTIVES,
+            "    return partial(_wait, dist.all_reduce(total, group=group, async_op=True), total)",
+            "    dist.all_reduce(total, group=group)\n"
+            "    return partial(_wait, dist.all_reduce(total, group=group, async_op=True), total)",
+        ),
         In(LLAMA_TENSOR, (grad("model.norm"), grad("model"))),
         In(GPT_TENSOR, grad("norm")),
     ),
@@ -153,7 +158,11 @@ TENSOR = (
     ),
     fault(
         "A sum over tensor ranks is made in place",
-        Text(COLLECTIVES, "total = x.clone(memory_format=torch.contiguous_format)", "total = x"),
+        Text(
+            COLLECTIVES,
+            "total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)",
+            "total = x",
+        ),
         f"{LATE}::test_a_gradient_that_others_hold_is_not_summed_in_place",
     ),
 )

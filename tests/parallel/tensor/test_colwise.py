@@ -92,6 +92,28 @@ def test_a_layer_that_is_not_linear_has_a_sum_beside_that_of_the_others(two_rank
     assert sorted(sent) == ["begin sum", "begin sum", "end sum", "end sum"]
 
 
+@pytest.mark.parametrize("hands_on", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_gradient_is_copied_before_its_sum_only_where_something_else_may_use_it(hands_on, half, two_ranks):
+    """That of `x + y` is the gradient of both; those of products are new, and so is one that autograd has cast."""
+    x, y = (torch.randn(1, TOKENS, WIDTH, requires_grad=True) for _ in range(2))
+    shared, copies = SharedInput(x, two_ranks), []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies.extend([func] * (func is torch.ops.aten.clone.default))
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        outputs = [shared.linear(weight, None) for weight in weights(2)]
+    loss = sum(output.float().square().sum() for output in outputs)
+    if hands_on:
+        loss = loss + ((shared.whole + y) * 3).sum()
+    with Copies():
+        loss.backward()
+    assert len(copies) == hands_on
+
+
 def test_the_two_halves_of_a_backward_compute_their_own_products_only(two_ranks, sent):
     """As zero-bubble schedules call them."""
     x, (weight,) = torch.randn(TOKENS, WIDTH, requires_grad=True), weights(1)
