@@ -26,7 +26,7 @@ class Place:
 
 def render() -> str:
     """The list."""
-    return "\n".join([*_names("halfmesh"), *_names("halfmesh.hooks")]) + "\n"
+    return "\n".join([*_names("halfmesh"), *_names("halfmesh.hooks"), *_names("halfmesh.nn")]) + "\n"
 
 
 def public_places(package: str = "halfmesh") -> dict[str, Place]:

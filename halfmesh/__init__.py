@@ -107,7 +107,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("compat", "hooks", "verify"):  # modules that are used by their names, without a separate import
+    if name in ("compat", "hooks", "nn", "verify"):  # modules that are used by their names, without a separate import
         return importlib.import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         did_you_mean = importlib.import_module(".errors", __name__).did_you_mean

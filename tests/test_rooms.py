@@ -20,7 +20,7 @@ FLOORS = (
     ("config",),
     ("parallel", "amp"),
     ("distributed",),
-    ("utils", "options"),
+    ("utils", "options", "nn"),
     ("errors",),
 )
 """From the top; the rooms of a floor do not import each other. What is imported for type checkers only is not counted,

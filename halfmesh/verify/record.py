@@ -16,6 +16,7 @@ from torch import nn
 from ..amp.step_result import StepResult
 from ..debug.probes import Probes, Visit
 from ..engine.engine import Engine
+from ..nn.loss import CHUNK
 from ..parallel.shard_spec import Placement, whole
 from ..utils.tensors import as_bytes, count_rows, map_named, parameter_names, position_names
 
@@ -133,12 +134,15 @@ class Recorder(Probes):
 
     def entered(self, visit: Visit) -> None:
         """See `Probes`."""
+        caller = visit.caller
+        if any(hasattr(x, CHUNK) for x in visit.inputs) or (caller is not None and caller.nth is None):
+            return
         visit.nth = nth = self._counts[visit.name, visit.microbatch]
         self._counts[visit.name, visit.microbatch] += 1
         args, kwargs = visit.given
         if isinstance(self.sink, Store):
             self.sink.names.setdefault(visit.name, parameter_names(visit.module))
-            self.sink.callers[visit.name, nth] = None if visit.caller is None else visit.caller.name
+            self.sink.callers[visit.name, nth] = None if caller is None else caller.name
         names = position_names(self.sink.names.get(visit.name, []), len(args))
 
         def given(slot: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +153,7 @@ class Recorder(Probes):
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
         """See `Probes`."""
-        for slot, tensor in enumerate(outputs):
+        for slot, tensor in enumerate(outputs) if visit.nth is not None else ():
             self._hand("output", visit, str(slot), tensor)
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:

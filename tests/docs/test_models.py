@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpt import GPT
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,6 +87,16 @@ def test_models_of_others(package, run):
         names = run("models.md", "hugging_face.py", given={"texts": load_texts()})
     assert names["engine"].global_step == len(names["engine"].dataloader)
     assert torch.isfinite(names["loss"] if "loss" in names else torch.zeros(()))
+
+
+def test_a_loss_without_all_logits(run):
+    words = DataLoader(TensorDataset(*torch.randint(50000, (2, 4, 2, 8))), batch_size=None)
+    assert run("memory.md", "large_vocabulary.py", given={"words": words})["engine"].global_step == 4
+    pytest.importorskip("transformers")
+    names = run("models.md", "large_vocabulary.py", given={"texts": load_texts()})
+    assert names["engine"].global_step == 4
+    expected = names["model"](**names["batch"], labels=F.pad(names["targets"], (1, 0), value=-100)[:, :-1]).loss
+    torch.testing.assert_close(names["model"](**names["batch"], targets=names["targets"]), expected)
 
 
 def test_lora(run):

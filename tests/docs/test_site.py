@@ -139,7 +139,7 @@ def test_every_snippet_is_run():
 def test_every_public_name_is_in_the_reference():
     page = read_page("api.md")
     documented = set(re.findall(r"^::: halfmesh\.([\w.]+)$", page, re.MULTILINE))
-    for package in ("halfmesh", "halfmesh.hooks"):
+    for package in ("halfmesh", "halfmesh.hooks", "halfmesh.nn"):
         for name, place in public_names.public_places(package).items():
             reference = f"{place.module.removeprefix('halfmesh.')}.{name}"
             found = reference in documented or f"| `{name}` |" in page

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from ...nn.loss import linear_cross_entropy
 from ...utils.torch_private import BACKWARD, without_override
 from .attention import attend_in_layer
 
 _CALL_OTHERS = BACKWARD | {F.multi_head_attention_forward}
 """Functions that call some of the replaced ones; backward does if it recomputes activations."""
-COUNTING = (F.cross_entropy, F.nll_loss)
-"""torch's losses whose mean is over the targets that count."""
+COUNTING = (F.cross_entropy, F.nll_loss, linear_cross_entropy)
+"""Losses whose mean is over the targets that count. The last of their positional arguments is the targets."""
 
 _Attend = Callable[..., torch.Tensor]
 _Average = Callable[[torch.Tensor], Any]
@@ -51,14 +52,15 @@ class TokensMode(TorchFunctionMode):
 
 
 def _mean_over_targets(
-    average: _Average, loss: Callable[..., torch.Tensor], input: torch.Tensor, target: torch.Tensor, **options: Any
+    average: _Average, loss: Callable[..., torch.Tensor], *given: Any, **options: Any
 ) -> torch.Tensor:
-    """`loss`, which is torch's cross_entropy or nll_loss. A mean is divided by the mean of the ranks' counts of
-    targets: the mean over the ranks of these losses is the loss of whole sequences."""
-    is_old = options["size_average"] is not None or options["reduce"] is not None  # deprecated; no mean of its targets
+    """`loss`, one of `COUNTING`. A mean is divided by the mean of the ranks' counts of targets: the mean over the ranks
+    of these losses is the loss of whole sequences."""
+    target = given[-1]
+    is_old = any(options.get(name) is not None for name in ("size_average", "reduce"))  # deprecated; another mean
     if options["reduction"] != "mean" or is_old or target.is_floating_point():
-        return loss(input, target, **options)
-    losses = loss(input, target, **options | {"reduction": "none"})
+        return loss(*given, **options)
+    losses = loss(*given, **options | {"reduction": "none"})
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     counted, weight = target != options["ignore_index"], options["weight"]
     if weight is not None:  # with no boolean index, for which the host would wait; an ignored index may be no class

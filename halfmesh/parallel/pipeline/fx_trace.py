@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ... import nn as halfmesh_nn
 from ...errors import InputError
 from ...utils.tensors import leaves_of, tensors_of
 from ..modules import run_without_data, unchanged
@@ -27,7 +28,7 @@ UPDATES = tuple(getattr(operator, name) for name in fx.graph.inplace_methods if 
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension")
 _ATTRIBUTES = ("shape", "ndim")
 _PLAIN = ("_operator", "builtins", "math")
-_NOT_ITS_OWN = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+_NOT_ITS_OWN = tuple(map(os.path.dirname, (os.path.dirname(__file__), halfmesh_nn.__file__, torch.__file__)))
 
 _MAKERS: set[Callable[..., Any]] = {
     *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
@@ -134,7 +135,9 @@ class _Tracer(fx.Tracer):
         return partial(root_fn, self.root, *bound.args, **bound.kwargs), []
 
     def create_arg(self, value: Any) -> Any:
-        """Tensors that are on no module fx would add to the model."""
+        """Tensors that are on no module fx would add to the model. A module may be an argument of a function."""
+        if isinstance(value, nn.Module):
+            return self.create_node("get_attr", self.path_of_module(value), (), {})
         arg: Any = super().create_arg(value)
         if isinstance(value, torch.Tensor) and str(arg.target).startswith("_tensor_constant"):
             raise InputError("it uses a tensor that is not on the model; make it a buffer")

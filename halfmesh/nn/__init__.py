@@ -1,0 +1,10 @@
+"""Functions for a model's forward that need less memory than torch's.
+
+| question | file |
+|---|---|
+| a language model's loss without the logits of all tokens at once | `loss.py` |
+"""
+
+from .loss import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy"]

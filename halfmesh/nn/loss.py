@@ -1,0 +1,188 @@
+"""The cross entropy of a linear layer's logits, of which a chunk of tokens is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.func import functional_call
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import InputError
+
+LEAST_TOKENS = 1024
+"""Of a chunk by default. For each weight of the head a chunk computes 8 operations a token, and moves 12 bytes to add
+its gradient in fp32: by an H100's figures (990e12 operations and 3.35e12 bytes a second) adding takes 0.4 of computing
+then, and longer than computing below 450 tokens."""
+CHUNK = "is_chunk"
+"""The attribute of the hidden states with which a head is called: `halfmesh.verify` leaves out what it makes of them,
+because the chunks of a layout are other tokens than those of one process."""
+
+
+def linear_cross_entropy(
+    input: torch.Tensor,
+    head: nn.Module | Callable[[torch.Tensor], torch.Tensor],
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """`F.cross_entropy(head(input), target, ...)`, with the logits of some tokens in memory at a time.
+
+    Forward keeps `input` only. Backward computes the logits of each chunk again: a third more work for head and loss.
+    Call it in the model's forward, with the head itself:
+
+        loss = halfmesh.nn.linear_cross_entropy(hidden, self.head, targets)
+
+    It works in every precision mode and layout. The head computes in the mode's dtype, the cross entropy of its logits
+    in fp32 (of float64 logits in float64). A module's parameters in half precision, or cast by autocast, get the sum of
+    the chunks' gradients in fp32, rounded once. Where each tensor rank has a shard of the vocabulary (the style
+    "vocab_parallel"), so have the chunks. A head that fsdp gathers by itself, as under a pipeline, gets all tokens in
+    one chunk.
+
+    `torch.nn.functional.linear_cross_entropy` (from torch 2.14 on; its options have the same names here) takes the
+    head's weight, which in some layouts is a shard, or not gathered. It makes no chunks without `options`, nor with
+    `label_smoothing`. Gradients of a mean or sum it computes in forward, before the loss is scaled: under fp16 small
+    ones are lost.
+
+    Args:
+        input: hidden states [..., features].
+        head: makes logits [tokens, classes] of hidden states [tokens, features], each of a token by itself: a
+            `torch.nn.Linear`, or any module. Or a function, as of a scaled head; then gradients of the chunks are added
+            in the dtype of the weight, or of its cast.
+        target: classes [...], int64.
+        weight: of each class [classes]; not with sharded logits.
+        reduction: "mean" (over the targets that count, or their weights), "sum", or "none" (as `target`).
+        ignore_index: a target that does not count.
+        label_smoothing: from 0 to 1, as in `F.cross_entropy`.
+        chunk_size: tokens of a chunk. None: as many as make its logits about as large as `input` (the rule of Liger's
+            fused kernel and of torch's `LinearCrossEntropyOptions`), but at least 1,024.
+
+    Returns:
+        The loss, in fp32 or more. nan for a mean without any target that counts.
+
+    Raises:
+        InputError: `head` is a tensor, the shapes of `input` and `target` differ, or an option is none of these.
+    """
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if has_torch_function_variadic(input, target):
+        given = input, head, target
+        return handle_torch_function(
+            linear_cross_entropy, given[::2], *given, **options, reduction=reduction, chunk_size=chunk_size
+        )
+    if isinstance(head, torch.Tensor):
+        raise InputError(
+            "linear_cross_entropy() takes the module that makes the logits, in place of its weight, which may be a "
+            "shard or not be gathered: linear_cross_entropy(hidden, self.head, targets). Of a tied weight the head is "
+            "an nn.Linear, with head.weight = embedding.weight"
+        )
+    if input.shape[:-1] != target.shape:
+        raise InputError(
+            f"linear_cross_entropy() takes hidden states [..., features] and classes [...], but was given "
+            f"{list(input.shape)} and {list(target.shape)}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise InputError(f"linear_cross_entropy(): reduction={reduction!r} is not 'mean', 'sum' or 'none'")
+    if chunk_size is not None and chunk_size < 1:
+        raise InputError(f"linear_cross_entropy(): chunk_size={chunk_size} is not a number of tokens, 1 or more")
+    targets = target.reshape(-1)
+    losses = _losses(input.reshape(-1, input.shape[-1]), head, targets, options, chunk_size)
+    if reduction == "none":
+        return losses.view(target.shape)
+    if reduction == "sum":
+        return losses.sum()
+    counted = targets != ignore_index
+    if weight is None:
+        return losses.sum() / counted.sum()
+    weights = weight.to(losses.dtype)[targets.masked_fill(~counted, 0)]
+    return losses.sum() / weights.masked_fill(~counted, 0).sum()
+
+
+@torch.compiler.disable
+def _losses(
+    x: torch.Tensor, head: Any, targets: torch.Tensor, options: dict[str, Any], size: int | None
+) -> torch.Tensor:
+    """The loss of each token."""
+    size = len(targets) if _is_gathered_by_itself(head) else size or _chunk_size(x, head)
+    chunks, parts = x.split(max(size, 1)), targets.split(max(size, 1))
+    sums = _wide_sums(head, x.device.type) if len(chunks) > 1 and torch.is_grad_enabled() else {}
+    compute: Callable[..., torch.Tensor] = partial(_chunk_losses, head, sums, options)
+    if torch.is_grad_enabled():
+        compute = partial(checkpoint, compute, use_reentrant=False)
+    return torch.cat([compute(*pair) for pair in zip(chunks, parts, strict=True)])
+
+
+def _chunk_losses(
+    head: Any, sums: dict[str, _Param], options: dict[str, Any], x: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    setattr(x, CHUNK, True)
+    if sums:
+        logits: torch.Tensor = functional_call(head, {name: _Use.apply(*pair) for name, pair in sums.items()}, (x,))
+    else:
+        logits = head(x)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weight = None if options["weight"] is None else options["weight"].to(logits.dtype)
+    return F.cross_entropy(logits, targets, **{**options, "weight": weight}, reduction="none")
+
+
+def _chunk_size(x: torch.Tensor, head: Any) -> int:
+    classes = getattr(head, "out_features", 0)
+    tokens = -(-len(x) // -(-classes // x.shape[1])) if classes else 1
+    return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+
+
+def _is_gathered_by_itself(head: Any) -> bool:
+    """Return True if fsdp gathers weights in each call of `head`: data ranks may have other numbers of chunks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(head, nn.Module) and any(isinstance(module, FSDPModule) for module in head.modules())
+
+
+# -- sums of gradients in fp32 -----------------------------------------------------------------------------------------
+
+_Param = tuple[torch.Tensor, list[torch.Tensor]]
+"""A token, by which autograd sums the gradients of a parameter's uses, and the parameter. (Lists hide tensors from
+autograd.)"""
+
+
+def _wide_sums(head: Any, device: str) -> dict[str, _Param]:
+    """The parameters of `head`, by name, whose gradients would be summed in half precision."""
+    named = head.named_parameters() if isinstance(head, nn.Module) else ()
+    casts = torch.is_autocast_enabled(device)
+    return {n: (_Sum.apply(p), [p]) for n, p in named if p.requires_grad and (casts or p.dtype.itemsize < 4)}
+
+
+class _Sum(Function):
+    """A token of a parameter's shape, without its memory, in fp32 or more."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = param.dtype
+        wide = torch.promote_types(param.dtype, torch.float32)
+        return torch.empty((), dtype=wide, device=param.device).expand(param.shape)
+
+    @staticmethod
+    def backward(ctx: Any, total: torch.Tensor) -> torch.Tensor:
+        return total.to(ctx.dtype)
+
+
+class _Use(Function):
+    """The parameter itself, for one chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, param: list[torch.Tensor]) -> torch.Tensor:
+        ctx.dtype = token.dtype
+        return param[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.to(ctx.dtype), None

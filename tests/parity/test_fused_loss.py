@@ -1,0 +1,181 @@
+"""`halfmesh.nn.linear_cross_entropy` in a model's forward: every layout trains as one process without chunks does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfmesh.nn import linear_cross_entropy
+from tests.parallel.context.runs import GPT, LENGTH, WORDS
+from tests.support.proofs import FormatAlone, Row, rows
+
+pytestmark = pytest.mark.distributed
+
+ROWS, CHUNK = 4, 6
+VOCAB_PARALLEL = {"*": "auto", "tokens": "vocab", "head": "vocab_parallel"}
+END = {"words": "vocab", "end.head": "vocab_parallel"}
+RECOMPUTED, SELECTIVE = {"patterns": ["end"]}, {"selective": True}
+LM_HEAD = {"*": "auto", "lm_head": "vocab_parallel"}
+NAIVE = {"fp16": {"mode": "naive", "loss_scale": 1024.0}}
+TORCH = {"bf16": {"mode": "torch"}}
+
+
+class FusedGPT(GPT):
+    """Returns its loss. In a plain loop, as of the one process, it computes all logits at once."""
+
+    reduction = "mean"
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids, positions)
+        for block in self.blocks:
+            x = block(x)
+        options: Any = {"ignore_index": 3, "label_smoothing": 0.1, "reduction": self.reduction}
+        return linear_cross_entropy(self.norm(x), self.head, targets, chunk_size=CHUNK, **options)
+
+
+def batch(uneven: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words, and the targets: of `uneven` rows and halves of rows unlike numbers count, else of each row as many."""
+    ids = torch.randint(WORDS, (ROWS, LENGTH))
+    targets = ids.roll(-1, 1).masked_fill(ids.roll(-1, 1) == 3, 4)
+    targets[:, :5] = 3
+    if uneven:
+        targets[0, 3:] = targets[1, :2] = 3
+    return ids, targets
+
+
+def gpt(**options: Any) -> Any:
+    ids, targets = batch(**options)
+    return FusedGPT(LENGTH, 16, 2, 4), {"ids": ids, "targets": targets}
+
+
+even = partial(gpt, uneven=False)
+
+
+class End(nn.Module):
+    """The loss, in a module that may be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, WORDS)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(self.norm(x), self.head, targets, chunk_size=CHUNK, ignore_index=3)
+
+
+class WithEnd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.end = nn.Embedding(WORDS, 16), End()
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.end(self.words(ids), targets)
+
+
+def with_end() -> Any:
+    ids, targets = batch()
+    return WithEnd(), {"ids": ids, "targets": targets}
+
+
+class EachToken(FusedGPT):
+    """Returns the loss of each token."""
+
+    reduction = "none"
+
+
+def of_tokens() -> Any:
+    ids, targets = batch()
+    return (
+        EachToken(LENGTH, 16, 2, 4),
+        ({"ids": ids, "targets": targets}, torch.zeros(ROWS)),
+        lambda losses, _: losses.mean(),
+    )
+
+
+class Capped(FusedGPT):
+    """Its logits are no module's output."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.blocks[1](self.blocks[0](self.embed(ids, None))))
+        return linear_cross_entropy(x, lambda h: 3 * torch.tanh(self.head(h) / 3), targets, chunk_size=CHUNK)
+
+
+def capped() -> Any:
+    return Capped(LENGTH, 16, 2, 4), gpt()[1]
+
+
+class Features(GPT):
+    """Returns what goes into its head."""
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def in_criterion() -> Any:
+    model = Features(LENGTH, 16, 2, 4)
+    return model, batch(), lambda x, y: linear_cross_entropy(x, model.head, y, chunk_size=CHUNK, ignore_index=3)
+
+
+def llama(tied: bool = False, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+
+    class FusedLlama(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any, targets: Any, position_ids: Any = None, **given: Any) -> torch.Tensor:
+            hidden = self.model(input_ids, position_ids=position_ids, **given).last_hidden_state
+            return linear_cross_entropy(hidden, self.lm_head, targets, chunk_size=CHUNK, ignore_index=3)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": WORDS, "initializer_range": 0.2, "use_cache": False}
+    ids, targets = batch(**options)
+    return FusedLlama(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)), {
+        "input_ids": ids,
+        "targets": targets,
+    }
+
+
+def config(**options: Any) -> Any:
+    parallel = {key: value for key, value in options.items() if key in ("tensor", "context", "data", "pipeline")}
+    return {"parallel": parallel, **{key: value for key, value in options.items() if key not in parallel}}
+
+
+@rows(
+    Row("vocabulary-parallel", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL})),
+    Row("gathered logits", gpt, config(tensor=2)),
+    Row("capped logits", capped, config(tensor={"size": 2, "plan": VOCAB_PARALLEL})),
+    Row("in the criterion", in_criterion, config(tensor={"size": 2, "plan": VOCAB_PARALLEL})),
+    Row("in the criterion, context", in_criterion, config(context=2)),
+    Row("context", gpt, config(context=2)),
+    Row("zero1", even, config(data="zero1", gradient_accumulation=2)),
+    Row("fsdp", even, config(data="fsdp")),
+    Row("recomputed, context", with_end, config(context=2, activation_checkpoint=RECOMPUTED)),
+    Row("recomputed", with_end, config(tensor={"size": 2, "plan": END}, activation_checkpoint=RECOMPUTED)),
+    Row("recomputed but for products", with_end, config(context=2, activation_checkpoint=RECOMPUTED | SELECTIVE)),
+    Row("recomputed in fp16", with_end, config(context=2, activation_checkpoint=RECOMPUTED, **NAIVE), work=FormatAlone),
+    Row("stages", of_tokens, config(pipeline={"size": 2, "microbatches": 2, "partition": ["blocks.1"]})),
+    Row(
+        "stages, fsdp",
+        of_tokens,
+        config(data="fsdp", pipeline={"size": 2, "microbatches": 2, "partition": ["blocks.1"]}),
+        4,
+    ),
+    Row("Llama", llama, config(tensor={"size": 2, "plan": LM_HEAD})),
+    Row(
+        "Llama, tied",
+        partial(llama, True),
+        config(tensor={"size": 2, "plan": {**LM_HEAD, "model.embed_tokens": "vocab"}}),
+    ),
+    Row("Llama, sequences", llama, config(tensor={"size": 2, "plan": LM_HEAD, "sequence_parallel": True})),
+    Row("Llama, context", llama, config(context=2)),
+    Row("Llama, fsdp", partial(llama, uneven=False), config(data="fsdp")),
+    Row("fp16", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL}, **NAIVE), work=FormatAlone),
+    Row("fp16, fsdp", even, config(data="fsdp", **NAIVE), work=FormatAlone),
+    Row("bf16", gpt, config(context=2, **TORCH), work=FormatAlone),
+    Row(
+        "bf16, vocabulary-parallel", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL}, **TORCH), work=FormatAlone
+    ),
+)
+def test_trains_as_one_process(row):
+    row.prove()
