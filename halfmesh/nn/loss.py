@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils.checkpoint import checkpoint
@@ -149,40 +150,56 @@ def _is_gathered_by_itself(head: Any) -> bool:
 
 # -- sums of gradients in fp32 -----------------------------------------------------------------------------------------
 
-_Param = tuple[torch.Tensor, list[torch.Tensor]]
-"""A token, by which autograd sums the gradients of a parameter's uses, and the parameter. (Lists hide tensors from
-autograd.)"""
+_Param = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+"""A token that carries a parameter's gradient, what the chunks compute with in its place, and the sum of the gradients,
+if some chunk has one. (Lists hide tensors from autograd.)"""
 
 
 def _wide_sums(head: Any, device: str) -> dict[str, _Param]:
-    """The parameters of `head`, by name, whose gradients would be summed in half precision."""
-    named = head.named_parameters() if isinstance(head, nn.Module) else ()
+    """The parameters of `head`, by name, whose gradients would be summed in half precision. Those of a plain layer are
+    cast here, where autocast would cast them for each chunk."""
+    found: dict[str, _Param] = {}
     casts = torch.is_autocast_enabled(device)
-    return {n: (_Sum.apply(p), [p]) for n, p in named if p.requires_grad and (casts or p.dtype.itemsize < 4)}
+    plain = (
+        isinstance(head, nn.Linear) and getattr(head, "product", F.linear) is F.linear and "forward" not in vars(head)
+    )
+    plain = plain and (type(head).forward is nn.Linear.forward or hasattr(head, "product"))
+    for name, param in head.named_parameters() if isinstance(head, nn.Module) else ():
+        if param.requires_grad and (casts or param.dtype.itemsize < 4):
+            is_cast = casts and plain and param.dtype == torch.float32
+            value = param.detach().to(torch.get_autocast_dtype(device)) if is_cast else param
+            total: list[torch.Tensor] = []
+            found[name] = _Sum.apply(param, total), [value], total
+    return found
 
 
 class _Sum(Function):
-    """A token of a parameter's shape, without its memory, in fp32 or more."""
+    """A token for the uses of a parameter. Its backward runs after all of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = param.dtype
-        wide = torch.promote_types(param.dtype, torch.float32)
-        return torch.empty((), dtype=wide, device=param.device).expand(param.shape)
+    def forward(ctx: Any, param: torch.Tensor, total: list[torch.Tensor]) -> torch.Tensor:
+        ctx.total, ctx.dtype = total, param.dtype
+        return torch.empty(0, device=param.device)
 
     @staticmethod
-    def backward(ctx: Any, total: torch.Tensor) -> torch.Tensor:
-        return total.to(ctx.dtype)
+    @once_differentiable
+    def backward(ctx: Any, _: Any) -> tuple[torch.Tensor | None, None]:
+        return (ctx.total.pop().to(ctx.dtype) if ctx.total else None), None
 
 
 class _Use(Function):
     """The parameter itself, for one chunk."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, param: list[torch.Tensor]) -> torch.Tensor:
-        ctx.dtype = token.dtype
-        return param[0].detach()
+    def forward(ctx: Any, token: torch.Tensor, value: list[torch.Tensor], total: list[torch.Tensor]) -> torch.Tensor:
+        ctx.total = total
+        return value[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.to(ctx.dtype), None
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        if ctx.total:
+            ctx.total[0].add_(grad)
+        else:
+            ctx.total.append(grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True))
+        return None, None, None
