@@ -166,7 +166,7 @@ def _wide_sums(head: Any, device: str) -> dict[str, _Param]:
     plain = plain and (type(head).forward is nn.Linear.forward or hasattr(head, "product"))
     for name, param in head.named_parameters() if isinstance(head, nn.Module) else ():
         if param.requires_grad and (casts or param.dtype.itemsize < 4):
-            is_cast = casts and plain and param.dtype == torch.float32
+            is_cast = casts and plain and name in ("weight", "bias") and param.dtype == torch.float32
             value = param.detach().to(torch.get_autocast_dtype(device)) if is_cast else param
             total: list[torch.Tensor] = []
             found[name] = _Sum.apply(param, total), [value], total

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 import halfmesh
 from halfmesh.dry_run.tracker import Tracker
@@ -192,6 +193,34 @@ def test_hooks_of_the_weight_run_once():
     head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.dtype))
     linear_cross_entropy(input, head, target, chunk_size=5).backward()
     assert seen == [torch.bfloat16] * 2
+
+
+def test_a_second_backward_adds_the_same():
+    input, head, target = make(torch.bfloat16)
+    loss = linear_cross_entropy(input, head, target, chunk_size=5)
+    loss.backward(retain_graph=True)
+    once = head.weight.grad.clone()
+    torch.autograd.grad(loss, input, retain_graph=True)
+    loss.backward()
+    assert torch.equal(head.weight.grad, 2 * once)
+
+
+def test_a_weight_that_is_computed_is_not_cast_before():
+    """autocast casts the product of fp32 factors, which is 1 here, and no rounded factors."""
+    input, head, target = make(torch.float32)
+
+    class Scaled(nn.Module):
+        def forward(self, weight):
+            return weight * 1001
+
+    with torch.no_grad():
+        head.weight.fill_(1 / 1001)
+    parametrize.register_parametrization(head, "weight", Scaled())
+    logits = []
+    head.register_forward_hook(lambda head, args, output: logits.append((head.weight, output.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(input, head, target, chunk_size=5).backward()
+    assert all(dtype == torch.bfloat16 and (weight - 1).abs().max() < 1e-6 for weight, dtype in logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
