@@ -135,9 +135,7 @@ class _Tracer(fx.Tracer):
         return partial(root_fn, self.root, *bound.args, **bound.kwargs), []
 
     def create_arg(self, value: Any) -> Any:
-        """Tensors that are on no module fx would add to the model. A module may be an argument of a function."""
-        if isinstance(value, nn.Module):
-            return self.create_node("get_attr", self.path_of_module(value), (), {})
+        """Tensors that are on no module fx would add to the model."""
         arg: Any = super().create_arg(value)
         if isinstance(value, torch.Tensor) and str(arg.target).startswith("_tensor_constant"):
             raise InputError("it uses a tensor that is not on the model; make it a buffer")
