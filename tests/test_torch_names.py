@@ -38,6 +38,7 @@ ALLOWED = {
         "_current_graph_task_id",
         "_foreach_copy_",
         "_foreach_norm",
+        "_foreach_zero_",
         "_get_dispatch_mode",
         "_forward_hooks",
         "_forward_pre_hooks",

@@ -168,13 +168,13 @@ class PipelineExecutor:
             self._compare_output(output)
             return last.finish(output, index)
 
-        def on_last(params: Any, rest: bool, roots: Sequence[torch.Tensor]) -> None:
+        def on_last(params: Any, rest: bool, roots: Any) -> None:
             if self._data.shards_model:
                 self._data.keep_gathered(False, params)
             if reducer is not None and reduces:
                 reducer.expect_last(params, rest)
-                if rest and roots:
-                    reducer.skip_unused(roots)
+                if rest and roots is not None:
+                    reducer.skip_unused(tensors_of(roots))
 
         self._update.before_backward()
         if self._data.shards_model:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, clear_grads, set_grad
-from ..utils.torch_private import foreach_copy_, foreach_mul_
+from ..utils.torch_private import foreach_copy_, foreach_mul_, foreach_zero_
 
 _B = TypeVar("_B", bound="Bucket")
 
@@ -118,7 +118,7 @@ class Bucket:
             flat[self.numel :].fill_(1)
             zeros += [flat[self.numel + index] for index in self.absent]
         if zeros:
-            torch._foreach_zero_(zeros)
+            foreach_zero_(zeros)
         return flat, views
 
     @property
@@ -276,8 +276,6 @@ def can_average(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 def read_together(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     """The values of tensors of one dim; the host waits once for all."""
-    if not tensors:
-        return []
     values = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
     return [list(itertools.islice(values, len(tensor))) for tensor in tensors]
 
@@ -295,11 +293,12 @@ def find_reached(roots: Collection[torch.Tensor]) -> set[torch.Tensor] | None:
         if node.name() == REENTRANT:
             return None
         after = node.next_functions
+        for other, _ in after:
+            if other is not None and other not in seen:
+                seen.add(other)
+                todo.append(other)
         if not after and (leaf := getattr(node, "variable", None)) is not None:
             leaves.add(leaf)
-        new = {other for other, _ in after if other is not None} - seen
-        seen |= new
-        todo += new
     return leaves
 
 
@@ -488,7 +487,8 @@ class Reducer(Reduction):
         while self._inflight:
             self._inflight.popleft()[0].wait()
         absent = [bucket for bucket in self._buckets if bucket.absent]
-        found = read_together([*asked, *(bucket.flags for bucket in absent)])
+        wanted = [*asked, *(bucket.flags for bucket in absent)]
+        found = read_together(wanted) if wanted else []
         flags = dict(zip(absent, found[len(asked) :], strict=True))
         for bucket in self._buckets:
             bucket.unpack(flags.get(bucket, ()))

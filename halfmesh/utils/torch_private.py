@@ -59,6 +59,11 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
         torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
 
 
+def foreach_zero_(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill the tensors with zeros, in one launch."""
+    torch._foreach_zero_(list(tensors))
+
+
 def foreach_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The 2-norm of each tensor, 0-dim in float64."""
     return torch._foreach_norm(list(tensors), 2, dtype=torch.float64) if tensors else ()

@@ -29,9 +29,9 @@ from .transport import on_wire, pack, restore
 _MOST_SHAPES = 64
 """Metadata and schedules, which hold no memory of the device, are kept for this many shapes of batches."""
 
-OnLast = Callable[[Collection[nn.Parameter], bool, Sequence[torch.Tensor]], None]
+OnLast = Callable[[Collection[nn.Parameter], bool, Any], None]
 """Called before the last backward of each stage, with the parameters that get gradients from it, and True if it is the
-last backward on this rank; and with the tensors from which it runs, none if it is divided into several."""
+last backward on this rank; and with the tensors from which it runs, None if it is divided into several."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Pipeline:
             schedule = known.schedules[len(calls)] = self._schedule.make(stages, len(calls))
         numbers, left = torch.arange(len(calls)), set(self._modules)
 
-        def begin_last(module: StageModule, roots: Sequence[torch.Tensor]) -> None:
+        def begin_last(module: StageModule, roots: Any) -> None:
             left.remove(module.index)
             on_last(module.params, not left, roots)
 

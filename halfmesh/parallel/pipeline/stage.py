@@ -46,13 +46,13 @@ class Batch:
         calls: one for each microbatch.
         finish: called as finish(output, index) on the last stage; returns the 0-dim loss for backward.
         begin_last: called with the stage before its last backward, so that gradients can be reduced while that runs,
-            and with the tensors from which it runs; none if it is divided into several.
+            and with the tensors from which it runs; None if it is divided into several.
         metadata: each stage's output.
     """
 
     calls: Sequence[Call]
     finish: Callable[[Any, int], torch.Tensor]
-    begin_last: Callable[[StageModule, Sequence[torch.Tensor]], None]
+    begin_last: Callable[[StageModule, Any], None]
     metadata: Sequence[Any] = field(repr=False)
 
 
@@ -163,7 +163,7 @@ class Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if last_backward:
-            roots = tensors_of(bwd_kwargs["stage_output"]) if backward_type == "full" else ()
+            roots = bwd_kwargs["stage_output"] if backward_type == "full" else None
             self.submod.batch.begin_last(self.submod, roots)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 

@@ -21,7 +21,7 @@ from ...options import Options
 from ...utils.optimizer_state import parts_of, refuse_other_state, repoint, steps_whole
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
-from ...utils.torch_private import all_gather, foreach_copy_, reduce_scatter, storages
+from ...utils.torch_private import all_gather, foreach_copy_, foreach_zero_, reduce_scatter, storages
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
 from ..reducer import (
@@ -325,7 +325,7 @@ class SliceBucket(Bucket):
         own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
         if gaps := [gap for gap in own.split(self._cuts)[::2] if len(gap)]:
-            torch._foreach_zero_(gaps)
+            foreach_zero_(gaps)
         flat = torch.empty(self.numel, dtype=own.dtype, device=own.device)
         return all_gather(flat, own, group=self.group, async_op=True), flat
 
@@ -419,7 +419,8 @@ class Zero1Reducer(Reducer):
             work.wait()
         self._inflight.clear()
         absent = [(bucket, count) for bucket, count in counts if bucket.absent]
-        found = read_together([*asked, *(count for _, count in absent)])
+        wanted = [*asked, *(count for _, count in absent)]
+        found = read_together(wanted) if wanted else []
         ranks = dict(zip((bucket for bucket, _ in absent), found[len(asked) :], strict=True))
         for bucket, _ in counts:
             assert bucket.sent is not None
