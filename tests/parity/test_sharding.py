@@ -140,6 +140,7 @@ def words(reduction: str = "mean") -> Any:
 FSDP, ZERO1 = {"parallel": {"data": "fsdp"}}, {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 0.0005}}}
 LATE = {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 0.0005, "overlap_param_gather": True}}}
 HYBRID = {"strategy": "fsdp", "hybrid": 2}
+APART = {"strategy": "fsdp", "separate_reduce_group": True}
 OFFLOADED = {"strategy": "fsdp", "cpu_offload": True}
 CYCLES = {"gradient_accumulation": 2, "clip_grad_norm": 0.05}
 BF16 = {"bf16": {"mode": "naive"}}
@@ -185,6 +186,7 @@ def staged(data: str) -> dict[str, Any]:
         opaque,
         {"parallel": {"data": "fsdp", "tensor": {"size": 2, "plan": {"end": "colwise_gather"}}}},
     ),
+    Row("sums in a group of their own, fsdp", odd, {"parallel": {"data": APART}} | CYCLES, optimizer=ADAMW),
     Row("hybrid", odd, {"parallel": {"data": HYBRID}}, ranks=4),
     Row("copies of context ranks", words, {"parallel": {"data": HYBRID, "context": 2}}, ranks=4, slow=True),
     Row("two groups of experts", partial(words, "sum"), {"parallel": {"data": "fsdp", "expert": 2}} | SUMS, ranks=4),

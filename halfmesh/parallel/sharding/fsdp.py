@@ -25,7 +25,17 @@ from ..data_strategy import DataStrategy, StrategyInputs
 from ..reducer import Buffers
 from ..shard_spec import Placement
 from .fsdp_reducer import FSDPReducer
-from .fsdp_wrap import CastGather, Slot, WriteWatch, find_units, first_row, make_mesh, prefetch, unowned_params
+from .fsdp_wrap import (
+    CastGather,
+    ReduceScatter,
+    Slot,
+    WriteWatch,
+    find_units,
+    first_row,
+    make_mesh,
+    prefetch,
+    unowned_params,
+)
 
 FREED = "are out of bounds for storage of size 0"
 """torch's error for the use of a tensor whose memory was freed."""
@@ -45,6 +55,8 @@ class FSDPOptions(Options):
     cpu_offload: bool = False
     hybrid: PositiveInt | None = None
     """Ranks that share one full copy of the weights; None: all of the data axis."""
+    separate_reduce_group: bool = False
+    """Reduce-scatter gradients over a group of their own, beside all-gathers (not those of experts)."""
 
 
 class FSDP(DataStrategy):
@@ -122,6 +134,8 @@ class FSDP(DataStrategy):
             if (given := getattr(data, key)) not in (None, computes_in):
                 message = f"is not the dtype that the mode computes in ({computes_in}); remove it: the mode decides"
                 yield f"parallel.data.{key}", f"{given!r} {message}"
+        if data.separate_reduce_group and data.hybrid is not None:
+            yield "parallel.data.separate_reduce_group", "hybrid has groups of its own; remove one of the two keys"
         if config.activation_offload and not config.activation_checkpoint.enabled:
             message = "would also offload the gathered weights; set activation_checkpoint, too, or use data='zero1'"
             yield "activation_offload", message
@@ -161,6 +175,9 @@ class FSDP(DataStrategy):
             reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else inputs.reduce.dtype,
             cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts the model's inputs
         )
+        reduces, ranks = None, range(inputs.mean_over)
+        if data.separate_reduce_group and inputs.mean_over > 1:  # the ranks of the gathers' group, once more
+            reduces = ReduceScatter(inputs.context.subgroup(ranks, *inputs.axes))
         on_cuda = inputs.context.device.type == "cuda"
         offload = fsdp2.CPUOffloadPolicy(pin_memory=on_cuda) if data.cpu_offload else fsdp2.OffloadPolicy()
         # None: of the root, which contains all others. Backward begins with it, so it stays gathered from forward on.
@@ -170,9 +187,10 @@ class FSDP(DataStrategy):
             inputs.make(module)  # materializes a deferred unit
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if module is inputs.model else policy
             taken = next((param for param in module.parameters() if param in self._dtypes), None)  # of no inner unit
+            axes = inputs.axes if taken is None else inputs.fewer_axes.get(taken, inputs.axes)
             unit = fsdp2.fully_shard(
                 module,
-                mesh=self._meshes[inputs.axes if taken is None else inputs.fewer_axes.get(taken, inputs.axes)],
+                mesh=self._meshes[axes],
                 reshard_after_forward=reshards if inputs.not_called is None else True,
                 mp_policy=own,
                 offload_policy=offload,
@@ -181,6 +199,8 @@ class FSDP(DataStrategy):
             if not inputs.reduce.mean:
                 unit.set_gradient_divide_factor(1.0)  # others are applied twice to a unit of one rank (torch 2.14)
                 unit.set_force_sum_reduction_for_comms(True)  # not every backend multiplies as it sums
+            if reduces is not None and axes == inputs.axes:
+                unit.set_custom_reduce_scatter(reduces)
             if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
                 unit.set_reduce_scatter_unused_params(True)  # a rank may not use a parameter that another does
             wrapped.append(unit)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from ...utils.param_shard import ParamShard
-from ...utils.torch_private import has_grad_hooks, with_memory
+from ...utils.torch_private import has_grad_hooks, reduce_scatter, with_memory
 from ..mesh import ParallelContext
 
 Slot = tuple[nn.Module, str]
@@ -80,6 +80,23 @@ def make_mesh(context: ParallelContext, axes: Sequence[str], hybrid: int | None)
     ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, hybrid)
     names = tuple(f"{dim}_{group.group_name}" for dim, group in zip(("replicate", "shard"), mine, strict=True))
     return DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=names)
+
+
+class ReduceScatter:
+    """FSDP2's reduce-scatter (`set_custom_reduce_scatter`) over another group of the same ranks: on NCCL collectives of
+    one group run one after the other, so that a gather would wait for it."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for its input or output, as FSDP2's own."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        return reduce_scatter(output_tensor, input_tensor, group=self._group, op=op, async_op=async_op)
 
 
 def add_missing_grads(unit: FSDPModule) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import halfmesh
-from halfmesh.errors import InputError
-from halfmesh.utils.torch_private import ALL_GATHER
+from halfmesh.errors import IncompatibleConfigError, InputError
+from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from halfmesh.verify.models import mixture
 from tests.parallel.sharding.runs import MODES, Blocks, Odd, make_engine, take_step
 from tests.support.models import make_data
@@ -146,3 +147,33 @@ def test_in_a_pipeline_a_unit_is_gathered_once_for_a_batch():
     for found in run_ranks(gathers_in_a_pipeline, 4):
         for reshards, times in ((None, 1), (False, 1), (True, 2 * 4)):
             assert found[reshards][1:] == [(2 * times, True)] * 3, reshards
+
+
+def sums_apart(rank, world_size):
+    """The groups of the gathers and of the sums of an update."""
+    engine = make_engine({"strategy": "fsdp", "separate_reduce_group": True})
+    groups = {ALL_GATHER: set(), REDUCE_SCATTER: set()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seen in groups.items():
+            own = getattr(dist, name)
+
+            def call(*args, own=own, seen=seen, group=None, **options):
+                seen.add(group.group_name)
+                return own(*args, group=group, **options)
+
+            patch.setattr(dist, name, call)
+        take_step(engine, rank, 0)
+    engine.close()
+    return [*groups.values()]
+
+
+def test_gradients_are_summed_in_a_group_of_their_own():
+    for gathers, sums in run_ranks(sums_apart, 2):
+        assert len(gathers) == len(sums) == 1
+        assert gathers != sums
+
+
+def test_a_group_of_their_own_is_not_for_copies():
+    config = {"parallel": {"data": {"strategy": "fsdp", "hybrid": 2, "separate_reduce_group": True}}}
+    with pytest.raises(IncompatibleConfigError, match="separate_reduce_group: hybrid has groups of its own"):
+        halfmesh.initialize(Blocks(), torch.optim.SGD(Blocks().parameters(), 0.1), config=config)
