@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 import halfmesh
@@ -193,6 +194,16 @@ def test_hooks_of_the_weight_run_once():
     head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.dtype))
     linear_cross_entropy(input, head, target, chunk_size=5).backward()
     assert seen == [torch.bfloat16] * 2
+
+
+def test_a_head_that_fsdp_gathers_by_itself_gets_all_tokens_at_once():
+    """Other data ranks may have more or fewer tokens, and have to gather as often."""
+    input, head, target = make()
+    head.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    calls = []
+    head.register_forward_pre_hook(lambda head, args: calls.append(len(args[0])))
+    linear_cross_entropy(input, head, target, chunk_size=5)
+    assert calls == [21]
 
 
 def test_a_second_backward_adds_the_same():

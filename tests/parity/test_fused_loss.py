@@ -18,6 +18,7 @@ pytestmark = pytest.mark.distributed
 ROWS, CHUNK = 4, 6
 VOCAB_PARALLEL = {"*": "auto", "tokens": "vocab", "head": "vocab_parallel"}
 END = {"words": "vocab", "end.head": "vocab_parallel"}
+STAGES = {"size": 2, "microbatches": 2, "partition": ["blocks.1"]}
 RECOMPUTED, SELECTIVE = {"patterns": ["end"]}, {"selective": True}
 LM_HEAD = {"*": "auto", "lm_head": "vocab_parallel"}
 NAIVE = {"fp16": {"mode": "naive", "loss_scale": 1024.0}}
@@ -154,11 +155,11 @@ def config(**options: Any) -> Any:
     Row("recomputed", with_end, config(tensor={"size": 2, "plan": END}, activation_checkpoint=RECOMPUTED)),
     Row("recomputed but for products", with_end, config(context=2, activation_checkpoint=RECOMPUTED | SELECTIVE)),
     Row("recomputed in fp16", with_end, config(context=2, activation_checkpoint=RECOMPUTED, **NAIVE), work=FormatAlone),
-    Row("stages", of_tokens, config(pipeline={"size": 2, "microbatches": 2, "partition": ["blocks.1"]})),
+    Row("stages", of_tokens, config(pipeline=STAGES)),
     Row(
         "stages, fsdp",
         of_tokens,
-        config(data="fsdp", pipeline={"size": 2, "microbatches": 2, "partition": ["blocks.1"]}),
+        config(data="fsdp", pipeline=STAGES),
         4,
     ),
     Row("Llama", llama, config(tensor={"size": 2, "plan": LM_HEAD})),
@@ -170,6 +171,7 @@ def config(**options: Any) -> Any:
     Row("Llama, sequences", llama, config(tensor={"size": 2, "plan": LM_HEAD, "sequence_parallel": True})),
     Row("Llama, context", llama, config(context=2)),
     Row("Llama, fsdp", partial(llama, uneven=False), config(data="fsdp")),
+    Row("stages, fsdp, fp16", of_tokens, config(data="fsdp", pipeline=STAGES, **NAIVE), 4, work=FormatAlone),
     Row("fp16", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL}, **NAIVE), work=FormatAlone),
     Row("fp16, fsdp", even, config(data="fsdp", **NAIVE), work=FormatAlone),
     Row("bf16", gpt, config(context=2, **TORCH), work=FormatAlone),
