@@ -19,6 +19,7 @@ app = typer.Typer(
     help="halfmesh: training with precision and parallel layout from one config.",
     no_args_is_help=True,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # an error of ours belongs in a bug report, as Python prints it
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -118,11 +118,10 @@ def plan(
 
     Tries changes of the config from the simplest to the most invasive, each in a dry run: one rank of each kind does an
     update on tensors without memory. Reports the costs of the chosen change. Needs no GPU. The exit status is 0 if
-    something fits, else 1.
+    something fits, 1 if nothing does or the config cannot run.
 
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
     """
-    from ..config.load import load_config
     from ..dry_run import rungs, show
     from ..dry_run.dry_run import workers
     from ..dry_run.ladder import search_layouts
@@ -131,14 +130,25 @@ def plan(
     with usage_errors():
         rungs.refuse_target("--out", out, ".py", force)
         rungs.refuse_target("--picture", picture, ".svg", force)
-        loaded = load_config({} if config is None else config, overrides or ())
-        limit, inputs = parse_bytes(gpu_memory), tuple(batch or ())
-        asked = rungs.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
-        with workers(is_fresh=bool(context.obj)) as over:
-            ladder = search_layouts(asked, over, lambda text: print(text, file=sys.stderr, flush=True))
-        chosen = ladder.chosen
-        if chosen is not None and ladder.update is not None and out is not None:
+        limit, inputs, ladder = parse_bytes(gpu_memory), tuple(batch or ()), None
+        loaded, problems = load({} if config is None else config, overrides or ())
+        try:
+            if loaded is not None:
+                asked = rungs.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
+                with workers(is_fresh=bool(context.obj)) as over:
+                    ladder = search_layouts(asked, over, lambda text: print(text, file=sys.stderr, flush=True))
+        except ConfigError as error:
+            problems = list(error.problems)
+        chosen = None if ladder is None else ladder.chosen
+        if ladder is not None and chosen is not None and ladder.update is not None and out is not None:
             rungs.write(out, rungs.config_text(chosen, asked, ladder.update), chosen.config)
+    if ladder is None:
+        answer = {"ok": False, "problems": problems, "plan": None}
+        if as_json:
+            print(json.dumps(answer, indent=2))
+        else:
+            _print(config or Path("the empty config"), world_size, answer, (), ())
+        raise typer.Exit(1)
     if chosen is not None and chosen.run is not None and picture is not None:
         show.draw(picture, chosen.config, chosen.run, model, inputs, gpus_per_node)
     if as_json:
@@ -155,10 +165,12 @@ def plan(
 def usage_errors() -> Iterator[None]:
     """A scope whose errors of input are those of the command line. The output of configs and models goes to stderr: it
     is not part of the answer."""
+    from ..config.text import UnreadableError
+
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except (ConfigError, InputError) as error:
+    except (UnreadableError, InputError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -168,11 +180,18 @@ def say(text: str, style: str | None = None) -> None:
 
 
 def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config | None, list[str]]:
-    """The config, or its problems."""
+    """The config, or its problems.
+
+    Raises:
+        UnreadableError: its file cannot be read.
+    """
     from ..config.load import load_config
+    from ..config.text import UnreadableError
 
     try:
         return load_config(source, overrides), []
+    except UnreadableError:
+        raise
     except ConfigError as error:
         return None, list(error.problems)
 

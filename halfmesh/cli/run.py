@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import HalfmeshError, bullet_list, counted
-from .check import AsJson, Overrides, load, say
+from .check import AsJson, Overrides, load, say, usage_errors
 
 
 def run(
@@ -82,7 +82,7 @@ def find_problems(config: Path, world_size: int, device: str | None, overrides: 
 
     from ..compat import check
 
-    with contextlib.redirect_stdout(sys.stderr):
+    with usage_errors():
         loaded, problems = load(config, overrides)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return problems if loaded is None else list(map(str, check(loaded, world_size, kind)))
@@ -136,6 +136,7 @@ def verify(
 
             report = verify_machine(device, quick)
         else:
+            from ..config.text import UnreadableError
             from ..verify import VerifyReport, phases
 
             options |= {"device": device or "cpu", "world_size": world_size, "accumulated": accumulated}
@@ -145,6 +146,8 @@ def verify(
                     report = phases.verify_script(config, script, args or (), **options)
                 else:
                     report = phases.verify(config, model or "", optimizer=optimizer, **options)
+            except UnreadableError as error:
+                raise typer.BadParameter(str(error)) from None
             except HalfmeshError as error:  # it says what to change
                 problems = getattr(error, "problems", (str(error),))
                 report = VerifyReport(False, None, (), str(config), world_size, None, tuple(problems))

@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,20 +35,20 @@ def report(
 ) -> None:
     """Write an HTML page about one or several runs.
 
-    Several runs are shown side by side. The page needs no network and no other file. The exit status is 1 if a folder
-    holds no run.
+    Several runs are shown side by side. The page needs no network and no other file.
     """
     from ..report.page import as_data, write_report
     from ..report.run import read_runs
 
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"--out {out}: it becomes HTML; give a name that ends in .html")
     try:
         if as_json:
             print(json.dumps(as_data(read_runs(runs))))
             return
         page = write_report(*runs, out=out, replace=force)
     except InputError as error:
-        print(f"halfmesh report: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.BadParameter(str(error)) from None
     print(f"{page} ({page.stat().st_size / 1024:.0f} KiB)")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import ConfigError, cut, show
 from .config import OWN_NAMES, Config, build
 from .schema import Settings
-from .text import read_json, read_value, read_yaml
+from .text import UnreadableError, read_json, read_value, read_yaml
 
 _SHORT = MappingProxyType(
     dict.fromkeys(["parallel.tensor", "parallel.pipeline"], "size")
@@ -61,15 +61,17 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
     suffix = path.suffix.lower()
     try:
         if suffix not in _READERS:
-            raise ConfigError([f"its suffix is {show(path.suffix)}; allowed: {', '.join(_READERS)}"], str(source))
+            allowed = ", ".join(_READERS)
+            what = "it is a directory" if path.is_dir() else f"its suffix is {show(path.suffix)}"
+            raise UnreadableError([f"{what}; allowed: {allowed}"], str(source))
         content = _READERS[suffix](path)
     except FileNotFoundError as error:
-        raise ConfigError([f"there is no such file in {path.resolve().parent}"], str(source)) from error
+        raise UnreadableError([f"there is no such file in {path.resolve().parent}"], str(source)) from error
     except OSError as error:
-        raise ConfigError([f"it cannot be read ({type(error).__name__}: {error})"], str(source)) from error
+        raise UnreadableError([f"it cannot be read ({type(error).__name__}: {error})"], str(source)) from error
     if not isinstance(content, Mapping):
         problem = f"its top level is of type {type(content).__name__}, but a config is a mapping of keys to values"
-        raise ConfigError([problem], str(source))
+        raise UnreadableError([problem], str(source))
     return content, f"{OWN_NAMES}, a helper starts with an underscore" if suffix == ".py" else OWN_NAMES
 
 
@@ -117,13 +119,13 @@ def run_config(path: Path) -> dict[str, Any]:
     `_x` is a helper, UPPERCASE a constant; every other name is a key, except modules, functions and classes.
 
     Raises:
-        ConfigError: the file, or a sibling that it imports, does not compile or raises an error.
+        UnreadableError: the file, or a sibling that it imports, does not compile or raises an error.
     """
     files, found = dict[Path, ModuleType](), path.resolve(strict=True)
     try:
         module = _execute(found, files)
     except (Exception, SystemExit) as error:
-        raise ConfigError([_describe(error, files)], str(path)) from error
+        raise UnreadableError([_describe(error, files)], str(path)) from error
     return {name: value for name, value in vars(module).items() if _counts(name, value)}
 
 

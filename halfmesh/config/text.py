@@ -24,6 +24,10 @@ _EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 """Numbers with an exponent, as in YAML 1.2. In PyYAML's YAML 1.1 they need a point and a sign: 1e-3 is text."""
 
 
+class UnreadableError(ConfigError):
+    """The file of a config cannot be read: it is not there, or has no keys and values."""
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML with tuples, which refuses a repeated key (PyYAML keeps the last)."""
 
@@ -106,7 +110,7 @@ def read_yaml(path: Path) -> Any:
     """The content of a YAML file; an empty file is an empty config.
 
     Raises:
-        ConfigError: the file is not valid YAML.
+        UnreadableError: the file is not valid YAML.
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -114,7 +118,7 @@ def read_yaml(path: Path) -> Any:
     except (yaml.YAMLError, ValueError) as error:  # a mistake, an illegal character, a date that does not exist
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: {error.problem}" if mark else str(error)  # type: ignore[union-attr]
-        raise ConfigError([f"not valid YAML: {cut(line)}"], str(path)) from error
+        raise UnreadableError([f"not valid YAML: {cut(line)}"], str(path)) from error
     return {} if content is None else content
 
 
@@ -134,12 +138,12 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        ConfigError: the file is not valid JSON.
+        UnreadableError: the file is not valid JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
     except ValueError as error:
-        raise ConfigError([f"not valid JSON: {error}"], str(path)) from error
+        raise UnreadableError([f"not valid JSON: {error}"], str(path)) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compat import check
+from ..compat import check, raise_for
 from ..config.load import load_config
 from ..config.text import as_python
-from ..errors import InputError, bullet_list, counted, readable
+from ..errors import InputError, counted, readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from .dry_run import DryRun
 
@@ -41,7 +41,7 @@ class PlanRequest:
         device: cuda or cpu.
 
     Raises:
-        InputError: the config cannot run on so many ranks; the message has all reasons.
+        IncompatibleConfigError: the config cannot run on so many ranks; the message has all reasons.
     """
 
     config: Config
@@ -53,9 +53,8 @@ class PlanRequest:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        if findings := check(self.config, self.world_size, self.device):
-            title = f"the config cannot run on {counted(self.world_size, 'rank')}, whatever the memory:"
-            raise InputError(bullet_list(title, map(str, findings)))
+        findings = check(self.config, self.world_size, self.device)
+        raise_for(findings, f"the config on {counted(self.world_size, 'rank')}, whatever the memory")
 
     @property
     def room(self) -> int:
@@ -213,7 +212,8 @@ def refuse_target(option: str, path: Path | None, suffix: str, may_replace: bool
     """Check that a file can be written to `path`, if there is one, before anything is computed for it.
 
     Raises:
-        InputError: another suffix, a directory that does not exist, or a file that does and may not be replaced.
+        InputError: another suffix, a directory that does not exist, a file that does and may not be replaced, or one
+            that cannot be written.
     """
     if path is None:
         return
@@ -223,6 +223,13 @@ def refuse_target(option: str, path: Path | None, suffix: str, may_replace: bool
         raise InputError(f"{option} {path}: there is no directory {path.resolve().parent}")
     if path.exists() and not may_replace:
         raise InputError(f"{option} {path}: the file exists; --force replaces it")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"{option} {path}: it cannot be written ({error.strerror})") from error
 
 
 def config_text(rung: Candidate, asked: PlanRequest, update: Update) -> str:

@@ -97,12 +97,14 @@ def parse_bytes(text: str) -> int:
     """The number of bytes in `text`: "80GB" (of 1000**3), "80 GiB" (of 1024**3), "80e9".
 
     Raises:
-        InputError: it is no number with a unit.
+        InputError: it is no number with a unit; or a number below 1e6 without one, which nobody means as bytes.
     """
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if found is None:
         raise InputError(f"{text!r} is no amount of memory; write 80GB, 80GiB or 80e9")
     number, letter, binary = found.groups()
+    if text.strip().isdecimal() and int(text) < 1e6:
+        raise InputError(f"{text!r} is {text.strip()} bytes; did you mean {text.strip()}GB?")
     return round(float(number) * (1024 if binary else 1000) ** " kmgt".index(letter or " "))
 
 

@@ -89,6 +89,8 @@ def test_all_problems_at_once(run, config, lines):
         ([], 2, "--world-size"),
         (["--world-size", "1", "--gpu-memory", "80GB"], 2, "--picture need --model"),
         (["--world-size", "1", "--model", SMALL, "--picture", "/none/mesh.png"], 2, "give a name that ends in .svg"),
+        (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80"], 2, "'80' is 80 bytes; did you mean 80GB?"),
+        (["--world-size", "1", "--model", SMALL, "--picture", "/proc/a.svg"], 2, "a.svg: it cannot be written (No"),
         (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'80GBB' is no amount of memory"),
     ],
 )
@@ -100,8 +102,8 @@ def test_what_is_refused(run, args, status, words):
 
 def test_a_config_that_cannot_be_read_is_said_as_it_is(run, tmp_path):
     result = run("seed = = 3\n", "--world-size", "1")
-    assert result.exit_code == 1
-    assert f"  - {tmp_path}/config.py:1: SyntaxError: invalid syntax" in result.stdout
+    assert result.exit_code == 2
+    assert f"  - {tmp_path}/config.py:1: SyntaxError: invalid syntax" in result.stderr
     result = run("fp16 = '[red]" + "x" * 200 + "'\n", "--world-size", "1")
     assert "'[red]" + "x" * 200 + "' is not a dict" in result.stdout, "not wrapped, and no markup"
 

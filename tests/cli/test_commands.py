@@ -92,6 +92,30 @@ def test_the_package_runs_as_a_module_and_its_help_needs_no_torch():
     assert "precision and parallel layout from one config" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check {} --world-size 1",
+        "plan {} --world-size 1 --gpu-memory 1GB --model a:b",
+        "run train.py --config {}",
+        "verify {} --world-size 2 --model a:b",
+        "convert-config {} --from colossal",
+        "report {}",
+    ],
+)
+@pytest.mark.parametrize(("name", "text"), [("none.py", None), ("no.yaml", "a: ["), ("no.py", "seed = = 3"), ("d", "")])
+def test_a_file_that_cannot_be_read_is_a_mistake_in_the_command_line(command, name, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    if text:
+        (tmp_path / name).write_text(text)
+    elif text == "":
+        (tmp_path / name).mkdir()
+    result = run(*command.format(name).split())
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert name in result.stderr
+
+
 # --- configs -------------------------------------------------------------------------------------------------------
 
 

@@ -66,8 +66,13 @@ def test_a_model_that_cannot_be_trained(tmp_path, monkeypatch):
     ("args", "model", "words"),
     [
         (("--world-size", "0", "--gpu-memory", "1GB"), SMALL, "Invalid value for '--world-size'"),
-        ((*ARGS, "1GB", "--set", "clip_grad_nrm=1"), SMALL, "clip_grad_nrm: unknown key; did you mean"),
-        ((*ARGS, "1GB", "--set", "parallel.tensor=2"), SMALL, "= 2 does not divide the 1 ranks; choose sizes"),
+        ((*ARGS, "80"), SMALL, "'80' is 80 bytes; did you mean 80GB?"),
+        (
+            (*ARGS, "1GB", "--out", "/proc/config.py"),
+            SMALL,
+            "--out /proc/config.py: it cannot be written (No such file",
+        ),
+        ((*ARGS, "1GB", "--picture", "/proc/a.svg"), SMALL, "--picture /proc/a.svg: it cannot be written (No such fil"),
         ((*ARGS, "1GB", "--out", "/none/config.py"), SMALL, "there is no directory /none"),
         ((*ARGS, "1GB", "--out", "/none/fits.txt"), SMALL, "--out /none/fits.txt: give a name that ends in .py"),
         (
@@ -82,3 +87,20 @@ def test_what_is_refused(args, model, words):
     result = run(*args, model=model)
     assert result.exit_code == 2
     assert words in " ".join(result.output.replace("\u2502", "").split())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("clip_grad_nrm=1", "clip_grad_nrm: unknown key; did you mean"),
+        ("parallel.tensor=2", "= 2 does not divide the 1 ranks; choose sizes"),
+    ],
+)
+def test_a_config_that_cannot_run(change, words):
+    result = run(*ARGS, "1GB", "--set", change)
+    assert result.exit_code == 1
+    first, title, problem = result.stdout.splitlines()
+    assert (first, title) == ("the empty config: cannot run on 1 rank", "config problems:")
+    assert words in problem
+    answer = json.loads(run(*ARGS, "1GB", "--set", change, "--json").stdout)
+    assert (answer["ok"], words in answer["problems"][0]) == (False, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmesh import InputError, load_config
+from halfmesh import IncompatibleConfigError, InputError, load_config
 from halfmesh.dry_run.rungs import (
     PlanRequest,
     Update,
@@ -120,5 +120,7 @@ def test_an_axis_and_a_strategy_of_others_are_rungs():
 
 
 def test_what_cannot_be_asked():
-    with pytest.raises(InputError, match=r"cannot run on 3 ranks, whatever the memory:\n  - parallel: .*tensor=2"):
+    with pytest.raises(
+        IncompatibleConfigError, match=r"config on 3 ranks, whatever the memory:\n  - parallel: .*tensor=2"
+    ):
         ask(3, parallel={"tensor": 2})

@@ -229,8 +229,11 @@ def test_the_command(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert re.fullmatch(r"report\.html \(\d+ KiB\)\n", done.stdout)
     done = CliRunner().invoke(app, ["report", "first", "frist", "--out", "other.html"])
-    assert (done.exit_code, (tmp_path / "other.html").exists()) == (1, False)
-    assert "halfmesh report: frist is no folder" in done.output
+    assert (done.exit_code, (tmp_path / "other.html").exists()) == (2, False)
+    assert "frist is no folder" in done.output
+    done = CliRunner().invoke(app, ["report", "first", "--out", "q.pdf"])
+    assert (done.exit_code, (tmp_path / "q.pdf").exists()) == (2, False)
+    assert "give a name that ends in .html" in done.output
 
 
 def test_only_reports_are_replaced(tmp_path):
@@ -240,7 +243,7 @@ def test_only_reports_are_replaced(tmp_path):
     out.write_text("mine")
     with pytest.raises(InputError, match="exists and is not a report; give another name"):
         halfmesh.write_report(run, out=out)
-    assert CliRunner().invoke(app, ["report", str(run), "--out", str(out)]).exit_code == 1
+    assert CliRunner().invoke(app, ["report", str(run), "--out", str(out)]).exit_code == 2
     assert out.read_text() == "mine"
     assert CliRunner().invoke(app, ["report", str(run), "--out", str(out), "--force"]).exit_code == 0
     assert "halfmesh report" in out.read_text()
