@@ -58,8 +58,12 @@ def test_unknown_names():
 def test_type_checkers_see_the_same_names():
     tree = ast.parse(Path(halfmesh.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {node.module: {a.name for a in node.names} for node in block.body if isinstance(node, ast.ImportFrom)}
-    assert seen == {module: set(names.split()) for module, names in halfmesh._NAMES.items()}
+    seen = [(node.module, a.name, a.asname) for node in block.body for a in node.names]
+    public = {(module, name, name) for module, names in halfmesh._NAMES.items() for name in names.split()}
+    assert set(seen) == public | {(None, name, name) for name in ("compat", "hooks", "nn")}, (
+        "`X as X`, or mypy --strict sees none"
+    )
+    assert "__getattr__" not in [getattr(node, "name", "") for node in tree.body], "it would hide typos"
 
 
 def test_the_names_are_known_without_the_source(tmp_path):

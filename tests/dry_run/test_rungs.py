@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmesh import IncompatibleConfigError, InputError, load_config
+from halfmesh import IncompatibleConfigError, load_config
 from halfmesh.dry_run.rungs import (
     PlanRequest,
     Update,
