@@ -128,6 +128,11 @@ class Interrupted(Preempted, KeyboardInterrupt):
     _status = 130
 
 
+def page(title: str) -> str:
+    """A page of the documentation, by its title, for a message: an installed halfmesh does not have the pages."""
+    return f"{title!r} in the documentation"
+
+
 def bullet_list(title: str, lines: Iterable[str]) -> str:
     """`title`, then one indented line per item."""
     return "\n".join([title, *(f"  - {line}" for line in lines)])

@@ -199,7 +199,7 @@ def costs(rung: Candidate, update: Update) -> Iterator[str]:
     for axis, (size, messages) in sent.items():
         if axis in used:
             key, cost = used[axis]
-            yield f"{key}: a rank sends {readable(size)} in {messages} messages per update; {cost}"
+            yield f"{key}: a rank sends {readable(size)} in {counted(messages, 'message')} per update; {cost}"
     if not sent:
         yield "nothing is sent between ranks"
     if run.bubble:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ..errors import page
 from .table import AS_HERE, Origin, Values, done, lost, no, on, to
 
 STAGES, MICROBATCHES, TENSOR = "parallel.pipeline.size", "parallel.pipeline.microbatches", "parallel.tensor.size"
-CONTEXT = "parallel.context.size", "give engine(...) whole sequences, see docs/context-parallel.md"
+_SHARDING_PAGE = page("Sharding: zero1 and fsdp")
+CONTEXT = "parallel.context.size", f"give engine(...) whole sequences, see {page('Context parallelism')}"
 CLIPPED = {"clip_grad_norm": 1.0}  # DeepSpeed's default of gradient_clipping since 0.19
 ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
 ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 does not shard gradients: the same numbers"), 3: to(FSDP)}
@@ -59,7 +61,7 @@ ACCELERATE = Origin(
         "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_reshard_after_forward": _SHARDING,
         "fsdp_config.fsdp_offload_params": OFFLOAD,
         "fsdp_config.fsdp_activation_checkpointing": on(to({"activation_checkpoint.every": 1})),
-        "fsdp_config.*": no("FSDP2 around the blocks that repeat, in shards; see parallel.data and docs/memory.md"),
+        "fsdp_config.*": no(f"FSDP2 around the blocks that repeat; see {_SHARDING_PAGE}"),
         "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps": "gradient_accumulation",
         "deepspeed_config.gradient_clipping": "clip_grad_norm",
         "deepspeed_config.zero_stage": ZERO,
@@ -121,7 +123,7 @@ COLOSSAL = Origin(
             CONTEXT if values.get("parallel.tensor.mode") == "sequence" else (TENSOR, _OWN_LAYERS)
         ),
         "parallel.tensor.mode": {"1d": AS_HERE, "sequence": AS_HERE, "*": no("'1d' here: the same results")},
-        "parallel.sequence.*": lost("write parallel = dict(context=...), see docs/context-parallel.md"),
+        "parallel.sequence.*": lost(f"write parallel = dict(context=...), see {page('Context parallelism')}"),
         "parallel.data parallel.data.size": {-1: AS_HERE, "*": "parallel.data.size"},
         "zero.level": ZERO,
         "zero.model_config.tensor_placement_policy": OFFLOAD | {"cuda": AS_HERE, "auto": no("see cpu_offload")},
@@ -265,7 +267,7 @@ SAGEMAKER = Origin(
         "expert_parallel_degree": "parallel.expert.size",
         "optimize prescaled_batch placement_strategy memory_weight active_* activation_loading_horizon contiguous "
         "horovod *_partition ddp_* trace_* deterministic_server static_mode fast_mode partition_file sdp_* "
-        "skip_tracing _sharded_data_parallel delayed_param*": no("there is no such choice here; see docs/memory.md"),
+        "skip_tracing _sharded_data_parallel delayed_param*": no(f"there is no such choice here; see {_SHARDING_PAGE}"),
         "*enabled smdistributed.dataparallel.* torch_distributed.* pytorchddp.* mpi.* instance_*": done("halfmesh run"),
     },
     needs=(

@@ -9,7 +9,7 @@ function readable(value) {
   if (value == null) return "no number";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(3).replace(/\.?0*e\+?/, "e");
-  return value.toLocaleString("en", { maximumSignificantDigits: 5 });
+  return value.toLocaleString("en", { maximumSignificantDigits: Number.isInteger(value) ? 15 : 5 });
 }
 
 function ticks(chart, values) {

@@ -9,7 +9,7 @@ from textwrap import indent
 from typing import Any, NamedTuple
 
 from ..distributed.env import list_ranks
-from ..errors import counted, shorten
+from ..errors import counted, page, shorten
 from .compare import FLOOR, Limits, Measures, ratio
 from .record import Key, Store
 
@@ -118,7 +118,9 @@ class VerifyReport:
 
 # -- a difference in words -------------------------------------------------------------------------------------------
 
-_PLAN = "leave those layers whole in the plan, or give sizes as -1 or by 'heads(name)' (docs/tensor-parallel.md)"
+_PLAN = (
+    f"leave those layers whole in the plan, or give sizes as -1 or by 'heads(name)' (see {page('Tensor parallelism')})"
+)
 _BY_ROW = "compute each row by itself; what all ranks need, engine.context.all_reduce sums"
 _COPIES = "an all-reduce or a broadcast between these ranks is missing, or over other ranks"
 _TWICE = "a sum or mean over ranks or microbatches is taken twice or not at all (x {factor:.4g})"

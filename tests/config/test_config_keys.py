@@ -123,9 +123,9 @@ def test_on_nonfinite():
 
 @pytest.mark.promise(
     "NAIVE's keys",
-    "static and dynamic scale, hysteresis, floor and ceiling. The scale starts at 2**16 (from 2**32 some "
+    "static and dynamic scale, hysteresis, floor and ceiling. The scale starts at `2**16` (from `2**32` some "
     "20 updates would be lost). A static scale skips inf and nan too. For an fp16 loss a dynamic scale "
-    "above 2**15 backs off, and a static one is refused",
+    "above `2**15` backs off, and a static one is refused",
     of="Colossal-AI",
     page="config.md",
 )

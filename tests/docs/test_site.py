@@ -96,6 +96,24 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_nothing_is_bold_by_accident(page):
+    """Two powers in a paragraph, 2**16 and 2**24, are the marks of bold text."""
+    text = re.sub(r"(`+)[^`].*?\1", "", FENCE.sub("", page.read_text()), flags=re.DOTALL)
+    assert re.findall(r"\w+\*\*\d\w*", text) == []
+
+
+def test_messages_name_pages_by_the_title_that_they_have():
+    """Of an installed halfmesh, which has no docs/."""
+    titles = set(re.findall(r"^ +- \"?(.*?)\"?: [\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    for path in (ROOT / "halfmesh").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        named = {call.args[0].value for call in calls if isinstance(call.func, ast.Name) and call.func.id == "page"}
+        assert named <= titles, path
+        strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        assert not [text for text in strings if re.search(r"\bdocs/[\w-]+\.md", str(text))], path
+
+
 def test_files_and_commands_that_pages_name_exist():
     new = {"halfmesh/amp/pure_amp.py", "amp/pure_amp.py"}  # of the plugin that CONTRIBUTING writes
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -96,6 +96,7 @@ def test_values_under_the_pointer_and_by_keys(visit, folders):
     page = visit(folders[:1], 1400)
     values = page.locator("#loss_scale .u-legend td")
     assert values.all_inner_texts() == ["last", "2,048", ""]
+    assert page.evaluate("[131072, 0.123456789, 1234567.8].map(readable)") == ["131,072", "0.12346", "1,234,600"]
     plot = page.locator("#loss_scale .u-over")
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()

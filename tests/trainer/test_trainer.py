@@ -146,7 +146,7 @@ def test_records_hold_what_the_update_was():
 
 @pytest.mark.promise(
     "monitoring the loss scale",
-    "readable at any time, changes logged; a warning below 1 or above 2**24; a collapsing scale ends the "
+    "readable at any time, changes logged; a warning below 1 or above `2**24`; a collapsing scale ends the "
     "run with a diagnosis; the precision report shows the room above it",
     of="PyTorch",
     page="health.md",

@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from ...errors import InputError, did_you_mean
+from ...errors import InputError, did_you_mean, page
 from ..modules import is_within
 from .fx_trace import UPDATES, is_models_own, line_of, plain_values, trace
 from .pieces import Call, Piece, signature_of
 
-_REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"
+_REGISTER = f"register a partitioner for the model (halfmesh.PARTITIONERS, see {page('Pipeline parallelism')})"
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "cauchy", "geometric")
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ...errors import InputError, counted
+from ...errors import InputError, counted, page
 from ...utils.tensors import parameter_names
 from ..modules import is_within
 from ..registries import PARTITIONERS, SCHEDULES
@@ -154,7 +154,7 @@ def _suggest(model: nn.Module, count: int) -> str:
     if any(name.startswith("*") for name in parameter_names(model)):
         return (
             "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
-            "(halfmesh.PARTITIONERS, see docs/pipeline.md), or use tensor parallelism or fsdp"
+            f"(halfmesh.PARTITIONERS, see {page('Pipeline parallelism')}), or use tensor parallelism or fsdp"
         )
     rows = [
         (sum(p.numel() for p in row.parameters()), [f"{name}.{key}".lstrip(".") for key, _ in row.named_children()])

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import HalfmeshError, InputError, find_near
+from ...errors import HalfmeshError, InputError, find_near, page
 from ...utils.torch_private import is_compiled
 from ..models.peft import look_through
 from ..modules import comes_from, is_within
@@ -311,8 +311,8 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
     return (
         f"{which} {type(model).__name__}. Write one: parallel = dict(tensor=dict(size=..., plan={_example(model)})), "
-        "where 'colwise' Linear layers hand sharded features to 'rowwise' ones (docs/tensor-parallel.md); convolutions "
-        "cannot be sharded: if most of the model is in them, leave tensor at 1"
+        f"where 'colwise' Linear layers hand sharded features to 'rowwise' ones (see {page('Tensor parallelism')}); "
+        "convolutions cannot be sharded: if most of the model is in them, leave tensor at 1"
     )
 
 
