@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -280,3 +283,11 @@ def test_grouped_products_have_torchs_shapes(shapes):
     offsets = {} if len(shapes[0]) == len(shapes[1]) == 3 else {"offs": ends}
     expected = torch.nn.functional.grouped_mm(a, b, **offsets).shape
     assert _grouped_product(a, b, *offsets.values()).shape == expected
+
+
+def test_workers_do_not_pass_on_what_torch_says_of_torchao():
+    """Four of them said it once each, between the lines of `halfmesh plan`."""
+    pytest.importorskip("torchao")
+    code = "from halfmesh.dry_run.dry_run import _begin_worker as begin; begin(); import torchao.quantization"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "pytree" in done.stderr) == (0, False), done.stderr
