@@ -104,8 +104,8 @@ def test_a_config_that_cannot_be_read_is_said_as_it_is(run, tmp_path):
     result = run("seed = = 3\n", "--world-size", "1")
     assert result.exit_code == 2
     assert f"  - {tmp_path}/config.py:1: SyntaxError: invalid syntax" in result.stderr
-    result = run("fp16 = '[red]" + "x" * 200 + "'\n", "--world-size", "1")
-    assert "'[red]" + "x" * 200 + "' is not a dict" in result.stdout, "not wrapped, and no markup"
+    result = run("fp16 = '[red]:art:" + "x" * 200 + "'\n", "--world-size", "1")
+    assert "'[red]:art:" + "x" * 200 + "' is not a dict" in result.stdout, "not wrapped, and neither markup nor emoji"
 
 
 # --- with a model --------------------------------------------------------------------------------------------------
