@@ -33,7 +33,7 @@ def public_places(package: str = "halfmesh") -> dict[str, Place]:
     """The public names of `package`, each with its definition."""
     body = _tree(package).body
     body = next((node.body for node in body if isinstance(node, ast.If)), body)  # TYPE_CHECKING, if the rest is lazy
-    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in body if isinstance(node, ast.ImportFrom) and node.module]  # not of whole modules
     is_package = ROOT.joinpath(*package.split(".")).is_dir()
     modules = {name.name: _absolute(node, package, is_package) for node in imports for name in node.names}
     found = {name: _find(module, name) for name, module in modules.items()}

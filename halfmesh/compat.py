@@ -22,7 +22,7 @@ from .parallel.registries import AXES, DATA_STRATEGIES
 Cell = Literal["yes", "refused"]
 
 DEVICES = ("cpu", "cuda")
-_OTHER_NAMES = {"gpu": "cuda"}
+_OTHER_NAMES = {"gpu": "cuda", "tpu": "", "npu": "", "xpu": ""}  # no typing mistakes of "cpu"
 
 
 @dataclass(frozen=True)

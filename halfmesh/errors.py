@@ -159,10 +159,9 @@ def did_you_mean(name: object, known: Iterable[str], others: Mapping[str, str] =
     """`"; did you mean 'x'?"` when a known name is near, else the empty string.
 
     Args:
-        others: other libraries' names for known ones, lower case.
+        others: names, lower case, and the known one that is meant; "" if none is.
     """
-    # Names of three letters are near to too many: 'tpu' to 'cpu'.
-    near = others.get(str(name).lower()) or find_near(name, known, 0.6 if len(str(name)) > 3 else 0.7)
+    near = others[str(name).lower()] if str(name).lower() in others else find_near(name, known)
     return f"; did you mean {near!r}?" if near else ""
 
 
