@@ -32,8 +32,6 @@ def pages_in(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ROWS)
 def test_rehearsal(step, tmp_path):
-    if step == 12:
-        pytest.importorskip("halfmesh.nn")
     status = day.main([str(step), "--device", "cpu", "--out", str(tmp_path)])
     text = pages_in(tmp_path)[f"step_{step}.md"]
     assert status == 0, text
