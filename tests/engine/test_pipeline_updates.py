@@ -112,7 +112,7 @@ def trained_residuals(rank: int, world_size: int, config: Any, cuts: Sequence[st
     engine.eval()
     with torch.no_grad():
         output = engine(here(x))
-    return weights, output if engine.context.is_last_stage else None
+    return weights, output.cpu() if engine.context.is_last_stage else None
 
 
 AUTOCAST = {"bf16": {"mode": "torch"}}
