@@ -123,6 +123,7 @@ CUTS = {
 }
 
 
+@pytest.mark.not_simulated("one process, on the CPU, whose autocast casts other operations")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", *SPLIT_SCHEDULES[:1]])
 def test_activations_sent_in_autocasts_dtype_are_rounded_once_at_each_cut(schedule):
     """As in one process that rounds there, and the gradients with it; by default nothing is rounded."""
