@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from halfmesh import load_config
 from halfmesh.dry_run.dry_run import dry_runs
@@ -177,6 +178,18 @@ def test_a_model_without_inputs(models):
     assert "give --batch, or let build return (model, inputs)" in run.notes[0]
     whole = dry_run(load_config({}), 1, "my_models:bare", ("8,32:int64",))
     assert next(iter(whole.ranks.values())).peak > figures.kept
+
+
+def wide():
+    """8 blocks, whose weights are much larger than their activations."""
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(8)]
+    return nn.Sequential(*blocks), torch.randn(2, 64)
+
+
+def test_under_fsdp_autocast_keeps_no_casts_of_the_whole_model():
+    config = {"bf16": {"mode": "torch"}, "activation_checkpoint": "full", "parallel": {"data": "fsdp"}}
+    (figures,) = dry_run(load_config(config), 2, f"{__name__}:wide").ranks.values()
+    assert figures.bytes["activations"] < 2 * figures.parameters, "bytes of the model in bf16"
 
 
 def test_a_model_of_a_library_needs_no_builder(tmp_path):

@@ -30,6 +30,7 @@ from .fsdp_wrap import (
     ReduceScatter,
     Slot,
     WriteWatch,
+    drop_casts,
     find_units,
     first_row,
     make_mesh,
@@ -184,6 +185,7 @@ class FSDP(DataStrategy):
         reshards = None if data.reshard_after_forward is not False else False
         for module in units:
             module.register_forward_hook(self._writes.after_forward)  # within FSDP2's
+            module.register_forward_hook(drop_casts)
             inputs.make(module)  # materializes a deferred unit
             own = replace(policy, output_dtype=_dtype(data.output_dtype)) if module is inputs.model else policy
             taken = next((param for param in module.parameters() if param in self._dtypes), None)  # of no inner unit

@@ -124,6 +124,13 @@ def prefetch(units: Sequence[FSDPModule], count: int) -> None:
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - count) : index])))
 
 
+@torch.compiler.disable
+def drop_casts(*_: Any) -> None:
+    """A hook of each unit: autocast keeps its casts of weights until the whole forward ends, when they would be of the
+    whole model."""
+    torch.clear_autocast_cache()
+
+
 def watch_grads(units: Sequence[Any], slots: Mapping[Slot, ParamShard], used: set[int]) -> None:
     """Add the id of a shard to `used` when its parameter gets a gradient on this rank. (FSDP2 gives zeros to the
     others.)
