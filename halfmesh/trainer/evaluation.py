@@ -201,5 +201,6 @@ def gather_tensors(value: Any, context: ParallelContext) -> list[Any]:
             sent = chunk.to(context.device)
             dist.broadcast(sent, rank)
             chunk.copy_(sent)
-        found.append(pickle.loads(content.numpy()))
+        received: Any = content.numpy()  # a buffer, which numpy's types do not say
+        found.append(pickle.loads(received))
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any
@@ -102,9 +102,8 @@ def without_override(func: FunctionType, **replaced: Any) -> FunctionType:
     return copy
 
 
-def without_subclasses() -> AbstractContextManager[None]:
-    """A scope in which subclasses of Tensor do not see torch's functions."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""A scope in which subclasses of Tensor do not see torch's functions."""
 
 
 @contextmanager
@@ -131,7 +130,9 @@ WriteStamp = tuple[int, torch.UntypedStorage]
 def write_stamps(tensors: Sequence[torch.Tensor]) -> list[WriteStamp]:
     """`edit_stamp` of each tensor, for stamps that are kept long: they also keep the memory, so that no later memory of
     the tensor has its address."""
-    return list(zip(versions(tensors), storages(tensors), strict=True))
+    written = versions(tensors)
+    with without_subclasses():
+        return [(version, tensor.untyped_storage()) for version, tensor in zip(written, tensors, strict=True)]
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -202,7 +202,7 @@ class FSDP(DataStrategy):
                 unit.set_gradient_divide_factor(1.0)  # others are applied twice to a unit of one rank (torch 2.14)
                 unit.set_force_sum_reduction_for_comms(True)  # not every backend multiplies as it sums
             if reduces is not None and axes == inputs.axes:
-                unit.set_custom_reduce_scatter(reduces)
+                unit.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # of torch's private base class
             if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
                 unit.set_reduce_scatter_unused_params(True)  # a rank may not use a parameter that another does
             wrapped.append(unit)
