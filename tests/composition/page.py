@@ -51,7 +51,7 @@ def _trained() -> Iterator[str]:
         `reduce_dtype`. {len(product()):,} are allowed on up to {MOST_RANKS} ranks. `make test` runs {len(few())} of
         them: every value, each mode and each model with each kind of layout, and any two kinds together.
         `make test-all` runs {len({*covering()} - {*few()})} more: every pair of values, each mode with each model on a
-        tensor group and on a pipeline, and each mode where pipeline, data and tensor parallelism meet.
+        tensor group and on a pipeline, and each mode with pipeline, data and tensor parallelism combined.
         `make test-composition` runs all without a pipeline, and every triple of
         values with one: about 2,000."""
     )

@@ -22,7 +22,7 @@ def render() -> str:
     for model in SUBJECTS:
         cells = [_say(Cell(model, layout)) for layout in LAYOUTS]
         lines.append(f"| {model} | {' | '.join(cells)} |")
-    lines += ["", *_half(), "", "The messages of what is refused:", "", *_refusals()]
+    lines += ["", *_half(), "", "Messages for the refused cells:", "", *_refusals()]
     return "\n".join(lines) + "\n"
 
 
