@@ -61,8 +61,10 @@ def torchrun(arguments: list[str]) -> int:
         main(arguments)
     except SignalException as ended:
         return 128 + int(ended.sigval)
-    except ChildFailedError as failed:
-        print(failed, file=sys.stderr)
+    except ChildFailedError as failed:  # whose traceback the rank itself has written
+        rank, first = failed.get_first_failure()
+        how = f"was ended by {first.signal_name()}" if first.exitcode < 0 else f"failed with status {first.exitcode}"
+        print(f"halfmesh run: rank {rank} {how}, the first of {counted(len(failed.failures), 'rank')}", file=sys.stderr)
         return 1
     return 0
 

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -175,7 +176,10 @@ class FailureWatch:
         is_lost, lines = may_be_of_peer(error), "".join(traceback.format_exception(error)).rstrip()
         if is_rank and not is_lost and self._names.has_coordinates:
             error.add_note(f"raised on {self._name}")
-        if not (is_rank and self._rank and kind is KeyboardInterrupt):  # of Ctrl-C, which all get, one traceback does
+        if is_rank and is_lost and self._is_told_here():
+            place = traceback.extract_tb(trace)[0]
+            self._say(f"ended at {place.filename}:{place.lineno}, {kind.__name__}: {str(error).partition(chr(10))[0]}")
+        elif not (is_rank and self._rank and kind is KeyboardInterrupt):  # of Ctrl-C, which all get, one traceback does
             self._previous_hook(kind, error, trace)
         if not is_rank:
             return
@@ -201,6 +205,15 @@ class FailureWatch:
             self._wait_for_others(ANSWER_S, or_failure=True)
             error.add_note(f"[{self._name}] {self._say(self._report())}")
 
+    def _is_told_here(self) -> bool:
+        """Return True if a rank of this node has failed, whose traceback torchrun's terminal shows already."""
+        self._exchange()
+        failed = re.match(r"\[rank (\d+)", self._failed)
+        if failed is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return False
+        of_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        return int(failed[1]) // of_node == self._rank // of_node
+
     def _report(self) -> str:
         """The first error, and the ranks that may be the reason for it."""
         told, names, found = self._told, self._names, list[str]()
@@ -218,7 +231,10 @@ class FailureWatch:
             found.append(calls)
         if first := self._failed or self._lost:
             is_own = first.startswith(f"[{self._name}] ")
-            found.append("this was the first error" if is_own else f"the first error was:\n{first}")
+            if not is_own and self._is_told_here():
+                found.append(f"the first error was {first[1:].partition(']')[0]}'s: {first.splitlines()[-1]}")
+            else:
+                found.append("this was the first error" if is_own else f"the first error was:\n{first}")
         return "; ".join(found)
 
     def _watch(self) -> None:

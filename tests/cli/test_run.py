@@ -64,7 +64,11 @@ def test_nothing_is_started(run, arguments, words):
     [
         (SignalException("Process 1 got signal: 2", signal.SIGINT), 130, ""),
         (SignalException("Process 1 got signal: 15", signal.SIGTERM), 143, ""),
-        (ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")}), 1, "train.py FAILED"),
+        (
+            ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "none")}),
+            1,
+            "rank 0 failed with status 1, the first of 1 rank",
+        ),
     ],
 )
 def test_torchruns_end_is_a_status_without_a_traceback(run, monkeypatch, end, status, words):

@@ -60,6 +60,11 @@ def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path):
     assert RAISE in last
     errors = [line.strip() for line in last.splitlines() if "Error" in line and "raise" not in line]
     assert errors == ["ValueError: boom"]
+    # Of the rank that only lost the other one, each is a line: where it was, and the first error.
+    ended, told = (line for line in output.splitlines() if line.startswith("[rank 0] ") and "Error" in line)
+    assert "train.py:" in ended
+    assert told == "[rank 0] the first error was rank 1's: ValueError: boom"
+    assert "[rank0]: Traceback" not in output
 
 
 @pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
