@@ -49,6 +49,7 @@ class Checkpointer:
     Attributes:
         locks: of the folders that were saved into, until `close`.
         attached: the state of objects that the loop attached.
+        saved: the step of the last save; None before it.
     """
 
     state: ShardedState
@@ -60,6 +61,7 @@ class Checkpointer:
     own_call: AbstractContextManager[None]
     locks: dict[Path, IO[str]] = field(default_factory=dict)
     attached: AttachedState = field(default_factory=AttachedState)
+    saved: int | None = None
 
     def __post_init__(self) -> None:
         self._settings = validate.GivenSettings(self.lr, self.state.update.optimizer)
@@ -92,6 +94,7 @@ class Checkpointer:
                 self._writer.start(write, directory)
             else:
                 write()
+        self.saved = step
         return storage.final_path(unfinished)
 
     def refuse_unsavable(self) -> None:

@@ -182,6 +182,9 @@ class PreemptionHook(EngineHook):
                 _log.warning("the run ends%s: no checkpoint written: %s", reason and f" ({reason})", self._diverged)
         elif not reason:
             self._save_if_due(self._step)
+            if self.progress.global_step not in (self._saved, self.checkpointer.saved):
+                text = "the run ends after update %d, which is not saved: call engine.save(%r) before, if it is to be"
+                _log.info(text, self.progress.global_step, self.options.directory)
         elif self.progress.global_step == self._saved:
             _log.info("stop signal (%s) after training: there is nothing new to save", reason)
         else:

@@ -88,6 +88,8 @@ def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
     """
     try:
         made = build()
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(
             f"{name}: it raised {type(error).__name__}: {error} ({_where(error)}). It is called without "
@@ -149,6 +151,8 @@ def build_hf(path: str) -> Any:
     it takes labels."""
     import transformers
 
+    if path.endswith(".json") and not os.path.isfile(path):  # else it would be looked for on the hub
+        raise InputError(f"--model hf:{path}: there is no such file")
     config: Any = transformers.AutoConfig.from_pretrained(path)
     config.use_cache = config.get_text_config().use_cache = False  # for generation; recomputation would fill it again
     kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])

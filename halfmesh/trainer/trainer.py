@@ -339,8 +339,9 @@ class Trainer:
         except KeyboardInterrupt as error:
             if isinstance(error, Interrupted) or hasattr(sys, "ps1"):
                 raise
-            step = self.engine.global_step
-            _log.info("interrupted after update %d; with the config key checkpoint Ctrl-C saves before it ends", step)
+            saves = self.engine.config.checkpoint is not None
+            why = "ended at once, which is not saved" if saves else "with the config key checkpoint Ctrl-C saves first"
+            _log.info("interrupted after update %d; %s", self.engine.global_step, why)
             raise Interrupted from None
 
     @contextmanager

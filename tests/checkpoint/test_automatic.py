@@ -46,6 +46,16 @@ def test_every_where_boundaries_do_not_meet_it(tmp_path):
     assert steps_in(tmp_path) == [10, 16, 20]
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_that_ends_says_what_is_not_saved(tmp_path, caplog, saves):
+    twice(engine := made(tmp_path, every=50))
+    if saves:
+        engine.save(tmp_path, in_background=True)
+    engine.close()
+    said = "the run ends after update 24, which is not saved: call engine.save"
+    assert (said in caplog.text) != saves
+
+
 def test_there_is_no_boundary_while_gradients_wait_for_their_step(tmp_path):
     engine = made(tmp_path, every=1)
     batches = iter(engine.dataloader)

@@ -207,6 +207,8 @@ def test_a_model_of_a_library_needs_no_builder(tmp_path):
         (figures,) = run.ranks.values()
         assert (figures.rows, figures.peak > figures.kept > 0) == (8, True)
     (problem,) = dry_run(load_config({}), 1, "timm:vit_tinny").problems
+    (missing,) = dry_run(load_config({}), 1, "hf:nope/config.json").problems
+    assert missing == "--model hf:nope/config.json: there is no such file"
     assert "--model timm:vit_tinny: it raised RuntimeError: Unknown model (vit_tinny)" in problem
 
 
