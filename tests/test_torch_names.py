@@ -40,6 +40,8 @@ ALLOWED = {
         "_foreach_norm",
         "_foreach_zero_",
         "_get_dispatch_mode",
+        "_get_tracing_state",
+        "_set_tracing_state",
         "_forward_hooks",
         "_forward_pre_hooks",
         "_disable_current_modes",

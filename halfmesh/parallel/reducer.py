@@ -345,6 +345,8 @@ class Reducer(Reduction):
         self._statistics = [buffer for buffer in named if buffer.is_floating_point()]
         self._shards: list[ParamShard] = []
         self._left_out: set[nn.Parameter] = set()  # had no gradient from some last backward
+        self._reached: set[torch.Tensor] | None = None  # the leaves that the graph of this last backward shows
+        self._shows: bool | None = None  # graphs show all parameters that get gradients; None: not compared yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.set_params(shards)
 
@@ -389,13 +391,17 @@ class Reducer(Reduction):
             self._send_complete()
 
     def skip_unused(self, roots: Collection[torch.Tensor]) -> None:
-        """See `Reduction`. Only those are skipped that had no gradient in an earlier update: so that models that use
-        all do not pay for the walk through the graph, and as a backward within a backward adds gradients to parameters
-        that the graph does not show."""
-        if self._sends and self._left_out and (used := find_reached(roots)) is not None:
-            for bucket in self._buckets:
-                bucket.missing -= self._left_out - used
-            self._send_complete()
+        """See `Reduction`. Only those are skipped that had no gradient in an earlier update: models that use all walk
+        through the graph once. And only if no gradient has arrived that the graph did not show, from a backward within
+        the backward (of a reversible layer, for example)."""
+        if self._sends and self._shows is not False and (self._left_out or self._shows is None):
+            self._reached = find_reached(roots)
+            if self._reached is None:
+                self._shows = False
+            elif self._shows:
+                for bucket in self._buckets:
+                    bucket.missing -= self._left_out - self._reached
+                self._send_complete()
 
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, and set each shard's reduced gradient.
@@ -406,6 +412,8 @@ class Reducer(Reduction):
         self._refuse_stale()
         if self._sends:
             self._left_out.update(*(bucket.missing for bucket in self._unsent))
+        if self._reached is not None and self._shows is None:
+            self._shows = True
         self._send_complete(everything=True)
         if self._statistics:
             self._average_statistics()
@@ -440,6 +448,7 @@ class Reducer(Reduction):
 
     def _reset(self) -> None:
         self._sends = False
+        self._reached = None
         self._unsent = deque(self._buckets)
         self._inflight: deque[tuple[Any, Bucket]] = deque()
         for bucket in self._buckets:
@@ -450,6 +459,8 @@ class Reducer(Reduction):
             self.state = "stale"
         if not self._sends:
             return
+        if self._reached is not None and param not in self._reached:
+            self._shows = False
         if self._unsent and not self._unsent[0].missing:
             self._send_complete()  # buckets that were full before this gradient
         if bucket.sent is not None:

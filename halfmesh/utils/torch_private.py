@@ -108,9 +108,15 @@ without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.Disabl
 
 @contextmanager
 def without_observers() -> Iterator[None]:
-    """A scope in which neither subclasses of Tensor nor modes, of torch's functions and of torch.func, see them."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
-        yield
+    """A scope in which neither subclasses of Tensor see torch's functions nor its modes, of functions, operations and
+    torch.func, nor torch.jit.trace."""
+    traced = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), _disable_current_modes():
+            yield
+    finally:
+        torch._C._set_tracing_state(traced)  # type: ignore[attr-defined]
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from threading import RLock
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ class LateParameter(nn.Parameter):
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
         for tensor in tensors_of((args, kwargs)):
-            if type(tensor) is cls:
-                tensor._halfmesh_arrival.wait()
+            if type(tensor) is cls and (arrival := getattr(tensor, "_halfmesh_arrival", None)) is not None:
+                arrival.wait()
         return func(*args, **(kwargs or {}))
 
     # torch tells of a copy, or of pickling, only after it has read the class.
@@ -53,27 +54,27 @@ class Arrival:
     ) -> None:
         self.params = params
         self._receive = receive
-        self._hooks = [module.register_forward_pre_hook(self._before_forward) for module in owners]
+        self._lock = RLock()  # a thread goes on when another one has received them
+        self._hooks = [module.register_forward_pre_hook(self.wait) for module in owners]
         for param in params:
             param.__class__ = LateParameter
             param._halfmesh_arrival = self  # type: ignore[attr-defined]
 
     @torch.compiler.disable
-    def _before_forward(self, *_: Any) -> None:
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait for the values. (On a GPU the host goes on; what it starts from now on waits.)"""
-        params, receive = self.params, self._receive
-        self.params, self._receive = (), _nothing  # which frees what was received
-        for hook in self._hooks:
-            hook.remove()
-        for param in params:
-            del param._halfmesh_arrival  # type: ignore[attr-defined]
-            param.__class__ = nn.Parameter
-        if params:
+    def wait(self, *_: Any) -> None:
+        """Wait for the values. (On a GPU the host goes on; what it starts from now on waits.) If that is interrupted,
+        they are still on their way. Also a hook, which is given a module and its inputs."""
+        with self._lock:
+            if not self.params:
+                return
             with without_observers(), torch.no_grad():  # of what uses the weights
-                receive()
+                self._receive()
+            for hook in self._hooks:
+                hook.remove()
+            for param in self.params:
+                param.__class__ = nn.Parameter
+                del param._halfmesh_arrival  # type: ignore[attr-defined]
+            self.params, self._receive = (), _nothing  # which frees what was received
 
 
 def _nothing() -> None:

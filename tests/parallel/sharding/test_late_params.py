@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
@@ -92,6 +96,17 @@ def called(model, params=None):
     return torch.func.functional_call(model, params or dict(model.named_parameters()), X).square().sum()
 
 
+def faked(model):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(X)
+    return model(X)
+
+
+def alone(graph, inputs):
+    assert "copy" not in graph.code, "what is received is not a part of it"
+    return graph
+
+
 READS = {
     "a norm": lambda model, kept: sum(param.norm() for param in kept),
     "norms": lambda model, kept: sum(torch._foreach_norm(kept)),
@@ -111,6 +126,10 @@ READS = {
     )["0.weight"],
     "vmap": lambda model, kept: torch.vmap(torch.sum)(kept[0]),
     "compiled code": lambda model, kept: torch.compile(lambda: model(X) + kept[0], backend="eager")(),
+    "compiled code of its own": lambda model, kept: torch.compile(lambda w: w * 2, backend=alone)(kept[0]),
+    "a trace": lambda model, kept: torch.jit.trace(model, X, check_trace=False)(X),
+    "a graph of operations": lambda model, kept: make_fx(model)(X)(X),
+    "fake tensors": lambda model, kept: faked(model),
     "a hook": hooked,
     "torch's average": lambda model, kept: next(torch.optim.swa_utils.AveragedModel(model).parameters()),
 }
@@ -118,6 +137,8 @@ READS = {
 
 @pytest.mark.parametrize("name", READS)
 def test_all_that_reads_weights_reads_new_ones(name, late):
+    if name == "compiled code of its own" and torch.__version__ < "2.13":
+        pytest.skip("torch.compile calls __torch_function__ again and again, and says so")
     found = []
     for data in (NOW, LATE):
         engine = build(data)
@@ -129,6 +150,43 @@ def test_all_that_reads_weights_reads_new_ones(name, late):
         engine.train()
         assert {type(param) for param in kept} == {nn.Parameter}
     assert torch.equal(*found)
+
+
+def test_a_wait_that_is_interrupted_is_waited_for_again(late, monkeypatch):
+    engine = build()
+    step(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(Late, "wait", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.model(X)
+    expected = build(NOW)
+    step(expected)
+    assert torch.equal(engine.model(X), expected.model(X))
+    engine.train()
+
+
+def test_a_thread_waits_until_another_has_received(late, monkeypatch):
+    engine = build()
+    step(engine)
+    first, found = threading.Event(), []
+    wait = Late.wait
+
+    def slow(work):
+        first.set()
+        other.join(0.2)  # it has to wait for this one
+        wait(work)
+
+    def read():
+        first.wait()
+        found.append(engine.model[0].weight.sum().item())
+
+    monkeypatch.setattr(Late, "wait", slow)
+    other = threading.Thread(target=read)
+    other.start()
+    value = engine.model[0].weight.sum().item()
+    other.join()
+    assert found == [value]
+    engine.train()
 
 
 @pytest.mark.parametrize("call", ["train", "eval", "state_dict", "full_state_dict", "averaged_model", "close"])
