@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfmesh import PARTITIONERS, TENSOR_PLANS, BlockPartition, LayerPlan
+from halfmesh.nn import linear_cross_entropy
 
 VOCABULARY = 256  # the bytes: any text, and no tokenizer
 
@@ -88,19 +89,29 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight  # tied: one table turns bytes into features, and back
         self._initialise(width)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits of the next byte, [batch, length, 256], for bytes `ids`: int64 [batch, length], length <= context.
 
         `positions`: of the bytes, int64 [batch, length]; by default they count from 0. halfmesh passes them where each
         rank of a context group has some of the bytes (parallel.context).
+
+        `targets`: the next bytes, int64 [batch, length]. With them it returns the mean cross entropy, in nats, and only
+        a chunk of the logits is in memory at a time.
         """
         x = self.embed(ids, positions)
         for block in self.blocks:
             x = block(x)
+        if targets is not None:
+            return linear_cross_entropy(self.norm(x), self.head, targets)
         return self.predict(x)
 
-    def embed(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Features of each byte at its place, [batch, length, width]."""
+    def embed(
+        self, ids: torch.Tensor, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Features of each byte at its place, [batch, length, width]. A pipeline gives it all that `forward` takes, and
+        returns logits: without `targets`, which are not at its last stage."""
         length = ids.shape[1]
         if length > self.context:
             raise ValueError(f"{length} bytes are more than the context of {self.context}; give the last ones only")

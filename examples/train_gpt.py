@@ -82,9 +82,10 @@ def windows_per_epoch(steps: int, config: halfmesh.Config, world_size: int) -> i
     return windows
 
 
-def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats of logits [batch, length, 256] against bytes [batch, length]."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def next_byte_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats: what the model has computed, or that of logits [batch, length, 256], which it returns
+    in evaluation and from a pipeline, against bytes [batch, length]."""
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten()) if output.dim() else output
 
 
 def build_engine(args: argparse.Namespace, launch: halfmesh.Launch, data: GPTData) -> Any:
@@ -121,7 +122,7 @@ def train_epoch(engine: Any, epoch: int, report: Report, log_every: int) -> None
     batches = len(engine.dataloader)
     for batch, (ids, targets) in enumerate(engine.dataloader, start=1):
         engine.zero_grad()
-        output = engine(ids)
+        output = engine(ids, targets=targets)
         loss = engine.criterion(output, targets)
         engine.backward(loss)
         engine.step()
