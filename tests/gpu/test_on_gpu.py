@@ -184,6 +184,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode, in_background, tmp_path):
     engine, other = make_saved_engine(mode), make_saved_engine(mode)
     engine.save = partial(engine.save, in_background=in_background)
     expected = checkpoint_runs.train(engine, 16, 6, tmp_path)[6:]
+    engine.wait_for_save()
     checkpoint_runs.train(other, 2)
     other.load(tmp_path)
     assert checkpoint_runs.train(other, 10) == expected

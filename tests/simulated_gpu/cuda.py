@@ -193,8 +193,9 @@ def install(library: str) -> None:
     torch.storage._to = to  # type: ignore[attr-defined]
     # A GPU's kernels for attention do not go by way of fp32.
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    for name in ("gru", "lstm"):  # CUDA's kernels are not the CPU's
-        _OPERATIONS.impl(f"{name}.input", getattr(decompositions, f"{name}_impl"), "AutogradCUDA")
+    kernels = {"gru.input": "gru_impl", "gru.data": "gru_impl_data", "lstm.input": "lstm_impl"}
+    for name, kernel in {**kernels, "lstm.data": "lstm_data_impl"}.items():  # CUDA's are not the CPU's
+        _OPERATIONS.impl(name, getattr(decompositions, kernel), "AutogradCUDA")
     # torchvision is built for CUDA, and cannot load its operators here; timm asks for none of them.
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

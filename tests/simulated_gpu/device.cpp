@@ -338,6 +338,11 @@ at::Tensor& set_(at::Tensor& self, at::Storage source, int64_t offset, at::IntAr
   return self;
 }
 
+at::Tensor& set_all(at::Tensor& self, at::Storage source) {
+  const auto count = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return set_(self, std::move(source), 0, {count}, {1});
+}
+
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
   return at::histc(self.cpu().to(at::kFloat), bins, low, high).to(self.device(), self.scalar_type());  // CUDA's takes int
 }
@@ -349,6 +354,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::make
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", &copy_);
   library.impl("set_.source_Storage_storage_offset", &set_);
+  library.impl("set_.source_Storage", &set_all);
   library.impl("histc", &histc);
   library.impl("_softmax", &widening<&at::_softmax>);
   library.impl("_log_softmax", &widening<&at::_log_softmax>);

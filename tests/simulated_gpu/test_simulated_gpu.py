@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 
 import pytest
@@ -31,6 +32,14 @@ def test_a_read_by_the_host_can_be_an_error():
                 read()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_storage_is_copied_to_the_host_as_torch_save_does():
+    value = torch.arange(6, dtype=torch.float32, device="cuda")[2:]
+    file = io.BytesIO()
+    torch.save(value, file)
+    assert torch.load(io.BytesIO(file.getvalue()), "cpu").tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert value.untyped_storage().cpu().nbytes() == 24
 
 
 def test_its_random_numbers_are_its_own():
