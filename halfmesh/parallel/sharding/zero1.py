@@ -52,6 +52,11 @@ class Zero1Options(Options):
     """All-gather new weights while the next forward runs, in temporary memory of all of them (Megatron-LM's name)."""
 
 
+HIDDEN = 3
+"""In so many first updates weights are nan while they are on their way: code that torch does not show, and that reads
+them without waiting, would read old ones, and train on."""
+
+
 class Zero1(DataStrategy):
     """Each data rank steps a shard of the weights, and holds optimizer state and masters of that shard.
 
@@ -103,6 +108,7 @@ class Zero1(DataStrategy):
         self._left = deque(self._order)
         self._stepped: set[ParamShard] = set()
         self._inflight: deque[tuple[Any, SliceBucket, torch.Tensor]] = deque()
+        self._updates = 0
         self._arrivals: Arrivals | None = None
         if inputs.options.overlap_param_gather:
             from .late_params import Arrivals  # it imports torch.compile's machinery
@@ -180,12 +186,15 @@ class Zero1(DataStrategy):
             work, bucket, flat = self._inflight[0]
             if self._overlaps(bucket):
                 assert self._arrivals is not None
+                if self._updates < HIDDEN:
+                    bucket.hide()
                 self._arrivals.expect(bucket.params, partial(bucket.receive, work, flat))
                 self._inflight.popleft()
             else:
                 self._wait_oldest()
         self._left = deque(self._order)
         self._stepped.clear()
+        self._updates += 1
 
     def _gather(self, bucket: SliceBucket) -> None:
         # The first is the same on all ranks. One rank's slices are all of the model's memory.
@@ -333,16 +342,23 @@ class SliceBucket(Bucket):
         """Wait for the result of `gather`, and copy it to the parameters. Not to `slices`, which have newer values if
         they were written since; and uncounted."""
         work.wait()
-        pairs = []
-        for shard, part, view in zip(self.shards, self.slices, self.views(flat), strict=True):
-            memory, stop = shard.param.data, part.start + part.param.numel()
-            if part.param.numel() == 0:
-                pairs.append((memory, view))
-            elif part.param.numel() < memory.numel():
-                mine, theirs = in_memory_order(memory), in_memory_order(view)
-                pairs += [(mine[: part.start], theirs[: part.start]), (mine[stop:], theirs[stop:])]
-        if pairs:
+        if pairs := list(zip(self._others(self.params), self._others(self.views(flat)), strict=True)):
             foreach_copy_(*zip(*pairs, strict=True))
+
+    def hide(self) -> None:
+        """Make what other ranks step nan, until `receive`; uncounted."""
+        for values in self._others(self.params):
+            values.fill_(torch.nan)
+
+    def _others(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Of tensors like `params` the memory that other ranks step."""
+        for part, tensor in zip(self.slices, tensors, strict=True):
+            memory, stop = tensor.data, part.start + part.param.numel()
+            if part.param.numel() == 0:
+                yield memory
+            elif part.param.numel() < memory.numel():
+                memory = in_memory_order(memory)
+                yield from (memory[: part.start], memory[stop:])
 
 
 def _numel(shards: Sequence[ParamShard]) -> int:

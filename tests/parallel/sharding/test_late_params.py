@@ -319,3 +319,26 @@ def test_a_graph_of_before_the_update_is_refused(late):
     step(engine)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t()
+
+
+class OfAnother(nn.Module):
+    """Computes with the weight of a layer that it does not call before, in code that torch does not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.first(scripted(x, self.other.weight)) + self.other.bias
+
+
+def test_old_weights_that_torch_does_not_show_are_nan(late):
+    engine = build(model=OfAnother)
+    step(engine)
+    assert engine.criterion(engine(X), Y).isnan()
+    assert weights(engine).isfinite().all(), "they have arrived"
