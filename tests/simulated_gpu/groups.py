@@ -58,13 +58,21 @@ def checked(original: Any) -> Any:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
         devices = {leaf.device.type for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
         if is_nccl(given.get("group")) and "cpu" in devices:
             raise RuntimeError(f"No backend type associated with device type cpu ({original.__name__})")
         if not is_nccl(given.get("group")) and "cuda" in devices and original.__name__ in PAIRS.split():
             raise RuntimeError(f"gloo sends no CUDA tensors from one rank to another ({original.__name__})")
-        return original(*args, **kwargs)
+        if is_nccl(given.get("group")) and given.get("op") == dist.ReduceOp.AVG and "input_list" not in given:
+            share = 1 / dist.get_world_size(given.get("group"))  # NCCL multiplies before it sums; gloo divides after
+            if "input" in given:
+                given["input"] = given["input"] * share
+            else:
+                given["tensor"].mul_(share)
+            given["op"] = dist.ReduceOp.SUM
+        return original(*bound.args, **bound.kwargs)
 
     return call
 
