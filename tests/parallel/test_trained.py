@@ -113,9 +113,9 @@ def frozen_for_good(rank: int, world_size: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         for batch in range(6):
 
-            def count(tensor: torch.Tensor, cycle: int = batch // 2, **options: Any) -> Any:
+            def count(tensor: torch.Tensor, *op: Any, cycle: int = batch // 2, **options: Any) -> Any:
                 sent[cycle] += tensor.nbytes
-                return all_reduce(tensor, **options)
+                return all_reduce(tensor, *op, **options)
 
             patch.setattr(dist, "all_reduce", count)
             if batch == 1:
