@@ -53,7 +53,9 @@ class FailureWatch:
         # torchrun's store may have what an earlier start of the same ranks has told.
         starts = store.add("halfmesh/starts", 1)
         run = (starts - 1) // names.world_size
-        self._meeting, self._is_last = dist.PrefixStore(f"halfmesh/{run}", store), starts % names.world_size == 0
+        # Not in `run`'s part: if a rank of an earlier start has ended before it counted, none is the last of this one.
+        # Then no rank waits, as without a meeting.
+        self._meeting, self._is_last = dist.PrefixStore("halfmesh", store), starts >= names.world_size
         # A second connection, because the first may be blocked in a wait. (The stubs know no `append`.)
         self._store = cast(Any, dist.PrefixStore(f"halfmesh/{run}", store.clone()))
         self._store.set_timeout(timedelta(seconds=ANSWER_S))

@@ -8,7 +8,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
+from halfmesh.distributed.env import RankNames
+from halfmesh.distributed.failures import FailureWatch
 from halfmesh.distributed.local_ranks import free_port
 from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_case, started, write_program
 
@@ -197,6 +200,17 @@ def test_a_rank_that_fails_before_there_is_a_group_leaves_no_other_in_its_making
     if when == "joining":
         assert "RuntimeError: boom" in said
         assert "this was the first error" in error
+
+
+def test_ranks_that_start_again_meet_though_one_ended_before_it_counted():
+    """In the same store, as of a launcher that starts the ranks of several machines again."""
+    store, names = dist.TCPStore("localhost", 0, is_master=True), RankNames(2)
+    FailureWatch(store, 0, names, None, 5.0).remove()  # rank 1 ended before it came here
+    watches = [FailureWatch(store, rank, names, None, 5.0) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(FailureWatch.meet, watches)) == [None, None]
+    for watch in watches:
+        watch.remove()
 
 
 FORKED = """
