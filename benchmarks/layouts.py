@@ -73,7 +73,7 @@ def make_tensor(setup: Setup, name: str, fused: bool = False) -> Contender:
     parallelize_module(model, dist.init_device_mesh("cpu", (RANKS,)), plan)
     divided = [param for param in model.parameters() if isinstance(param, DTensor)]
     whole = [param for param in model.parameters() if not isinstance(param, DTensor)]
-    groups: list[dict[str, Any]] = [{"params": divided}, {"params": whole}]  # fused kernels refuse both in one list
+    groups: list[dict[str, Any]] = [{"params": divided}, {"params": whole}]  # fused kernels reject both in one list
     return _ordinary(setup, name, model, torch.optim.AdamW(groups, lr=LR, fused=fused or None))
 
 

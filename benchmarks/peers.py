@@ -91,7 +91,7 @@ def make_fabric(setup: Setup) -> Contender:
 
 
 def make_deepspeed(setup: Setup) -> Contender:
-    """Stage 0, with autocast by `torch_autocast` (`fp16` refuses a CPU)."""
+    """Stage 0, with autocast by `torch_autocast` (`fp16` rejects a CPU)."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed = imported("deepspeed")
     if not dist.is_initialized():  # it works in a process group only

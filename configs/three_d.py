@@ -13,7 +13,7 @@ from halfmesh import AMP_TYPE
 bf16 = dict(mode=AMP_TYPE.NAIVE)
 parallel = dict(
     data=dict(
-        size=2,  # copies of the model; without it, what the others leave. With it, any other number of ranks is refused
+        size=2,  # copies of the model; default: what the others leave. With it, any other number is rejected
         reduce_dtype="float32",  # the default: gradients are summed over the copies in fp32, whatever their own format
     ),
     pipeline=dict(

@@ -3,11 +3,11 @@
     python examples/train_vit.py --config configs/torch_bf16.py
     python examples/train_vit.py --config configs/torch_bf16.py --set bf16=null  # in fp32
 
-Nothing overflows, so there is no loss scale and no skipped update; keys about the scale are refused. Prefer it to
+Nothing overflows, so there is no loss scale and no skipped update; keys about the scale are rejected. Prefer it to
 fp16 where the device has it (NVIDIA GPUs from Ampere on, and recent CPUs).
 
 A config is an ordinary Python file. Lower-case names are halfmesh's settings, each with a default, and an unknown one
-is refused. The values here suit the small Vision Transformer that examples/train_vit.py trains on digits.
+is rejected. The values here suit the small Vision Transformer that examples/train_vit.py trains on digits.
 """
 
 from halfmesh import AMP_TYPE

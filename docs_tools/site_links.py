@@ -43,7 +43,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """mkdocs' event: a page was read."""
-    return separate(rewrite(markdown, page.file.src_uri, {file.src_uri for file in files}, config.repo_url))
+    return title(separate(rewrite(markdown, page.file.src_uri, {file.src_uri for file in files}, config.repo_url)))
+
+
+def title(markdown: str) -> str:
+    """`markdown` with the name of a snippet, which the repository's page has as its first comment, as its title."""
+    return re.sub(r"^```python\n# ([\w/]+\.py)\n+", r'```python title="\1"\n', markdown, flags=re.MULTILINE)
 
 
 def separate(markdown: str) -> str:

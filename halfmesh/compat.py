@@ -19,7 +19,7 @@ from .config.load import load_config
 from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
 from .parallel.registries import AXES, DATA_STRATEGIES
 
-Cell = Literal["yes", "refused"]
+Cell = Literal["yes", "rejected"]
 
 DEVICES = ("cpu", "cuda")
 _OTHER_NAMES = {"gpu": "cuda", "tpu": "", "npu": "", "xpu": ""}  # no typing mistakes of "cpu"
@@ -87,7 +87,7 @@ def layout_table() -> dict[str, dict[str, Cell]]:
         return set(map(str, find_key_problems(Setup.of(load_config({"parallel": parallel}), 4))))
 
     def cell(axis: str, other: str) -> Cell:
-        return "refused" if problems(axis, other) - problems(axis) - problems(other) else "yes"
+        return "rejected" if problems(axis, other) - problems(axis) - problems(other) else "yes"
 
     return {axis: {other: cell(axis, other) for other in get_columns() if other != axis} for axis in AXES.names()}
 
@@ -100,7 +100,7 @@ def render_table(table: Mapping[str, Mapping[str, str]] | None = None) -> str:
         if "yes" not in cells.values():
             continue
         words = " | ".join(cells.get(column, "") for column in get_columns())
-        lines.append(f"| {row} | {words.replace('refused', '**refused**')} |")
+        lines.append(f"| {row} | {words.replace('rejected', '**rejected**')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -116,9 +116,9 @@ def get_columns() -> list[str]:
 
 def _verdict(row: Row, column: str) -> Cell:
     try:
-        return "refused" if any(_check_mode(row, [column])) else "yes"
+        return "rejected" if any(_check_mode(row, [column])) else "yes"
     except RegistryError:  # a package's mode that cannot be loaded; a config that names it gets the error
-        return "refused"
+        return "rejected"
 
 
 def _row_of(setup: Setup) -> Row:

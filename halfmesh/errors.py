@@ -59,7 +59,7 @@ class IncompatibleConfigError(ConfigError):
 class InputError(HalfmeshError, ValueError):
     """The model, optimizer, criterion, dataloader or a call on the engine does not fit.
 
-    What to do: change the argument or the call as the message says. `initialize` leaves what it refuses untouched.
+    What to do: change the argument or the call as the message says. `initialize` leaves what it rejects untouched.
     """
 
 
@@ -207,14 +207,14 @@ def own_frames(text: str) -> str:
     return _NO_FRAMES.sub("", _INNER_FRAMES.sub("", text)).rstrip()
 
 
-def refuse_below(least: int, **arguments: object) -> None:
+def reject_below(least: int, **arguments: object) -> None:
     """Raise InputError for an argument that is not an integer of `least` or more; None is allowed."""
     for name, value in arguments.items():
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
             raise InputError(f"{name}={show(value)}: expected a whole number, {least} or more")
 
 
-def refuse_closure(call: str, closure: object) -> None:
+def reject_closure(call: str, closure: object) -> None:
     """Raise InputError if `call` was given a closure, which torch's `optimizer.step` accepts."""
     if isinstance(closure, bool):
         raise InputError(f"{call}({closure}): name the argument: {call}(last={closure})")

@@ -11,7 +11,7 @@ class Options(BaseModel):
     """Base of the config schema and of every plugin's keys.
 
     Strict, because pydantic would otherwise take True for 1 and "1.0" for 1.0; frozen, because a config is a value;
-    unknown keys are refused.
+    unknown keys are rejected.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

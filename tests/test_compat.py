@@ -21,7 +21,7 @@ def find(raw, world_size=1, device="cpu"):
 
 @pytest.mark.promise(
     "modes with tensor and pipeline parallelism",
-    "`torch` and `naive` work with both; `apex` is refused with the reason",
+    "`torch` and `naive` work with both; `apex` is rejected with the reason",
     of="Colossal-AI",
     page="composition.md",
 )
@@ -31,22 +31,22 @@ def test_check_agrees_with_the_table(row, column):
     axes = {"pipeline": TWO_STAGES} | {axis: {axis: 2} for axis in ("tensor", "context", "expert")}
     parallel = axes.get(column, {"data": column})
     found = find({"parallel": parallel} | ({row.key: {"mode": row.mode}} if row.key else {}), 2)
-    assert ("refused" if found else "yes") == composition_table()[str(row)][column]
+    assert ("rejected" if found else "yes") == composition_table()[str(row)][column]
 
 
-def test_the_tables_refusals():
+def test_the_tables_rejections():
     table = composition_table()
     modes = [f"{mode} {key}" for mode in ("torch", "naive", "apex") for key in ("fp16", "bf16", "fp8")]
     assert list(table) == ["none", *modes]
     assert set(table["none"]) == {"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"}
-    refused = {(row, column) for row, cells in table.items() for column, cell in cells.items() if cell == "refused"}
+    rejected = {(row, column) for row, cells in table.items() for column, cell in cells.items() if cell == "rejected"}
     apex = {("apex fp16", column) for column in ("tensor", "pipeline", "context", "expert", "zero1", "fsdp")}
     without = {(row, column) for row in ("apex bf16", "apex fp8", "naive fp8") for column in table["none"]}
-    assert refused == apex | without
+    assert rejected == apex | without
     lines = render_table().splitlines()
     assert lines[0] == "| | tensor | pipeline | context | expert | replicate | zero1 | fsdp |"
     assert len(lines) == 2 + 7, "without modes in a format that they do not have"
-    assert lines[-1] == f"| apex fp16 | {'**refused** | ' * 4}yes | **refused** | **refused** |"
+    assert lines[-1] == f"| apex fp16 | {'**rejected** | ' * 4}yes | **rejected** | **rejected** |"
 
 
 @pytest.mark.promise("modes with tensor and pipeline parallelism")
@@ -54,7 +54,7 @@ def test_the_tables_refusals():
     ("parallel", "cell"),
     [({"tensor": 2}, "tensor"), (TWO_STAGES, "pipeline"), ({"data": "zero1"}, "zero1"), ({"data": "fsdp"}, "fsdp")],
 )
-def test_apex_is_refused_with_its_reason(parallel, cell):
+def test_apex_is_rejected_with_its_reason(parallel, cell):
     [line] = find(APEX | {"parallel": parallel}, 2)
     assert line.startswith(f"apex fp16 x {cell}: apex's contract has no verdict shared by all ranks")
     assert "use mode='naive' (the same as O2 with keep_batchnorm_fp32=False) or mode='torch'" in line
@@ -93,7 +93,7 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
 
 @pytest.mark.promise(
     "degrees multiply to the number of ranks",
-    "otherwise refused, with the numbers of ranks that would do",
+    "otherwise rejected, with the numbers of ranks that would do",
     of="SageMaker",
     page="config.md",
 )
@@ -186,7 +186,7 @@ def test_pipelines_that_cannot_run(pipeline, message):
 
 
 @pytest.mark.parametrize(
-    ("raw", "refused"),
+    ("raw", "rejected"),
     [
         ({}, True),
         ({"fp16": {"mode": "torch", "enabled": False}}, True),
@@ -196,10 +196,10 @@ def test_pipelines_that_cannot_run(pipeline, message):
         ({"fp16": {"mode": "apex", "num_losses": 2, "loss_scale": 8.0}}, False),
     ],
 )
-def test_reducing_in_float16_needs_a_loss_scale(raw, refused):
+def test_reducing_in_float16_needs_a_loss_scale(raw, rejected):
     message = "parallel.data.reduce_dtype: without a loss scale, gradients leave float16's range while they are summed"
     found = find({**raw, "parallel": {"data": {"reduce_dtype": "float16"}}})
-    assert [line.startswith(message) for line in found] == [True] * refused
+    assert [line.startswith(message) for line in found] == [True] * rejected
     assert find({**raw, "parallel": {"data": {"reduce_dtype": "bfloat16"}}}) == []
 
 
@@ -211,10 +211,10 @@ FSDP_KEYS |= {"reshard_after_forward": False, "prefetch": 2, "cpu_offload": True
 def test_fsdp_keys_need_fsdp(key):
     given = {key: FSDP_KEYS[key]}
     for strategy in ("replicate", "zero1"):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as rejected:
             load({"parallel": {"data": given | {"strategy": strategy}}})
         message = f"parallel.data.{key}: only strategy='fsdp' has it, and the strategy is '{strategy}'; remove it"
-        assert refused.value.problems == (message,)
+        assert rejected.value.problems == (message,)
     assert find({"parallel": {"data": given | {"strategy": "fsdp"}}}, 2) == []
 
 
@@ -247,7 +247,7 @@ def test_resume_needs_a_folder():
     assert find({"resume": "auto", "checkpoint": "x"}) == find({"resume": "x"}) == []
 
 
-def test_refusals_are_raised_together():
+def test_rejections_are_raised_together():
     raise_for([])
     findings = check(load({"resume": "auto", "parallel": {"tensor": 3}}), 8, "cpu")
     with pytest.raises(IncompatibleConfigError, match=r"in config.py:\n  - parallel: .*\n  - resume: ") as caught:

@@ -1,4 +1,4 @@
-"""What initialize refuses, with the reason and the fix, leaving the caller's objects as they were."""
+"""What initialize rejects, with the reason and the fix, leaving the caller's objects as they were."""
 
 from __future__ import annotations
 
@@ -146,18 +146,18 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ),
     ],
 )
-def test_refusals(options, message):
+def test_rejections(options, message):
     with pytest.raises(InputError, match=f"(?s){message}"):
         start(**options)
 
 
 def optimizers_on_ranks(rank, world_size):
-    """What each is refused with."""
+    """What each is rejected with."""
     return [said(start, optimizer=lambda p, kind=kind: kind(p, lr=0.1)) for kind in (DistMuon, DistAdamW, Prodigy)]
 
 
 @pytest.mark.distributed
-def test_an_optimizer_that_reduces_gradients_is_refused_on_several_ranks():
+def test_an_optimizer_that_reduces_gradients_is_rejected_on_several_ranks():
     for muon, its_adamw, prodigy in run_ranks(optimizers_on_ranks, 2):
         assert "DistMuon reduces gradients or weights over ranks itself; halfmesh does" in muon
         assert "data='zero1' shards its state" in its_adamw
@@ -244,10 +244,10 @@ def test_an_eps_that_half_precision_loses(make):
     [
         ({"paralel": {}}, ConfigError),
         ({"fp16": {"mode": "torch"}, "parallel": {"tensor": 2}}, IncompatibleConfigError),
-        (FP16_NAIVE | {"loss_reduction": "weighted"}, InputError),  # refused for the loader
+        (FP16_NAIVE | {"loss_reduction": "weighted"}, InputError),  # rejected for the loader
     ],
 )
-def test_a_refusal_leaves_everything_untouched(config, error):
+def test_a_rejection_leaves_everything_untouched(config, error):
     model = MLP()
     optimizer = adamw(model.parameters())
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -310,7 +310,7 @@ def test_the_plan_is_printed(caplog):
         assert part in caplog.text
 
 
-def test_quantised_weights_are_refused_with_the_reason():
+def test_quantised_weights_are_rejected_with_the_reason():
     quantisation = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)).requires_grad_(False)
     quantisation.quantize_(model, quantisation.Int8WeightOnlyConfig(), lambda module, name: name == "0")

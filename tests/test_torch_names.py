@@ -161,12 +161,12 @@ def test_functions_that_nobody_is_to_see():
     tensor.add(1)
     assert "add" in Seen.seen
 
-    class Refuses(TorchFunctionMode):
+    class Rejects(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             raise AssertionError("seen")
 
     def writes(x):
-        with Refuses(), _torch.without_observers():
+        with Rejects(), _torch.without_observers():
             captured.copy_(torch.zeros(2))
         return (x * captured).sum()
 

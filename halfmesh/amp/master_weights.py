@@ -72,7 +72,7 @@ class MasterWeights:
 
     def sync(self) -> None:
         """Follow the optimizer's groups: new half-precision parameters get masters."""
-        self._refuse_unknown_params()
+        self._reject_unknown_params()
         if self.enabled:
             half = [shard for shard in self.shards if shard.param.dtype in HALF]
             masters = masters_for(self.optimizer, half, self.masters, self.originals.take)
@@ -110,7 +110,7 @@ class MasterWeights:
         """The tensors that keep the value of `target`, which the optimizer steps, between updates."""
         return [target.detach()]
 
-    def refuse_split(self, call: str) -> None:
+    def reject_split(self, call: str) -> None:
         """Raise InputError if there are no masters between updates, which `call` would give."""
 
     @property
@@ -189,7 +189,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy `values`, by the parameter's name, into the masters and the model. See `refuse_unfit`."""
+        """Copy `values`, by the parameter's name, into the masters and the model. See `reject_unfit`."""
         if values:
             with self.joined():
                 for shard in self.with_master:
@@ -206,7 +206,7 @@ class MasterWeights:
             master.copy_(shard.part_of(torch.empty_like(shard.model_param, dtype=master.dtype).copy_(value)))
         return value
 
-    def refuse_unfit(self, values: Mapping[str, torch.Tensor]) -> None:
+    def reject_unfit(self, values: Mapping[str, torch.Tensor]) -> None:
         """Raise InputError unless `values` are of these masters, or none: of a mode that has no masters."""
         own = {shard.name: self.masters[shard.param] for shard in self.with_master}
         unfit = [name for name, value in values.items() if name in own and value.shape != own[name].shape]
@@ -218,7 +218,7 @@ class MasterWeights:
                 "weights alone: model.load_state_dict"
             )
 
-    def _refuse_unknown_params(self) -> None:
+    def _reject_unknown_params(self) -> None:
         """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""
         foreign = foreign_params(self.optimizer, [*(shard.param for shard in self.shards), *self.masters.values()])
         if foreign:

@@ -37,8 +37,8 @@ class Cast(Enum):
     FLOAT = "all to fp32"
     WIDEST = "all to fp32 if their dtypes differ"
     SELF = "all to the dtype of the first, which the function writes in place"
-    NOT_HALF = "as SELF; refused if the first is fp16"
-    BANNED = "refused if one is fp16"
+    NOT_HALF = "as SELF; rejected if the first is fp16"
+    BANNED = "rejected if one is fp16"
 
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc")

@@ -30,7 +30,7 @@ class MixedPrecisionOptimizer:
     masters to the model and moves the loss scale, in this order. With a fused SGD, Adam, AdamW or Adagrad the host
     reads nothing; with another optimizer under a loss scale it reads one number.
 
-    A direct `step` of the user's optimizer is refused. Its groups hold fp32 masters where the recipe keeps them, so
+    A direct `step` of the user's optimizer is rejected. Its groups hold fp32 masters where the recipe keeps them, so
     schedulers built on it keep working.
 
     Args:
@@ -352,7 +352,7 @@ class MixedPrecisionOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. Copies masters into the model's parameters too."""
-        self.master_weights.refuse_unfit(state["masters"])
+        self.master_weights.reject_unfit(state["masters"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.master_weights.load(state["masters"])
         self.loss_scales.load_state_dict(state["scalers"])

@@ -41,7 +41,7 @@ class Composes:
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
     """The `PRECISIONS` that it has."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """For a refused axis, data strategy, device or dtype: the reason and what to use instead."""
+    """For a rejected axis, data strategy, device or dtype: the reason and what to use instead."""
 
 
 ALL_PARALLEL = frozenset({"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"})
@@ -61,9 +61,9 @@ class AMPPlugin(ABC):
     """The mode's keys, with defaults and bounds."""
     composes: ClassVar[Composes] = Composes()
     scale_keys: ClassVar[frozenset[str]] = frozenset()
-    """The `options` that only concern loss scaling; they are refused where nothing is scaled (bf16, fp8)."""
+    """The `options` that only concern loss scaling; they are rejected where nothing is scaled (bf16, fp8)."""
     float8_keys: ClassVar[frozenset[str]] = frozenset()
-    """The `options` that only concern float8; they are refused under fp16 and bf16."""
+    """The `options` that only concern float8; they are rejected under fp16 and bf16."""
 
     @classmethod
     @abstractmethod

@@ -147,7 +147,7 @@ class Precision:
         return output if dtype is None else map_tensors(cast, output)
 
     def explain(self, model: nn.Module, error: RuntimeError) -> None:
-        """Raise InputError if `error`, of a call of `model`, is torch's refusal to mix dtypes in a cast model."""
+        """Raise InputError if `error`, of a call of `model`, is torch's rejection to mix dtypes in a cast model."""
         words = str(error)
         if self.recipe.param_dtype not in HALF or not re.search(_MIXED_DTYPES, words) or re.search(_INTEGERS, words):
             return

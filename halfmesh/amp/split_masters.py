@@ -182,7 +182,7 @@ class SplitMasters(MasterWeights):
         shard = self._shards.get(target)
         return super().held(target) if shard is None else [shard.param.detach(), self.remainders[shard.param]]
 
-    def refuse_split(self, call: str) -> None:
+    def reject_split(self, call: str) -> None:
         if self.masters:  # under fsdp the shards are the masters
             raise InputError(
                 f"{call}: with masters='split' there are no fp32 masters between updates; read them in "
@@ -207,10 +207,10 @@ class SplitMasters(MasterWeights):
             filled = [stand_in for stand_in in self._stand_ins.values() if not stand_in.isnan()]
             for param in moved:  # by `master.data = ...`
                 self._release([param])
-            for stand_in in filled:  # by `fill_`, which torch does not refuse
+            for stand_in in filled:  # by `fill_`, which torch does not reject
                 stand_in.fill_(nan)
             if moved or filled:
-                self.refuse_split("a write into parameters of the optimizer")
+                self.reject_split("a write into parameters of the optimizer")
         return []  # the weights are the masters' upper halves
 
     def uncounted(self) -> list[str]:

@@ -36,7 +36,7 @@ _SETTINGS = ("fused", "foreach", "momentum", "dampening", "differentiable")
 
 
 class Stepper:
-    """Calls `optimizer.step()`; a call from elsewhere is refused.
+    """Calls `optimizer.step()`; a call from elsewhere is rejected.
 
     Args:
         device: where updates are decided.
@@ -64,7 +64,7 @@ class Stepper:
         self._device = device
         self._buckets_as = torch.device("cuda") if in_shapes_only() else device  # a dry run stands for GPUs
         self._stepping = False
-        self._guards = [part.register_step_pre_hook(self._refuse_calls_from_outside) for part in self.parts]
+        self._guards = [part.register_step_pre_hook(self._reject_calls_from_outside) for part in self.parts]
         self.sync()
 
     # -- the implementation ------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Stepper:
             for target in targets:
                 target.grad = None
 
-    def _refuse_calls_from_outside(self, *_: Any) -> None:
+    def _reject_calls_from_outside(self, *_: Any) -> None:
         if not self._stepping:
             raise InputError(
                 "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "

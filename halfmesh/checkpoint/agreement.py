@@ -50,7 +50,7 @@ def gather_results(context: ParallelContext, what: str, work: Callable[[], T]) -
     """
     result, failure, error = attempt(work)
     everyone: list[tuple[Failure | None, T]] = gather_objects((failure, result))
-    refuse_failures(context, what, _failures_of(everyone), error)
+    reject_failures(context, what, _failures_of(everyone), error)
     return [result for _, result in everyone]
 
 
@@ -70,7 +70,7 @@ def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T])
     return gather_results(context, what, lambda: work() if context.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def refuse_failures(context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None) -> None:
+def reject_failures(context: ParallelContext, what: str, failures: dict[int, Failure], cause: Exception | None) -> None:
     """Raise the error of `gather_results` if there are `failures`, by rank; `cause` is this rank's."""
     if not failures:
         return
@@ -138,7 +138,7 @@ class StoreMessages:
             return _failures_of(everyone)
 
         result, failure, error = attempt(work)
-        refuse_failures(context, what, self.answer(what, (failure, result), keep), error)
+        reject_failures(context, what, self.answer(what, (failure, result), keep), error)
         return results
 
     def _collect(self, value: Any) -> tuple[list[Any], list[int]]:
@@ -212,13 +212,13 @@ class StopAgreement:
             missing = set(range(self._size)).difference(posted)
             late = f"within {self._timeout_s:g} s (config key timeout)"
             raise TimeoutError(f"{list_ranks(missing)} did not say {late} at which step to stop; have they ended?")
-        self._refuse_lost()
+        self._reject_lost()
         self._passed += 1
         return self._passed == self._stop_at
 
     def ask(self) -> None:
         """Want to stop at the next boundary, or the one after it. Raises CheckpointError if the store is lost."""
-        self._refuse_lost()
+        self._reject_lost()
         with self._lock:
             if self._has_posted:
                 return
@@ -227,9 +227,9 @@ class StopAgreement:
                 self._post(self._store)
             except dist.DistError as error:
                 self._lost = error
-        self._refuse_lost()
+        self._reject_lost()
 
-    def _refuse_lost(self) -> None:
+    def _reject_lost(self) -> None:
         if self._lost is not None:
             why = f"the store that ranks agree through does not answer: {self._lost}"
             raise CheckpointError(f"the run was told to stop, but cannot save: {why}") from self._lost

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from ..config.text import as_json
-from ..errors import InputError, bullet_list, counted, refuse_below
+from ..errors import InputError, bullet_list, counted, reject_below
 from ..parallel.mesh import ParallelContext
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
 from ..utils.engine_hook import Progress
@@ -72,7 +72,7 @@ class Checkpointer:
 
     def save(self, directory: Path, keep: int | None, in_background: bool) -> Path:
         """`Engine.save`."""
-        refuse_below(1, keep=keep)  # 0 would remove an older checkpoint with each save
+        reject_below(1, keep=keep)  # 0 would remove an older checkpoint with each save
         context, step = self.context, self.progress.global_step
         self.wait()
         what = f"saving step {step} to {directory} failed; earlier checkpoints are unchanged"
@@ -97,8 +97,8 @@ class Checkpointer:
         self.saved = step
         return storage.final_path(unfinished)
 
-    def refuse_unsavable(self) -> None:
-        """Raise the error with which `save` would refuse the state, on all ranks."""
+    def reject_unsavable(self) -> None:
+        """Raise the error with which `save` would reject the state, on all ranks."""
         with self.own_call:
             self._snapshot()
 
@@ -157,8 +157,8 @@ class Checkpointer:
         self.wait()
         with self.own_call:
             stored = storage.find(directory, self.context)
-            self._settings.refuse_unkept(keep, stored.common["lr_scheduler"])
-            self._refuse_other(stored, None if "lr_scheduler" in keep else self.lr.scheduler)
+            self._settings.reject_unkept(keep, stored.common["lr_scheduler"])
+            self._reject_other(stored, None if "lr_scheduler" in keep else self.lr.scheduler)
         return stored
 
     def load(self, stored: Stored, keep: Sequence[str]) -> None:
@@ -179,7 +179,7 @@ class Checkpointer:
         title = f"loaded step {progress.global_step} from {stored.folder}"
         _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)
 
-    def _refuse_other(self, stored: Stored, scheduler: Any) -> None:
+    def _reject_other(self, stored: Stored, scheduler: Any) -> None:
         """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
         own, common = self.state.collect(self.context, f"loading {stored.folder} failed", to_load=True), stored.common
         model: dict[str, Any] = {n.removeprefix(MODEL): t.shape for n, t in own.tensors.items() if 0 not in t.shape}
@@ -311,13 +311,13 @@ class Checkpointer:
             found |= {f"{axis}_size": context.size_of(axis), f"{axis}_rank": context.coordinate(axis)}
         return found
 
-    def refuse_unfit(self, state: Mapping[str, Any], keep: Sequence[str]) -> None:
+    def reject_unfit(self, state: Mapping[str, Any], keep: Sequence[str]) -> None:
         """Raise InputError if `state` is no state dict of the same rank of the same layout, or `keep` does not fit."""
         update = self.state.update
-        validate.refuse_unfit(state.get("update", {}), len(update.loss_scales.scalers), "engine")
-        validate.refuse_other_shards(state["layout"], self._coordinates())
-        update.master_weights.refuse_unfit(state["update"]["masters"])
-        self._settings.refuse_unkept(keep, state["lr_scheduler"])
+        validate.reject_unfit(state.get("update", {}), len(update.loss_scales.scalers), "engine")
+        validate.reject_other_shards(state["layout"], self._coordinates())
+        update.master_weights.reject_unfit(state["update"]["masters"])
+        self._settings.reject_unkept(keep, state["lr_scheduler"])
 
     def load_state_dict(self, state: Mapping[str, Any], keep: Sequence[str]) -> None:
         """`Engine.load_state_dict`, of a state that fits. The engine has no gradients."""

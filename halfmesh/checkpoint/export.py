@@ -44,7 +44,7 @@ def save_weights(
     if format not in FORMATS:
         raise InputError(f"format={format!r} is not one of {FORMATS}{did_you_mean(format, FORMATS)}")
     path, what = Path(given), f"saving weights to {given} failed"
-    run_on_rank_zero(context, what, lambda: _refuse_folder(given))
+    run_on_rank_zero(context, what, lambda: _reject_folder(given))
     found = state.collect(context, what)
     if found.extras and format == "safetensors":
         raise InputError(
@@ -71,7 +71,7 @@ def save_weights(
     run_on_rank_zero(context, what, lambda: _complete(path, paths, index))
 
 
-def _refuse_folder(given: str | Path) -> None:
+def _reject_folder(given: str | Path) -> None:
     if str(given).endswith(os.sep) or Path(given).is_dir():
         example = str(Path(given) / "model.safetensors")
         raise InputError(f"that is a folder, and weights are written to a file; give a path such as {example!r}")

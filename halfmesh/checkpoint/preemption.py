@@ -146,7 +146,7 @@ class PreemptionHook(EngineHook):
         if not self._prepared:  # what would fail at the end is reported now
             what = f"checkpoint.directory={self.options.directory!r}"
             run_on_rank_zero(self.context, what, lambda: storage.lock(self._directory, self.checkpointer.locks))
-            self.checkpointer.refuse_unsavable()
+            self.checkpointer.reject_unsavable()
             self._prepared = True
         asks = bool(self._received)
         if not (asks if self._agreement is None else self._agreement.pass_boundary(asks)):

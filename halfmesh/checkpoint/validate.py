@@ -1,4 +1,4 @@
-"""How a state dict or a checkpoint differs from this engine: what does not fit is refused before anything changes, and
+"""How a state dict or a checkpoint differs from this engine: what does not fit is rejected before anything changes, and
 settings that a load overwrites are told."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def class_name(value: object) -> str:
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
+def reject_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
     """Raise InputError if `update` was not saved by an `owner` with this many loss scalers."""
     if "scalers" not in update:
         raise InputError(
@@ -46,7 +46,7 @@ def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
         )
 
 
-def refuse_other_shards(saved: Mapping[str, int], own: Mapping[str, int]) -> None:
+def reject_other_shards(saved: Mapping[str, int], own: Mapping[str, int]) -> None:
     """Raise InputError if a state with the coordinates `saved` is of other shards of the model than this rank's."""
     if dict(saved) != dict(own):
         words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, own)]
@@ -161,7 +161,7 @@ class GivenSettings:
         self._schedule = copy.deepcopy(lr.state_dict()) if can_go_on(lr.scheduler) else None
         self._rates: tuple[str, ...] = _RATES
 
-    def refuse_unkept(self, keep: Sequence[str], saved: Any) -> None:
+    def reject_unkept(self, keep: Sequence[str], saved: Any) -> None:
         """Raise InputError if `keep` is unknown, or this run's schedule cannot go on where the `saved` one was."""
         names = [keep] if isinstance(keep, str) else keep
         if isinstance(keep, str) or not set(keep) <= set(KEPT):

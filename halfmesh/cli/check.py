@@ -63,14 +63,14 @@ def check(
     from ..config.composition import Setup, find_advice
     from ..dry_run import show
     from ..dry_run.dry_run import dry_runs, workers
-    from ..dry_run.rungs import refuse_target
+    from ..dry_run.rungs import reject_target
     from ..engine.summary import parse_bytes
 
     if model is None and (batch or gpu_memory or picture):
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
     run: DryRun | None = None
     with usage_errors():
-        refuse_target("--picture", picture, ".svg", force)
+        reject_target("--picture", picture, ".svg", force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)
         loaded, problems = load(config, overrides or ())
         setup = Setup.of(loaded, world_size) if loaded else None
@@ -128,8 +128,8 @@ def plan(
     from ..engine.summary import parse_bytes
 
     with usage_errors():
-        rungs.refuse_target("--out", out, ".py", force)
-        rungs.refuse_target("--picture", picture, ".svg", force)
+        rungs.reject_target("--out", out, ".py", force)
+        rungs.reject_target("--picture", picture, ".svg", force)
         limit, inputs, ladder = parse_bytes(gpu_memory), tuple(batch or ()), None
         loaded, problems = load({} if config is None else config, overrides or ())
         try:
@@ -223,7 +223,7 @@ def _print(
     plan = answer["plan"]
     if plan is None:
         say(f"{path}: cannot run on {counted(world_size, 'rank')}", "red")
-        kinds = {kind: [one for one in findings if one.kind == kind] for kind in ("refused", "advice")}
+        kinds = {kind: [one for one in findings if one.kind == kind] for kind in ("rejected", "advice")}
         rows = {"config problems": answer["problems"], **kinds, "problems with the model": answer.get("model_problems")}
         for title, found in rows.items():
             if found:

@@ -30,10 +30,10 @@ def init(
     """
     from ..compat import check, raise_for
     from ..config.load import load_config
-    from ..dry_run.rungs import refuse_target
+    from ..dry_run.rungs import reject_target
 
     with usage_errors():
-        refuse_target("OUT", out, ".py", force)
+        reject_target("OUT", out, ".py", force)
         ranks = IntPrompt.ask("How many GPUs, or processes, in all", default=1)
         keys = _ask_precision() | (_ask_layout(ranks) if ranks > 1 else {}) | _ask_update()
         text = _render(keys, out.name, ranks)

@@ -44,7 +44,7 @@ def run(
         raise typer.Exit(1)
     meeting = ["--standalone"] if nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv_endpoint}"]
     shape = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
-    # "--": without it torchrun refuses a script's argument that begins like one of torchrun's ("--nproc").
+    # "--": without it torchrun rejects a script's argument that begins like one of torchrun's ("--nproc").
     raise typer.Exit(torchrun([*meeting, *shape, "--", str(script), *context.args]))
 
 
@@ -110,7 +110,7 @@ def verify(
 
     Trains the model for a few updates in one process, and in the layout on ranks of this machine, and compares what
     each module and each update computes. Says where it differs first. The exit status is 0 if all is equal, 1 if
-    something differs or is refused.
+    something differs or is rejected.
 
     build() returns (model, inputs); or (model, (inputs, targets), criterion); a list instead of the second is of
     batches. With --script a training script replaces the model. Without a config, small models are trained in the modes

@@ -24,7 +24,7 @@ class Finding:
 
     where: str
     message: str
-    kind: Literal["refused", "advice"] = "refused"
+    kind: Literal["rejected", "advice"] = "rejected"
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
@@ -101,7 +101,7 @@ def batch_size(loader: Any) -> int | None:
 def _cycle_length(config: Config, total: int, size: int | None, data_ranks: int) -> int:
     """The number of batches in an update of `total` samples."""
     if size is None:
-        raise _refused(
+        raise _rejected(
             f"{total}: the loader does not say its batch size; give initialize a DataLoader with batch_size, or set "
             "gradient_accumulation instead"
         )
@@ -109,17 +109,17 @@ def _cycle_length(config: Config, total: int, size: int | None, data_ranks: int)
     if total % together:
         below, above = total // together * together, (total // together + 1) * together
         near = f"{below} or {above}" if below else str(above)
-        raise _refused(f"{total} is no multiple of {what} = {together}; set it to {near}, or change the batch size")
+        raise _rejected(f"{total} is no multiple of {what} = {together}; set it to {near}, or change the batch size")
     given, length = config.gradient_accumulation, total // together
     if "gradient_accumulation" in config.model_fields_set and given != length:
-        raise _refused(
+        raise _rejected(
             f"{total}, but {what} x gradient_accumulation={given} makes {together * given} samples; remove one of the "
             f"two keys, or set gradient_accumulation={length}"
         )
     return length
 
 
-def _refused(message: str) -> IncompatibleConfigError:
+def _rejected(message: str) -> IncompatibleConfigError:
     return IncompatibleConfigError([f"global_batch_size: {message}"])
 
 

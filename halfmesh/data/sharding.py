@@ -224,7 +224,7 @@ class ShardedLoader:
         count = self._size * (self.given.batch_size or 1)
         count *= max(1, _DRAWN // count)
         drawn = list(itertools.islice(items, count))
-        self._refuse_other_data(hashlib.sha256(repr(drawn).encode()), epoch, self._sampler)
+        self._reject_other_data(hashlib.sha256(repr(drawn).encode()), epoch, self._sampler)
         if not self.training:
             fewest, most = (self._batches_of(n // self._size) for n in (len(drawn), len(drawn) + self._size - 1))
             self.some_have_none = fewest == 0 < most
@@ -259,7 +259,7 @@ class ShardedLoader:
         found = hashlib.sha256(b"" if self.is_stream else repr(first).encode())
         for tensor in tensors_of(first):
             add_tensor(found, tensor)
-        self._refuse_other_data(found, epoch, source)
+        self._reject_other_data(found, epoch, source)
         items, rest = itertools.chain(first, items), 0
         del first
         for total in itertools.count(self._rank, self._size):
@@ -283,7 +283,7 @@ class ShardedLoader:
         """The number of `total` items that this rank gets."""
         return -(-total // self._size) if self.training else len(range(self._rank, total, self._size))
 
-    def _refuse_other_data(self, data: Any, epoch: int, source: Any) -> None:
+    def _reject_other_data(self, data: Any, epoch: int, source: Any) -> None:
         """Raise InputError, on all ranks, if some have other `data`, a digest of hashlib."""
         if self._is_compared:
             same_on_ranks(

@@ -36,7 +36,7 @@ class RankError(Exception):
     Attributes:
         reason: in one line: "ValueError: text".
         text: the traceback; of ranks that hang the stacks of all; of one that died the end of what it wrote.
-        refusal: the message, if halfmesh raised the error on purpose; else "".
+        rejection: the message, if halfmesh raised the error on purpose; else "".
         may_be_echo: it may only say that another rank is gone.
         measures: the error's attribute of this name, if it has one.
     """
@@ -45,7 +45,7 @@ class RankError(Exception):
     reason: str
     text: str
     hung: bool = False
-    refusal: str = ""
+    rejection: str = ""
     may_be_echo: bool = False
     measures: Any = None
     at: float = field(default_factory=time.monotonic)  # all processes of a machine share this clock
@@ -106,9 +106,9 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> bytes:
 def _describe(rank: int, error: BaseException) -> RankError:
     """For the parent."""
     echo = may_be_of_peer(error)
-    refusal = str(error) if isinstance(error, HalfmeshError) else ""
+    rejection = str(error) if isinstance(error, HalfmeshError) else ""
     reason, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-    return RankError(rank, reason, trace, False, refusal, echo, getattr(error, "measures", None), time.monotonic())
+    return RankError(rank, reason, trace, False, rejection, echo, getattr(error, "measures", None), time.monotonic())
 
 
 def _end_with_parent(folder: str) -> None:

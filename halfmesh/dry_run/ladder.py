@@ -41,7 +41,7 @@ class Ladder:
 
     Attributes:
         update: the rows of an update; None if the unchanged config cannot be simulated.
-        rungs: those with a dry run, and those that were refused, in order.
+        rungs: those with a dry run, and those that were rejected, in order.
         chosen: the first that fits.
         notes: the changes that were left out, with reasons.
     """
@@ -63,7 +63,7 @@ def search_layouts(asked: PlanRequest, over: Map, say: Callable[[str], None]) ->
         InputError: the model's inputs are not known.
     """
     (first,) = _simulate(asked, over, say, [Candidate((), asked.config)])
-    if first.refused or first.run is None:
+    if first.rejected or first.run is None:
         return Ladder(rungs=[first])
     if not first.run.rows:
         raise InputError(
@@ -79,13 +79,13 @@ def search_layouts(asked: PlanRequest, over: Map, say: Callable[[str], None]) ->
 
 def _simulate(asked: PlanRequest, over: Map, say: Callable[[str], None], rungs: Sequence[Candidate]) -> list[Candidate]:
     """`rungs` with their dry runs, or the reasons why there are none."""
-    wanted = [rung for rung in rungs if not rung.refused]
+    wanted = [rung for rung in rungs if not rung.rejected]
     for rung in wanted:
         say(f"simulating {' '.join(rung.changes) or 'the config as it is'}")
     configs = [(rung.config, rung.rows) for rung in wanted]
     found = iter(dry_runs(over, configs, asked.world_size, asked.model, asked.batch, asked.room))
     return [
-        rung if rung.refused else replace(rung, run=(run := next(found)), refused="\n".join(run.problems))
+        rung if rung.rejected else replace(rung, run=(run := next(found)), rejected="\n".join(run.problems))
         for rung in rungs
     ]
 
@@ -107,11 +107,11 @@ class _Search:
 
     def run(self) -> Ladder:
         """Try all layouts."""
-        refused = self._find_refused()
+        rejected = self._find_rejected()
         before = () if self._asked.config.precision else ("bf16.mode=torch",)
         layouts: list[Changes] = [()]
         chosen = None
-        for changes in make_layouts(self._asked, before, lambda change: change not in refused):
+        for changes in make_layouts(self._asked, before, lambda change: change not in rejected):
             layouts.append(changes)
             chosen = None if self._is_hopeless(changes) else self._try_layout(changes)
             if chosen is not None:
@@ -121,7 +121,7 @@ class _Search:
         end = len(rungs) if chosen is None else rungs.index(chosen) + 1
         return Ladder(self._update, rungs[:end], chosen, self._notes)
 
-    def _find_refused(self) -> set[str]:
+    def _find_rejected(self) -> set[str]:
         """The changes that the composition table or the model does not allow. Notes them, and what else is left out."""
         asked, update = self._asked, self._update
         single = [change for _, change, _ in axis_changes(asked)] + strategy_changes(asked.config)
@@ -134,7 +134,7 @@ class _Search:
         ((has_batch_norm, problems),) = self._over(_inspect_model, [job])
         left_out: dict[str, list[str]] = {}  # by reason: an axis of any size may have the same
         for change, rung, reasons in zip(tried, rungs, problems, strict=True):
-            if reasons := [*rung.refused.splitlines(), *reasons]:
+            if reasons := [*rung.rejected.splitlines(), *reasons]:
                 reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
                 left_out.setdefault(reason, []).append(change)
         for reason, names in left_out.items():
@@ -142,17 +142,17 @@ class _Search:
         if has_batch_norm:
             self._splits_batches = False
             self._notes.append("smaller batches are left out: BatchNorm's statistics would change")
-        refused = {change for names in left_out.values() for change in names}
-        self._kinds = [kind for kind in self._kinds if f"activation_checkpoint={kind}" not in refused]
-        return refused
+        rejected = {change for names in left_out.values() for change in names}
+        self._kinds = [kind for kind in self._kinds if f"activation_checkpoint={kind}" not in rejected]
+        return rejected
 
     def _try_layout(self, changes: Changes) -> Candidate | None:
         """The simplest batch and recomputation by which the layout fits."""
         sizes, kinds, room = self._sizes(changes), self._kinds, self._asked.room
         most, fewest = sizes[0], sizes[-1]
         first, last = self._try((changes, "", most), (changes, kinds[-1], most))  # on two cores
-        if first.refused or self._fits(first):
-            return None if first.refused else first
+        if first.rejected or self._fits(first):
+            return None if first.rejected else first
         if first.state > room:
             self._note_least(first, "state")
             if len(kinds) > 1:
@@ -185,15 +185,15 @@ class _Search:
         """Numbers of rows that can go through the model at once, most first: those of the config, or fractions."""
         at_once = self._update.at_once
         sizes = [n for n in range(at_once, 0, -1) if at_once % n == 0] if self._splits_batches else [at_once]
-        allowed = [n for n in sizes if not make_rung(self._asked, self._update, changes, "", n).refused]
+        allowed = [n for n in sizes if not make_rung(self._asked, self._update, changes, "", n).rejected]
         return allowed or sizes[:1]
 
     def _fits(self, rung: Candidate) -> bool:
-        return not rung.refused and rung.needs <= self._asked.room
+        return not rung.rejected and rung.needs <= self._asked.room
 
     def _note_least(self, rung: Candidate, figure: Literal["state", "needed"]) -> None:
         """Remember the least memory that this layout can need: this `figure` of the smallest rank of `rung`."""
-        if rung.run is not None and not rung.refused:
+        if rung.run is not None and not rung.rejected:
             found, ranks = rung.run.ranks.values(), rung.config.parallel.ranks_of_batch
             least = min(getattr(one, figure) for one in found), min(one.state for one in found), ranks
             self._least.setdefault(rung.config.parallel.data.strategy, least)

@@ -71,7 +71,7 @@ class Candidate:
         passes: forwards and backwards of an update.
         recompute: the new value of `activation_checkpoint`; "" if it was not changed.
         run: its dry run.
-        refused: the reasons why it has none, one per line.
+        rejected: the reasons why it has none, one per line.
     """
 
     changes: Changes
@@ -80,7 +80,7 @@ class Candidate:
     passes: int = 1
     recompute: str = ""
     run: DryRun | None = None
-    refused: str = ""
+    rejected: str = ""
 
     @property
     def needs(self) -> int:
@@ -130,8 +130,8 @@ def make_rung(asked: PlanRequest, update: Update, changes: Changes, recompute: s
     if config.gradient_accumulation != batches and not follows:
         changes += (f"gradient_accumulation={batches}",)
     changed = load_config(asked.config, changes)
-    refused = "\n".join(map(str, check(changed, asked.world_size, asked.device)))
-    return Candidate(changes, changed, rows, batches * microbatches, recompute, refused=refused)
+    rejected = "\n".join(map(str, check(changed, asked.world_size, asked.device)))
+    return Candidate(changes, changed, rows, batches * microbatches, recompute, rejected=rejected)
 
 
 def recomputations(config: Config) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _get(config: Config, key: str) -> int:
     return getattr(getattr(config.parallel, axis), name) or 1
 
 
-def refuse_target(option: str, path: Path | None, suffix: str, may_replace: bool) -> None:
+def reject_target(option: str, path: Path | None, suffix: str, may_replace: bool) -> None:
     """Check that a file can be written to `path`, if there is one, before anything is computed for it.
 
     Raises:

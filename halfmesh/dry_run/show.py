@@ -140,7 +140,7 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
     """The rungs, the reason why each does not fit, and the cost of the one that fits."""
     if ladder.update is None:
         yield f"{asked.model} cannot be simulated with the config as it is:"
-        yield from (f"  {problem}" for problem in ladder.rungs[0].refused.splitlines())
+        yield from (f"  {problem}" for problem in ladder.rungs[0].rejected.splitlines())
         return
     yield (
         f"{counted(asked.world_size, 'rank')}, {ladder.update.rows} rows in an update; a rank may use "
@@ -169,8 +169,8 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
 
 
 def _verdict(rung: Candidate, asked: PlanRequest) -> str:
-    if rung.refused or rung.run is None:
-        return f"cannot run: {'; '.join(rung.refused.splitlines())}"
+    if rung.rejected or rung.run is None:
+        return f"cannot run: {'; '.join(rung.rejected.splitlines())}"
     rank, figures = rung.run.largest
     largest = sorted(figures.bytes.items(), key=lambda item: -item[1])[:2]
     most = "; most of it " + ", ".join(f"{name} {readable(size)}" for name, size in largest)
@@ -238,7 +238,7 @@ def _rung_as_json(rung: Candidate) -> dict[str, Any]:
     return {
         "changes": rung.changes,
         "batch_rows": rung.rows,
-        "refused": rung.refused,
+        "rejected": rung.rejected,
         "needs": rung.needs,
         "bytes": figures.bytes if figures else {},
         "update_simulated": figures is not None and figures.peak is not None,

@@ -85,7 +85,7 @@ class Accumulation:
         Raises:
             InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
-        self.refuse_averaged("engine.backward()")
+        self.reject_averaged("engine.backward()")
         update, reducer = self.update, self.reducer
         update.loss_scales.check_id(loss_id)
         if pipeline is None:
@@ -167,7 +167,7 @@ class Accumulation:
 
     def grad_divisor(self) -> float | torch.Tensor:
         """Complete the gradients, and return their remaining divisor. Weighted: one all-reduce."""
-        self.refuse_averaged("engine.step()")
+        self.reject_averaged("engine.step()")
         divisor: float | torch.Tensor = 1.0
         if self.reduction == "mean":
             divisor = (self.index + self.has_backward) / self.length
@@ -183,8 +183,8 @@ class Accumulation:
 
     def unscale(self, last: bool) -> None:
         """`Engine.unscale_gradients`."""
-        self._guard.refuse_partial()
-        self.refuse_incomplete("engine.unscale_gradients()", last)
+        self._guard.reject_partial()
+        self.reject_incomplete("engine.unscale_gradients()", last)
         if not self.update.is_unscaled:
             divisor = self.grad_divisor()
             self._guard.check(divisor)
@@ -213,7 +213,7 @@ class Accumulation:
 
     # -- calls that a cycle does not allow --------------------------------------------------------------------
 
-    def refuse_incomplete(self, call: str, last: bool) -> None:
+    def reject_incomplete(self, call: str, last: bool) -> None:
         """Raise InputError if `call` needs the gradients of an update before its last backward. With `last` the cycle
         ends here, if it has begun."""
         if last and self.update.has_gradients:
@@ -225,9 +225,9 @@ class Accumulation:
                 "your own loader (to clip you can also set clip_grad_norm in the config)"
             )
 
-    def refuse_unfinished(self, call: str) -> None:
+    def reject_unfinished(self, call: str) -> None:
         """Raise InputError if `call` would lose gradients, or take averaged weights for the model's own."""
-        self.refuse_averaged(call)
+        self.reject_averaged(call)
         if self.update.has_gradients:
             raise InputError(
                 f"{call} was called after microbatch {self.position} and before the update, whose gradients it does "
@@ -235,7 +235,7 @@ class Accumulation:
                 "engine.step(last=True)"
             )
 
-    def refuse_averaged(self, call: str) -> None:
+    def reject_averaged(self, call: str) -> None:
         """Raise InputError if the model holds averaged weights."""
         if self.averaged:
             raise InputError(
@@ -288,7 +288,7 @@ class MixedPrecisionState:
         Raises:
             InputError: between backward and step, where masters have no gradients yet, and with masters="split".
         """
-        self._update.master_weights.refuse_split("master_params()")
+        self._update.master_weights.reject_split("master_params()")
         if self._update.has_gradients:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
             raise InputError(
                 "master_params() was called between backward and step, where masters have no gradients yet; to clip "

@@ -22,7 +22,7 @@ from ..amp.step_result import StepResult
 from ..checkpoint import validate
 from ..config.composition import Setup
 from ..config.load import load_config
-from ..errors import IncompatibleConfigError, InputError, problem_list, refuse_closure
+from ..errors import IncompatibleConfigError, InputError, problem_list, reject_closure
 from ..utils.optimizer_state import join_optimizers
 from ..utils.param_shard import ParamShard
 from . import inputs
@@ -174,7 +174,7 @@ class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
     All else is the user's optimizer's: `param_groups`, `state`, `defaults`, hooks.
 
     Attributes:
-        optimizer: the user's. A direct step of it is refused.
+        optimizer: the user's. A direct step of it is rejected.
     """
 
     def __init__(self, model: nn.Module, update: MixedPrecisionOptimizer, precision: Precision) -> None:
@@ -205,7 +205,7 @@ class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
             InputError: no `backward` since the last step, or a closure.
             NonFiniteError: inf or nan in too many updates in a row.
         """
-        refuse_closure("optimizer.step", closure)
+        reject_closure("optimizer.step", closure)
         if not self._accumulation.has_backward:
             raise InputError(
                 "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
@@ -241,7 +241,7 @@ class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
         Raises:
             InputError: the state of something else, or of another number of loss scales.
         """
-        validate.refuse_unfit(state_dict, len(self._update.loss_scales.scalers), "optimizer")
+        validate.reject_unfit(state_dict, len(self._update.loss_scales.scalers), "optimizer")
         self._accumulation.clear()
         self._update.load_state_dict(state_dict)
 

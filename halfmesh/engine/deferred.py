@@ -160,7 +160,7 @@ def _find_problems(model: nn.Module, views: Mapping[str, View]) -> Iterator[str]
             yield f"{shorten(names)} are views of one memory; make each a separate parameter, or build as usual"
 
 
-def refuse_early_state(optimizer: Any) -> None:
+def reject_early_state(optimizer: Any) -> None:
     """Raise InputError if `optimizer` has made its state from weights that have no values yet."""
     held = getattr(optimizer, "state", {}) if isinstance(optimizer, optim.Optimizer) else {}
     state = [value for entry in held.values() for value in entry.values()]

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
-from ..errors import InputError, refuse_below, show
+from ..errors import InputError, reject_below, show
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import bucket_bytes, by_bytes
@@ -125,7 +125,7 @@ class AveragedModel:
     """
 
     def __init__(self, engine: Engine, decay: float, every: int, buffers: bool) -> None:
-        refuse_below(1, every=every)
+        reject_below(1, every=every)
         self._engine = engine
         self._state = engine._state
         self._accumulation = engine._accumulation
@@ -158,8 +158,8 @@ class AveragedModel:
         `backward`, `step` and calls that save or load training raise InputError.
         """
         state, average, accumulation = self._state, self._average, self._accumulation
-        self._engine._refuse_if_closed()
-        accumulation.refuse_averaged("average.applied()")
+        self._engine._reject_if_closed()
+        accumulation.reject_averaged("average.applied()")
         average.restart(besides=average.values)
         written = state.written()
         kept = [tensor.clone() for tensor in written]

@@ -17,7 +17,7 @@ from ..checkpoint import export
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
-from ..errors import InputError, NonFiniteError, refuse_closure
+from ..errors import InputError, NonFiniteError, reject_closure
 from ..utils.engine_hook import Hooks, Progress
 from .accumulation import Accumulation, MixedPrecisionState
 from .ema import AveragedModel
@@ -114,7 +114,7 @@ class Engine(MixedPrecisionState):
         self, method: str | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._closed:
-            self._refuse_if_closed()
+            self._reject_if_closed()
         self._progress.calls += 1
         self._update.sync_writes(waits=False)
         for told in self._hooks.calls["before_forward"]:
@@ -154,7 +154,7 @@ class Engine(MixedPrecisionState):
         Raises:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         for told in self._hooks.calls["before_backward"]:
             told(loss)
         for check in self._parallel.loss_checks:
@@ -189,8 +189,8 @@ class Engine(MixedPrecisionState):
             SyncError: with `debug="sync"`: values differ that should be equal on all ranks.
         """
         if closure is not None:
-            refuse_closure("engine.step", closure)
-        self._refuse_if_closed()
+            reject_closure("engine.step", closure)
+        self._reject_if_closed()
         accumulation, progress = self._accumulation, self._progress
         lr = None if self._lr.scheduler is None else self._lr
         if lr is not None:
@@ -240,7 +240,7 @@ class Engine(MixedPrecisionState):
         Returns the norm of the unscaled gradients over all ranks before clipping (0-dim). `last=True` ends the cycle
         here, as in `step`. Raises InputError inside an accumulation cycle, or before backward.
         """
-        self._accumulation.refuse_incomplete("engine.clip_grad_norm_", last)
+        self._accumulation.reject_incomplete("engine.clip_grad_norm_", last)
         return self._update.clip_grad_norm_(max_norm, self._accumulation.grad_divisor())
 
     def unscale_gradients(self, *, last: bool = False) -> None:
@@ -382,13 +382,13 @@ class Engine(MixedPrecisionState):
         Weights are the fp32 masters where there are any. Tensors are not copied: save or copy them before the next
         step. Raises InputError inside an accumulation cycle, whose gradients would be lost.
         """
-        self._accumulation.refuse_unfinished("engine.state_dict()")
+        self._accumulation.reject_unfinished("engine.state_dict()")
         return self._checkpointer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep: Sequence[str] = ()) -> None:
         """Restore `state_dict`: the next step is the one that would have followed it. `keep` is that of `load`."""
-        self._accumulation.refuse_averaged("engine.load_state_dict()")
-        self._checkpointer.refuse_unfit(state, keep)
+        self._accumulation.reject_averaged("engine.load_state_dict()")
+        self._checkpointer.reject_unfit(state, keep)
         self._accumulation.clear()
         self._checkpointer.load_state_dict(state, keep)
         self._hooks.run("after_load")
@@ -447,7 +447,7 @@ class Engine(MixedPrecisionState):
         `load_state_dict(state)`. A load restores each rank's state, in another layout rank 0's; a state that was loaded
         before this call is restored at once. Raises InputError if the name is taken.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         self._checkpointer.attached.attach(name, holder)
 
     def detach(self, name: str, *, keep: bool = True) -> None:
@@ -460,7 +460,7 @@ class Engine(MixedPrecisionState):
         All ranks save after this step or one of the next two, and raise `Preempted`, which ends the process with
         status 75. Raises InputError if the config has no `checkpoint`.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         if self._preemption is None:
             raise InputError("engine.preempt(): the config does not say where to save; set checkpoint='checkpoints'")
         self._preemption.request_stop()
@@ -473,7 +473,7 @@ class Engine(MixedPrecisionState):
         More than `max_file_gb` goes into several files with an index, named as in Hugging Face. Format "torch" is that
         of `torch.save(model.state_dict(), path)`. Raises InputError if `path` is a folder, and CheckpointError.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         self.context.agree_on_call("engine.save_weights")
         with self._guard:
             export.save_weights(self._state, self.context, path, format, max_file_gb)
@@ -497,7 +497,7 @@ class Engine(MixedPrecisionState):
         Raises:
             InputError: the optimizer has state whose position in the full model is unknown.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         self.context.agree_on_call(f"engine.full_state_dict({optimizer=}, {rank0_only=})")
         with self._guard:
             return export.full_state_dict(self._state, self.context, optimizer, rank0_only)
@@ -517,7 +517,7 @@ class Engine(MixedPrecisionState):
             InputError: the model has no `save_pretrained` that takes a state dict.
             CheckpointError: it failed.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         self.context.agree_on_call(f"engine.save_pretrained({dtype=})")
         with self._guard:
             export.save_pretrained(self._state, self.context, folder, dtype, options)
@@ -546,7 +546,7 @@ class Engine(MixedPrecisionState):
         Raises:
             InputError: a decay that is not between 0 and 1, or there is an average already.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         if self._average.decay is not None:
             raise InputError(
                 f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
@@ -567,7 +567,7 @@ class Engine(MixedPrecisionState):
         Raises:
             CheckpointError: after closing, if a save in the background failed.
         """
-        self._accumulation.refuse_averaged("engine.close()")
+        self._accumulation.reject_averaged("engine.close()")
         try:
             self._hooks.close(None)
             self._checkpointer.wait()
@@ -608,7 +608,7 @@ class Engine(MixedPrecisionState):
 
     # -- checks ------------------------------------------------------------------------------------------------
 
-    def _refuse_if_closed(self) -> None:
+    def _reject_if_closed(self) -> None:
         if self._closed:
             raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")
 
@@ -618,11 +618,11 @@ class Engine(MixedPrecisionState):
         Raises InputError if the engine is closed or has averaged weights or, with `keeps_gradients`, within an
         accumulation cycle.
         """
-        self._refuse_if_closed()
+        self._reject_if_closed()
         if keeps_gradients:
-            self._accumulation.refuse_unfinished(call)
+            self._accumulation.reject_unfinished(call)
         else:
-            self._accumulation.refuse_averaged(call)
+            self._accumulation.reject_averaged(call)
         self.context.agree_on_call(call.removesuffix("()"))
 
     def _explain(self, error: RuntimeError) -> None:

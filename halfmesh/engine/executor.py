@@ -144,7 +144,7 @@ class ModelGuard:
         self.remove: Callable[[], None] = lambda: None
         """Removes the hook on calls; those on state dicts stay."""
         casts = bool(recipe.autocast or recipe.param_dtype or recipe.output_dtype)
-        if parallel_model.plans.partition is None and (casts or self._shares_batch):  # stages refuse it themselves
+        if parallel_model.plans.partition is None and (casts or self._shares_batch):  # stages reject it themselves
             self.remove = model.register_forward_pre_hook(UncopiedHook(self._check_call)).remove
         if parallel_model.divides_model:
             model.register_state_dict_pre_hook(UncopiedHook(lambda *_: self._warn(_PARTS, "model")))

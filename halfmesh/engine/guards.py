@@ -73,7 +73,7 @@ count."""
 
 
 class GradientGuard:
-    """Gradients that somebody else than `engine.backward` made, changed or dropped: refused, or told once, where the
+    """Gradients that somebody else than `engine.backward` made, changed or dropped: rejected, or told once, where the
     update would use them wrongly. (Where nothing scales, divides or shards them they may be changed.)
 
     Args:
@@ -119,7 +119,7 @@ class GradientGuard:
                 raise InputError(_STRAY % (shorten(strays), "The update would divide them by the loss scale"))
             self._tell(_STRAY, shorten(strays), "They count in this update as they are")
 
-    def refuse_partial(self) -> None:
+    def reject_partial(self) -> None:
         """Raise InputError if a rank does not have the whole gradients of its parameters."""
         if self._partial:
             raise InputError(
@@ -188,7 +188,7 @@ class GradientGuard:
 
 @dataclass(eq=False, repr=False)
 class SameTrained:
-    """Follows which parameters are trained, and refuses changes of `requires_grad` that are not the same on the ranks
+    """Follows which parameters are trained, and rejects changes of `requires_grad` that are not the same on the ranks
     of a pipeline stage, which hold the same parameters or shards of them. All ranks of `context` make this together.
     """
 
@@ -232,7 +232,7 @@ class SameTrained:
 
 @dataclass(eq=False, repr=False)
 class ForwardWrites(EngineHook):
-    """Refuses a model whose forward, or loop, writes into its weights what is lost, or what differs between ranks that
+    """Rejects a model whose forward, or loop, writes into its weights what is lost, or what differs between ranks that
     hold the same weights and see other data. Looks before the first `engine.step`, the tenth, the hundredth and so on;
     before an evaluation, which may be meant to be of other weights, it warns of what is lost."""
 

@@ -79,7 +79,7 @@ def initialize(
 ) -> Engine:
     """Make a model, an optimizer and a config into an engine.
 
-    Everything is checked first: a refusal names all problems and leaves the arguments untouched. Then the model moves
+    Everything is checked first: a rejection names all problems and leaves the arguments untouched. Then the model moves
     to the device, takes rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters where the
     mode keeps them. If something fails after that, such as `resume`, both are restored, as by `close`, unless they are
     sharded already.
@@ -115,7 +115,7 @@ def initialize(
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
     launch = config if isinstance(config, Launch) else None
     if config is None:
-        launchers.refuse_forgotten()
+        launchers.reject_forgotten()
     settings = launch.config if launch is not None else load_config({} if config is None else config)
     device = launch.device if launch is not None and device is None else launchers.choose_device(device)
     setup = Setup.of(settings, launchers.expected_world_size())
@@ -126,7 +126,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     settings = setup.config
     with ExitStack() as undo:  # after an error the model can be given again
         _build(given, undo, setup, device)
-        plans = _refuse_problems(given, setup, device)
+        plans = _reject_problems(given, setup, device)
         alone = plans.strategy.shards_model
         group = launchers.ensure_process_group(settings, device, setup.dims.rank_names, alone)
         context = ParallelContext(setup.dims, device, group, settings.timeout)
@@ -169,7 +169,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             "those in checkpoints; pass the uncompiled model, and set compile = True in the config"
         )
     if group is not None:
-        group.join(context)  # not earlier: a refused call closes nothing
+        group.join(context)  # not earlier: a rejected call closes nothing
     return engine
 
 
@@ -304,13 +304,13 @@ def _build(given: _Given, undo: ExitStack, setup: Setup, device: torch.device) -
         if callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer):
             made = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
             given.optimizer = join_optimizers(made)
-    deferred.refuse_early_state(given.optimizer)
+    deferred.reject_early_state(given.optimizer)
     if isinstance(given.optimizer, optim.Optimizer):
         count = partial(launchers.count_updates, given.dataloader, setup, device, given.sharded)
         given.lr_scheduler = make_schedulers(given.lr_scheduler, parts_of(given.optimizer), count)
 
 
-def _refuse_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:
+def _reject_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:
     """Raise if anything is wrong with the arguments. Returns the plans to parallelize the model."""
     config, recipe = setup.config, setup.recipe
     device_problem = inputs.find_device_problem(device, recipe) or _precision(config, recipe, device).find_problem()

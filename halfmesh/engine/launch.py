@@ -187,7 +187,7 @@ def choose_backend(config: Config, device: torch.device) -> str | None:
     return GLOO_NCCL if on_host and device.type == "cuda" else None
 
 
-def refuse_forgotten() -> None:
+def reject_forgotten() -> None:
     """Raise InputError if this process has launched with a config that `initialize` is not given: it would train in
     fp32, with data parallelism alone."""
     if any(launch.config != Config() for launch in _launched):

@@ -56,7 +56,7 @@ class BatchLoss:
             with its loss.
         full_output: the model's output for that, without memory.
         outputs: those of the microbatches, if they are kept.
-        params: the first loss is refused if it depends on these other than through the output.
+        params: the first loss is rejected if it depends on these other than through the output.
     """
 
     accumulation: Accumulation
@@ -83,7 +83,7 @@ class BatchLoss:
             self._compared.append(copied)
         total, weight = accumulation.check_loss(self._value(self.calls[index], output))
         if self.params and index == 0:
-            _refuse_other_ways(total, output, {id(param) for param in self.params})
+            _reject_other_ways(total, output, {id(param) for param in self.params})
         self._losses[index] = total.detach()
         if weight is not None:
             self._weights[index] = weight
@@ -166,7 +166,7 @@ def _adds_up(shapes: Sequence[torch.Size], full: torch.Size, dim: int) -> bool:
     return len(around) == 1 and sum(shape[dim] for shape in shapes) == full[dim]
 
 
-def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
+def _reject_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
     """Raise InputError if `loss` depends on parameters (by their ids) or activations other than through `output`:
     other stages' terms would be missing."""
     ends = {tensor.grad_fn for tensor in tensors_of(output)}
@@ -185,7 +185,7 @@ def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
         todo += [following for following, _ in node.next_functions]
 
 
-def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduction) -> None:
+def reject_other_loss(made: float, full: float, count: int, reduction: LossReduction) -> None:
     """Raise InputError unless `full` is nan: the loss of the full batch, which is not that of `count` microbatches,
     `made`."""
     if isnan(full):
@@ -204,7 +204,7 @@ def refuse_other_loss(made: float, full: float, count: int, reduction: LossReduc
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def refuse_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> None:
+def reject_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> None:
     """Compute some rows at once and in microbatches, and compare: a model that compares rows with each other, or takes
     a table that has a row for each sample by chance, computes another loss on microbatches than on the full batch. All
     ranks together; the model's state is restored.
@@ -250,7 +250,7 @@ def needs_whole(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequ
     once, and in microbatches, differ by more than rounding, or forward draws random numbers or writes state. None if
     nothing can be said, because all outputs are 0 or nan.
 
-    All ranks that compute a batch together; arguments as of `refuse_mixed_rows`.
+    All ranks that compute a batch together; arguments as of `reject_mixed_rows`.
     """
     outputs, *effects = zip(*_run(model, pipeline, (joined, *single)), strict=True)
     limit = HALF_TOLERANCE if half or rounds_products() else TOLERANCE

@@ -160,7 +160,7 @@ class _Kept:
 
 
 class _OnHost(_Kept):
-    """A copy of `tensor` in `host`. Later writes to `tensor` are refused: the copy may not be finished.
+    """A copy of `tensor` in `host`. Later writes to `tensor` are rejected: the copy may not be finished.
 
     Args:
         before: the tensor that was saved before this one; backward needs it next.

@@ -135,7 +135,7 @@ def reduce_options(config: Config, dims: ParallelDims) -> ReduceOptions:
     )
 
 
-def refuse_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
+def reject_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
     """Raise InputError if two axes shard the same parameter: its shards would be placed wrongly for one of them."""
     for (one, mine), (other, theirs) in combinations(axes.items(), 2):
         if both := mine.splits.keys() & theirs.splits.keys():
@@ -200,7 +200,7 @@ class ParallelModel:
         for name, plan in plans.axes.items():
             inputs = AxisInputs(model, optimizer, plan, context)
             self.axes[name] = AXES.get(name).apply(inputs)
-        refuse_common_splits(self.axes)
+        reject_common_splits(self.axes)
         self._fewer_axes: dict[nn.Parameter, tuple[str, ...]] = {}
         for kind, applied in zip(kinds, self.axes.values(), strict=True):
             if kind.replica_dim:

@@ -27,7 +27,7 @@ from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
 from ..utils.torch_private import BATCH_NORMS
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .microbatches import BatchLoss, batch_dims, join, needs_whole, refuse_mixed_rows, refuse_other_loss
+from .microbatches import BatchLoss, batch_dims, join, needs_whole, reject_mixed_rows, reject_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 
@@ -139,7 +139,7 @@ class PipelineExecutor:
         return PipelineLoss(output, BatchLoss(self._accumulation, criterion, output, calls, given, whole, *kept))
 
     def check(self, loss: Any) -> PipelineLoss:
-        """Refuse anything but an unused loss of this pipeline."""
+        """Reject anything but an unused loss of this pipeline."""
         if not isinstance(loss, PipelineLoss):
             raise InputError(
                 f"backward under a pipeline takes what engine.criterion(output, ...) returned, but a "
@@ -158,7 +158,7 @@ class PipelineExecutor:
             raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
         last: BatchLoss = loss.call
-        self._refuse_changes(forward, last)
+        self._reject_changes(forward, last)
         self._split_batches += len(forward.calls) > 1
         self._try_rows(forward)
         last.params = () if self._has_run else tuple(self._model.parameters())
@@ -224,7 +224,7 @@ class PipelineExecutor:
     # -- before backward ---------------------------------------------------------------------------------------
 
     def _compare_output(self, output: Any) -> None:
-        """On the last stage: refuse an output that is still sharded over the tensor ranks."""
+        """On the last stage: reject an output that is still sharded over the tensor ranks."""
         for ranks in self._same:
             ranks.compare_outputs(self._model.training, output)
 
@@ -233,7 +233,7 @@ class PipelineExecutor:
         for ranks in self._computing:
             ranks.compare_inputs(self._model.training, args, kwargs, of)
 
-    def _refuse_changes(self, forward: _Forward, criterion: BatchLoss) -> None:
+    def _reject_changes(self, forward: _Forward, criterion: BatchLoss) -> None:
         is_same = forward.known.modes == self._pipeline.modes()
         if not is_same or forward.given.was_changed() or criterion.given.was_changed():
             what = "an input or a target was changed in place" if is_same else "the model's mode or attributes changed"
@@ -271,14 +271,14 @@ class PipelineExecutor:
         return _Forward(calls, known, given, full)
 
     def _try_rows(self, forward: _Forward) -> None:
-        """With the first batch that is split on all ranks: refuse a model that mixes the rows of a batch."""
+        """With the first batch that is split on all ranks: reject a model that mixes the rows of a batch."""
         calls, given = forward.calls, forward.given
         if self._has_tried or not self._pipeline.params.tries:
             return
         if all(gather_objects(len(calls) > 1)):
             self._has_tried = True
             joined = given.first(2 * given.rows // len(calls))
-            refuse_mixed_rows(self._model, self._pipeline, joined, calls[:2], self._is_half)
+            reject_mixed_rows(self._model, self._pipeline, joined, calls[:2], self._is_half)
 
     def _count(self, rows: int) -> int:
         """The number of microbatches of a batch: the config's, except for a last batch that it does not divide."""
@@ -323,7 +323,7 @@ class PipelineExecutor:
             _wait(works)
             made, weight, full = figures.tolist()
             made = made / (weight or 1.0) if reduction == "weighted" else made
-            refuse_other_loss(made, full, len(forward.calls), reduction)
+            reject_other_loss(made, full, len(forward.calls), reduction)
         if reduction == "weighted":
             _wait(works)
             self._accumulation.add_weight(figures[1])

@@ -71,7 +71,7 @@ class Checkpointed:
         forward = self.own if self.compiled is None else self.compiled
         if not (self._module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        self._refuse_caches(kwargs)
+        self._reject_caches(kwargs)
         before = self._copy_changing()
         training = [module.training for module in self._module.modules()]
         names = tuple(kwargs)
@@ -97,7 +97,7 @@ class Checkpointed:
             return functools.partial, (self._before,)
         return getattr, (self._module, "forward")
 
-    def _refuse_caches(self, kwargs: dict[str, Any]) -> None:
+    def _reject_caches(self, kwargs: dict[str, Any]) -> None:
         for name, value in kwargs.items():
             if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
                 raise InputError(

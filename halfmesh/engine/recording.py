@@ -144,7 +144,7 @@ class Recording(FakeTensorMode):
             return self._take(func, types, args, dict(kwargs or {}))
         finally:
             self._is_inside = False
-            # It has weak references to tensors, with which `torch.utils.swap_tensors` refuses them.
+            # It has weak references to tensors, with which `torch.utils.swap_tensors` rejects them.
             self.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
     def __deepcopy__(self, memo: Any) -> Recording:

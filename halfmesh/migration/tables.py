@@ -110,7 +110,7 @@ COLOSSAL = Origin(
         "fp16.initial_scale": lambda value, values: (
             "fp16.loss_scale" if values.get("fp16.dynamic_grad_scale") is False else "fp16.initial_scale"
         ),
-        "fp16.dynamic_grad_scale": {  # without the scale it is None, which is refused
+        "fp16.dynamic_grad_scale": {  # without the scale it is None, which is rejected
             True: AS_HERE,
             False: lambda value, values: to({"fp16.loss_scale": values.get("fp16.initial_scale")}),
         },

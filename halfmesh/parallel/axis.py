@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 from ..errors import InputError
-from ..utils.optimizer_state import change_state, refuse_other_state
+from ..utils.optimizer_state import change_state, reject_other_state
 from ..utils.param_shard import ParamShard
 from ..utils.torch_private import assigns
 from .comm import SameCalls
@@ -101,7 +101,7 @@ class AppliedAxis:
 
     def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
         """Add hooks that also accept state dicts with full tensors: each rank loads its shard."""
-        optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        optimizer.register_load_state_dict_post_hook(reject_other_state)
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             takes = {n: partial(self._take_part, self.splits[p]) for n, p in own.items() if p in self.splits}

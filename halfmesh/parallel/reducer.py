@@ -372,7 +372,7 @@ class Reducer(Reduction):
         Raises:
             InputError: as `finish`.
         """
-        self._refuse_stale()
+        self._reject_stale()
         if self.state == "reduced" and not self.options.mean:
             # These sums will be summed again. A mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
@@ -409,7 +409,7 @@ class Reducer(Reduction):
         Raises:
             InputError: a backward outside the engine has added to gradients that are summed already.
         """
-        self._refuse_stale()
+        self._reject_stale()
         if self._sends:
             self._left_out.update(*(bucket.missing for bucket in self._unsent))
         if self._reached is not None and self._shows is None:
@@ -438,7 +438,7 @@ class Reducer(Reduction):
             hook.remove()
         self._hooks = []
 
-    def _refuse_stale(self) -> None:
+    def _reject_stale(self) -> None:
         is_stale = self.state in ("reduced", "stale") and not self.is_complete
         if is_stale and (self.sums_once or not self.options.mean):
             raise InputError(

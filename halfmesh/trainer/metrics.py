@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from ..errors import InputError, did_you_mean, refuse_below
+from ..errors import InputError, did_you_mean, reject_below
 from ..parallel.comm import broadcast_object
 from ..report.run import replace_file
 from .evaluation import gather_tensors
@@ -246,7 +246,7 @@ class EarlyStopHook(MonitorHook):
     def __init__(
         self, monitor: str = "eval_loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
-        refuse_below(1, patience=patience)
+        reject_below(1, patience=patience)
         self._patience = patience
         super().__init__(monitor, mode, min_delta)
 

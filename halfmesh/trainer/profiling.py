@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from ..engine.ranges import add_ranges
-from ..errors import InputError, refuse_below, show
+from ..errors import InputError, reject_below, show
 from ..utils.log import get_logger
 from .hook import Hook
 from .records import RunHook
@@ -205,7 +205,7 @@ class MemorySnapshotHook(RecordingHook):
         ranks: Ranks = (0,),
         max_entries: int = 100_000,
     ) -> None:
-        refuse_below(1, max_entries=max_entries)
+        reject_below(1, max_entries=max_entries)
         super().__init__((1, sys.maxsize) if steps is None else steps, folder, ranks)
         self._most = max_entries
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..amp.step_result import StepResult
 from ..debug.precision import judge_scale
 from ..engine.engine import Engine
-from ..errors import InputError, Interrupted, refuse_below
+from ..errors import InputError, Interrupted, reject_below
 from ..report.folder import update_record
 from ..utils.log import get_logger
 from .batch import Compute, compute_batch
@@ -73,7 +73,7 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, *, compute: Compute = compute_batch, log_every: int = 10) -> None:
-        refuse_below(1, log_every=log_every)
+        reject_below(1, log_every=log_every)
         self.engine = engine
         self.compute = compute
         self.log_every = log_every
@@ -121,8 +121,8 @@ class Trainer:
         """
         if epochs is None and max_steps is None:
             raise InputError("fit needs an end: give it epochs=, max_steps=, or both")
-        refuse_below(1, epochs=epochs, max_steps=max_steps, eval_steps=eval_steps)
-        refuse_below(0, eval_interval=eval_interval)
+        reject_below(1, epochs=epochs, max_steps=max_steps, eval_steps=eval_steps)
+        reject_below(0, eval_interval=eval_interval)
         batches = choose_train_loader(self.engine, train)
         evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval or eval_steps else None
         if eval_steps is not None and evaluated is None:

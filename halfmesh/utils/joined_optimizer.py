@@ -70,7 +70,7 @@ class JoinedOptimizer(optim.Optimizer):
             part.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: which of the parts should step it?"""
+        """Rejected: which of the parts should step it?"""
         raise InputError(
             f"add_param_group was called on {len(self.parts)} optimizers together; call it on the one that is to step "
             "the parameters: engine.optimizer.parts[0].add_param_group(...)"

@@ -53,7 +53,7 @@ def rank_and_world_size() -> tuple[int, int]:
         return distributed.get_rank(), distributed.get_world_size()
     try:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:  # launching refuses such values; a message must not fail because of them
+    except ValueError:  # launching rejects such values; a message must not fail because of them
         return 0, 1
 
 

@@ -162,7 +162,7 @@ def _find_inner(held: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             yield from _find_inner(value, seen)
 
 
-def refuse_other_state(optimizer: optim.Optimizer) -> None:
+def reject_other_state(optimizer: optim.Optimizer) -> None:
     """Raise InputError if `optimizer`, whose parameters are shards, holds state of another shape: fused optimizers
     would read beyond the shard's memory. Those that step whole parameters keep state of these."""
     for param, state in () if steps_whole(optimizer) else optimizer.state.items():

@@ -146,9 +146,9 @@ class MachineReport:
 
     @property
     def table(self) -> dict[str, dict[str, str]]:
-        """The composition table: refused, equal, FAILED, or - for what was not run here."""
+        """The composition table: rejected, equal, FAILED, or - for what was not run here."""
         table = {
-            row: {column: "-" if verdict == "yes" else "refused" for column, verdict in cells.items()}
+            row: {column: "-" if verdict == "yes" else "rejected" for column, verdict in cells.items()}
             for row, cells in composition_table().items()
         }
         for cell, report, _ in sorted(self.results, key=lambda result: not result[1].equal):

@@ -123,8 +123,8 @@ def prove(config: Any, options: Options, given: Any, work: Callable[[Any, Setup,
     with tempfile.TemporaryDirectory(prefix="halfmesh_verify_") as folder:
         try:
             phases += () if problems else work(given, setup, options).phases(Path(folder))
-        except RefusedError as refused:
-            problems, phases = [str(refused)], []
+        except RejectedError as rejected:
+            problems, phases = [str(rejected)], []
         except RankError as error:
             raise _untrainable(error) from None  # the message has all of it that is the user's
     first = next((phase.first for phase in phases if phase.first is not None), None)
@@ -134,12 +134,12 @@ def prove(config: Any, options: Options, given: Any, work: Callable[[Any, Setup,
     return VerifyReport(is_equal, first, tuple(phases), mesh, ranks, shrunk, tuple(problems))
 
 
-class RefusedError(Exception):
-    """The engine refuses the layout."""
+class RejectedError(Exception):
+    """The engine rejects the layout."""
 
 
 def _untrainable(error: RankError) -> InputError:
-    return InputError(error.refusal or f"the model cannot be trained in one process: {own_frames(error.text)}")
+    return InputError(error.rejection or f"the model cannot be trained in one process: {own_frames(error.text)}")
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ class Work:
             if case.dtype is not None and re.search("double|float64", error.reason, re.IGNORECASE):
                 notes.append(f"{given.path.name} sets dtypes itself, so float32 in place of float64: {error.reason}")
                 return self._survey(replace(case, dtype=None), notes)
-            if error.refusal:
-                raise RefusedError(error.refusal) from None
+            if error.rejection:
+                raise RejectedError(error.rejection) from None
             where = f"{given.path}, rank {error.rank} of the layout"
             raise InputError(f"{where}: {own_frames(error.text)}") from None
         names = tuple(dict.fromkeys(name for _, batch_norms in known for name in batch_norms))
@@ -250,10 +250,10 @@ class Work:
             known = [] if error.measures is None else [error.measures]
             first = judge(store, known, limits, reduction, case.overflows, is_complete=False).first
             if first is not None:
-                after = f"halfmesh refuses it: {error.refusal}" if error.refusal else f"then {error.reason}"
+                after = f"halfmesh rejects it: {error.rejection}" if error.rejection else f"then {error.reason}"
                 return Phase("", "", False, replace(first, cause=after))
-            if error.refusal:
-                raise RefusedError(error.refusal) from error
+            if error.rejection:
+                raise RejectedError(error.rejection) from error
             what = "hangs" if error.hung else "failed"
             where, text = f"rank {error.rank} {what}: {error.reason}", own_frames(error.text)
             return Phase("", "", False, Difference(0, what, "", math.inf, 0.0, (error.rank,), where, text, ""))

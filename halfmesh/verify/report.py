@@ -92,7 +92,7 @@ class VerifyReport:
         first: of the first phase that differs.
         layout: the mesh, as it ran on `world_size` ranks.
         shrunk_from: the number of ranks that was asked for, if fewer ran.
-        problems: why the layout is refused; then there are no phases.
+        problems: why the layout is rejected; then there are no phases.
     """
 
     equal: bool
@@ -109,7 +109,7 @@ class VerifyReport:
         return found
 
     def __str__(self) -> str:
-        result = "refused" if self.problems else "equal" if self.equal else "differs"
+        result = "rejected" if self.problems else "equal" if self.equal else "differs"
         shrunk = f", in place of {self.shrunk_from}" if self.shrunk_from else ""
         head = f"{result}: {self.layout} ({counted(self.world_size, 'rank')}{shrunk}) beside one process"
         parts = [indent(f"- {part}", "  ") for part in [*self.phases, *self.problems]]

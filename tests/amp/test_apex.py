@@ -1,4 +1,4 @@
-"""Mode APEX through the engine: O2's BatchNorm rule, casts of nested inputs, refusals, losses over ranks."""
+"""Mode APEX through the engine: O2's BatchNorm rule, casts of nested inputs, rejections, losses over ranks."""
 
 import math
 from collections import namedtuple
@@ -124,7 +124,7 @@ def test_naive_is_o2_without_fp32_batchnorm_and_torch_is_close_to_o1():
     torch.testing.assert_close(torch_amp, o1, rtol=1e-3, atol=1e-3)
 
 
-def test_models_that_a_level_cannot_take_are_refused():
+def test_models_that_a_level_cannot_take_are_rejected():
     with pytest.raises(InputError, match=r"they have to be float32: .*build the model in float32"):
         make_engine(apex("O2"), model=MLP().half())
     assert make_engine(apex("O3"), model=MLP().half()).model.first.weight.dtype == HALF
@@ -161,7 +161,7 @@ def test_casts_are_o1s_alone():
             other.casts  # noqa: B018
 
 
-def test_losses_and_states_of_other_numbers_of_losses_are_refused():
+def test_losses_and_states_of_other_numbers_of_losses_are_rejected():
     engine, other = make_engine(apex("O2", num_losses=2)), make_engine(apex("O2"))
     x, y = make_data(8)
     for wrong in (2, -1, True):

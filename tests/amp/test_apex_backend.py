@@ -1,4 +1,4 @@
-"""backend="apex": what is refused, what is called, and that it trains as backend="native" does.
+"""backend="apex": what is rejected, what is called, and that it trains as backend="native" does.
 
 Most of it runs against a stand-in for apex.amp, written from its rules, for any device; the last test needs the real
 one.
@@ -118,7 +118,7 @@ def test_an_apex_that_is_missing_too_new_or_broken(monkeypatch, tmp_path):
     assert "cannot be imported (ModuleNotFoundError: No module named 'module_that" in problem_on(CUDA)
 
 
-def test_a_cpu_is_refused_before_anything_is_changed(amp, monkeypatch):
+def test_a_cpu_is_rejected_before_anything_is_changed(amp, monkeypatch):
     monkeypatch.setattr(apex_backend, "DEVICES", frozenset({"cuda"}))
     model = BatchNormMLP()
     with pytest.raises(IncompatibleConfigError, match="takes CUDA tensors only, and the device is cpu; train on a GPU"):

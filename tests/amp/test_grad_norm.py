@@ -70,7 +70,7 @@ def test_one_bad_element_is_found(bad, p, dtype):
         step_with(good, grad, norm_type=p, on_nonfinite="raise")
 
 
-def test_sparse_gradients_are_refused_where_a_norm_is_needed():
+def test_sparse_gradients_are_rejected_where_a_norm_is_needed():
     grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2), check_invariants=True)
     param = nn.Parameter(torch.zeros(4, 2))
     update = make_update([param], OPTIMIZERS["sgd"], max_norm=1.0)

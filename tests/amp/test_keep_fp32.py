@@ -110,7 +110,7 @@ def test_apex_o2_keeps_what_patterns_name():
             start(Denoiser(), {"fp16": {"mode": "apex", "keep_fp32": ["t"], **options}})
 
 
-def test_patterns_that_match_nothing_are_refused():
+def test_patterns_that_match_nothing_are_rejected():
     for pattern, text in (
         ("inv_frek", "did you mean 'inv_freq'"),
         ("*.t", "its arguments: x, t"),

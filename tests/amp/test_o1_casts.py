@@ -219,7 +219,7 @@ def test_registered_functions():
     assert torch.sigmoid not in O1_LISTS
 
 
-def test_what_cannot_be_registered_is_refused():
+def test_what_cannot_be_registered_is_rejected():
     module = types.ModuleType("mine")
     module.attend = lambda x: x
     with pytest.raises(InputError, match=r"decorate it where it is defined with @halfmesh.half_function"):

@@ -225,7 +225,7 @@ def test_in_place_functions_match_what_they_change():
                 assert others[0].grad is not None, label
 
 
-def test_in_place_floats_are_refused_on_half_and_work_on_float():
+def test_in_place_floats_are_rejected_on_half_and_work_on_float():
     for function, name, args in listed(Cast.NOT_HALF):
         half = Maker(HALF, requires_grad=False).all(args)
         kept = half[0].clone()
@@ -242,7 +242,7 @@ def test_in_place_floats_are_refused_on_half_and_work_on_float():
         torch.exp_(input=torch.ones(2, dtype=HALF))
 
 
-def test_binary_cross_entropy_is_refused_on_half():
+def test_binary_cross_entropy_is_rejected_on_half():
     half, full = (torch.full((2,), 0.5, dtype=dtype) for dtype in (HALF, FULL))
     with scope():
         for args in [(half, full), (full, half)]:

@@ -128,12 +128,12 @@ def test_a_rank_that_loses_the_store_warns_once_and_says_why_it_cannot_stop(capl
 def test_an_agreement_ends_where_no_thread_can_be_started(monkeypatch):
     """As in Python 3.12 while the interpreter shuts down, which is when multiprocessing calls it."""
 
-    def refuse(self):
+    def reject(self):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     store = dist.HashStore()
     agreement = StopAgreement(store, store, 0, 2, 20.0)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", reject)
     agreement.close()
     assert store.get("stop_at") == b"0"
     assert not agreement._thread.is_alive()

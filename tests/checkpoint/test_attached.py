@@ -61,7 +61,7 @@ def test_attached_state_goes_with_the_state_dict():
     assert there.value == 7
 
 
-def test_attached_state_that_cannot_be_saved_or_found_is_refused(tmp_path):
+def test_attached_state_that_cannot_be_saved_or_found_is_rejected(tmp_path):
     engine = small()
     engine.attach("odd", Count(nn.Linear(1, 1)))
     with pytest.raises(InputError, match=r"attach\('odd', ...\): the name is taken"):

@@ -127,7 +127,7 @@ def test_lists_numbers_and_other_shapes_of_whole_parameters_come_back(tmp_path):
     assert ours["note"] == 3
 
 
-def test_state_of_no_parameter_is_refused(tmp_path):
+def test_state_of_no_parameter_is_rejected(tmp_path):
     engine = make_small(optimizer=lambda params: Keeps(params, {}, {"all": {"k": 1}}))
     train(engine, 1)
     with pytest.raises(InputError, match="Keeps keeps state of no parameter, 'all', which cannot be saved"):
@@ -272,7 +272,7 @@ def test_a_group_that_was_added(tmp_path):
     assert differing(whole_state(other), whole_state(engine)) == []
 
 
-def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
+def test_another_model_or_optimizer_is_rejected_and_nothing_changes(tmp_path):
     engine = make_small(lr_scheduler=lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 0.5))
     train(engine, 1)
     engine.save(tmp_path)
@@ -282,7 +282,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
     del model.up
     other = make_small(model=model, optimizer=lambda params: optim.SGD(params, lr=0.1))
     before = weights(other)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as rejected:
         other.load(tmp_path)
     for words in (
         "step-00000001 does not fit the model and optimizer of this engine:",
@@ -290,7 +290,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
         "other shapes: head.bias ((4,) in the checkpoint, (9,) here), head.weight",
         "it was saved with the optimizer torch.optim.adamw.AdamW, and this is torch.optim.sgd.SGD; use the same class",
     ):
-        assert words in str(refused.value)
+        assert words in str(rejected.value)
     assert differing(weights(other), before) == []
     with pytest.raises(InputError, match=r"has groups of \[14\] parameters, and this one of \[2, 2\]"):
         make_small(optimizer=lambda p: optim.AdamW([{"params": p[:2]}, {"params": p[2:4]}], lr=0.1)).load(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, changed, or of something else are refused by name, and nothing of the run changes."""
+"""Checkpoints that are damaged, changed, or of something else are rejected by name, and nothing of the run changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_found_by_checksums(saved, newest, caplog):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_damage_of_any_file_is_refused_and_changes_nothing(saved, name):
+def test_any_damage_of_any_file_is_rejected_and_changes_nothing(saved, name):
     """Cut off, and with bits that are flipped."""
     place, chance = saved[0] / "step-00000002", random.Random(3)
     content, engine = (place / name).read_bytes(), make_small(seed=3)
@@ -63,9 +63,9 @@ def test_any_damage_of_any_file_is_refused_and_changes_nothing(saved, name):
         changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
         for damaged in (changed, content[: chance.randrange(len(content))]):
             (place / name).write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=r"step-00000002.*take another checkpoint") as refused:
+            with pytest.raises(CheckpointError, match=r"step-00000002.*take another checkpoint") as rejected:
                 engine.load(place)
-            assert name in str(refused.value)
+            assert name in str(rejected.value)
     assert differing(weights(engine), before) == []
     assert engine.global_step == 0
 
@@ -89,7 +89,7 @@ def test_what_is_no_checkpoint(tmp_path, saved):
             make_small().load(folder / place)
 
 
-def test_a_newer_format_is_refused(saved):
+def test_a_newer_format_is_rejected(saved):
     """An older checkpoint beside it is not taken for it."""
     change_manifest(saved[0] / "step-00000002", format=2, files="of another kind")
     with pytest.raises(CheckpointError, match=r"step-00000002 has the format 2, and this version of halfmesh reads fo"):

@@ -149,7 +149,7 @@ def test_a_kept_schedule_begins_where_none_was_saved_and_that_is_told(tmp_path, 
         ("own", ("lr_scheduler",), r"counts no steps, so this run's cannot be advanced"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_changes(kind, keep, words, tmp_path):
+def test_what_cannot_be_kept_is_rejected_before_anything_changes(kind, keep, words, tmp_path):
     engine = run(kind, 6)
     engine.save(tmp_path)
     before = now(engine)

@@ -1,4 +1,4 @@
-"""Two jobs in one folder: the second is refused by name, as long as the first is there."""
+"""Two jobs in one folder: the second is rejected by name, as long as the first is there."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def another_job(rank, world_size, folder):
 
 @pytest.mark.promise("no full optimizer checkpoint under tensor parallelism")
 @pytest.mark.distributed
-def test_a_second_job_is_refused_by_name_on_all_ranks(tmp_path):
-    """Until the first has closed its engine. Another engine of the same job is not refused."""
+def test_a_second_job_is_rejected_by_name_on_all_ranks(tmp_path):
+    """Until the first has closed its engine. Another engine of the same job is not rejected."""
     folder = tmp_path / "checkpoints"
     train(first := make_small(checkpoint=str(folder)), 1)
     train(second := make_small(), 2)

@@ -117,7 +117,7 @@ def test_a_full_disk_on_one_rank_is_told_on_all(in_background, tmp_path):
     assert there == [["step-00000001"], "step-00000001"]
 
 
-def test_saves_that_are_refused_leave_what_is_there(tmp_path):
+def test_saves_that_are_rejected_leave_what_is_there(tmp_path):
     engine = make_small(gradient_accumulation=2)
     place = engine.save(tmp_path)
     (tmp_path / "file").write_text("in the way")

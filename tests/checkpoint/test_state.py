@@ -37,7 +37,7 @@ def test_state_holds_full_precision_weights_of_tied_parameters_too():
     assert weights["last.weight"].half().float().ne(weights["last.weight"]).any()
 
 
-def test_states_that_do_not_fit_are_refused():
+def test_states_that_do_not_fit_are_rejected():
     engine = make_engine(FP16_TORCH | {"gradient_accumulation": 2})
     x, y = make_data(8)
     engine.backward(engine.criterion(engine(x), y))
@@ -51,7 +51,7 @@ def test_states_that_do_not_fit_are_refused():
         assert words in said(engine.load_state_dict, state)
 
 
-def test_masters_that_do_not_fit_are_refused():
+def test_masters_that_do_not_fit_are_rejected():
     engine = make_engine(FP16_NAIVE)
     before, state = full_weights(engine), make_engine(FP16_NAIVE, model=MLP(seed=5)).state_dict()
     masters = state["update"]["masters"]

@@ -244,7 +244,7 @@ def test_an_earlier_save_leaves_nothing(tmp_path):
         ("new/", "safetensors", r"that is a folder, .*; give a path such as '.*model.safetensors'"),
     ],
 )
-def test_places_and_formats_that_cannot_be_written_are_refused(name, format, words, tmp_path):
+def test_places_and_formats_that_cannot_be_written_are_rejected(name, format, words, tmp_path):
     with pytest.raises(InputError, match=words):
         make_small().save_weights(f"{tmp_path}/{name}", format=format)
     assert list(tmp_path.iterdir()) == []
@@ -258,7 +258,7 @@ def test_places_and_formats_that_cannot_be_written_are_refused(name, format, wor
         ({**Net().state_dict(), "more": torch.ones(2)}, InputError, r"does not fit .*:\n  - the model has no more"),
     ],
 )
-def test_files_that_are_refused(content, error, words, tmp_path):
+def test_files_that_are_rejected(content, error, words, tmp_path):
     engine = make_small()
     before = weights(engine)
     if content is not None:

@@ -57,11 +57,11 @@ def test_json(run):
     assert (answer["ok"], answer["problems"], answer["findings"]) == (True, [], [])
     assert answer["plan"]["mesh"] == {"pp": 1, "dp": 2, "tp": 1}
     assert "noise" in result.stderr
-    refused = run("resume: auto\n", "--world-size", "1", "--json", name="config.yaml")
-    assert refused.exit_code == 1
-    answer = json.loads(refused.stdout)
+    rejected = run("resume: auto\n", "--world-size", "1", "--json", name="config.yaml")
+    assert rejected.exit_code == 1
+    answer = json.loads(rejected.stdout)
     assert (answer["ok"], answer["plan"]) == (False, None)
-    assert [(row["kind"], row["where"]) for row in answer["findings"]] == [("refused", "resume")]
+    assert [(row["kind"], row["where"]) for row in answer["findings"]] == [("rejected", "resume")]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_json(run):
         ("fp16 = dict(mode='apex', opt_levle='O2')\nlr = 3", ["config problems", "  - lr", "  - fp16.opt_levle"]),
         (
             "fp16 = dict(mode='apex')\nparallel = dict(tensor=3)",
-            ["refused", "  - parallel", "  - device", "  - apex fp16 x tensor"],
+            ["rejected", "  - parallel", "  - device", "  - apex fp16 x tensor"],
         ),
     ],
 )
@@ -94,7 +94,7 @@ def test_all_problems_at_once(run, config, lines):
         (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'80GBB' is no amount of memory"),
     ],
 )
-def test_what_is_refused(run, args, status, words):
+def test_what_is_rejected(run, args, status, words):
     result = run("", *args)
     assert result.exit_code == status
     assert words in " ".join(result.output.replace("│", "").split())

@@ -33,9 +33,9 @@ def test_a_config_that_fits_is_written_and_drawn(tmp_path):
     assert "norm_type='inf'" in out.read_text()
     assert "LIMIT = float('inf')" in out.read_text()
     assert "rank 0" in picture.read_text()
-    refused = run(*args, "--out", out)
-    assert refused.exit_code == 2
-    assert "the file exists; --force replaces it" in refused.output
+    rejected = run(*args, "--out", out)
+    assert rejected.exit_code == 2
+    assert "the file exists; --force replaces it" in rejected.output
 
 
 def test_nothing_fits(tmp_path):
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_trained(tmp_path, monkeypatch):
         (("none.py", *ARGS, "1GB"), SMALL, "there is no such file"),
     ],
 )
-def test_what_is_refused(args, model, words):
+def test_what_is_rejected(args, model, words):
     result = run(*args, model=model)
     assert result.exit_code == 2
     assert words in " ".join(result.output.replace("\u2502", "").split())

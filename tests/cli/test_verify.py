@@ -91,7 +91,7 @@ def test_a_difference_in_words_and_as_json(run):
     assert "first difference: update 0, " in words
 
 
-def test_a_refused_config_and_one_with_mistakes(run):
+def test_a_rejected_config_and_one_with_mistakes(run):
     result = run("config.py", "--model", "a:b", "--world-size", "2", "--set", "parallel.tensor=3", "--json")
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
@@ -100,7 +100,7 @@ def test_a_refused_config_and_one_with_mistakes(run):
     result = run("config.py", "--model", "a:b", "--world-size", "2", "--set", "clip=3", "--set", "seed=-1")
     assert result.exit_code == 1
     first, *problems = result.stdout.splitlines()
-    assert first == "refused: config.py (2 ranks) beside one process"
+    assert first == "rejected: config.py (2 ranks) beside one process"
     assert [line.split(":")[0] for line in problems] == ["  - clip", "  - seed"]
 
 

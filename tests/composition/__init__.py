@@ -1,1 +1,1 @@
-"""The composition suite: every mode in every layout trains to parity, or is refused with its message."""
+"""The composition suite: every mode in every layout trains to parity, or is rejected with its message."""

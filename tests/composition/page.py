@@ -11,7 +11,7 @@ from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
 from .cells import EXPERTS, MODES, MOST_RANKS, covering, few, product
 from .parity import MOVEMENT, NORM
-from .refusals import messages
+from .rejections import messages
 from .test_overflow import KINDS
 from .workloads import SAMPLES, WORKLOADS
 
@@ -29,7 +29,7 @@ assert MODELS.keys() == WORKLOADS.keys()
 
 def render() -> str:
     """The page."""
-    parts = [_INTRODUCTION, render_table().strip(), *_trained(), *_refused(), *_how_to_run()]
+    parts = [_INTRODUCTION, render_table().strip(), *_trained(), *_rejected(), *_how_to_run()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -86,8 +86,8 @@ def _trained() -> Iterator[str]:
     )
 
 
-def _refused() -> Iterator[str]:
-    yield "## What is refused"
+def _rejected() -> Iterator[str]:
+    yield "## What is rejected"
     rows = ((", ".join(f"`{where}`" for where in places), message) for message, places in messages().items())
     yield _table(("combination", "message"), rows)
 

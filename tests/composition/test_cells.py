@@ -1,4 +1,4 @@
-"""The composition table, its cells, and what is refused: a combination is trained to parity or raises its message."""
+"""The composition table, its cells, and what is rejected: a combination is trained to parity or raises its message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .cells import (
     groups,
     product,
 )
-from .refusals import findings_of_table, problems_with_sequence
+from .rejections import findings_of_table, problems_with_sequence
 from .training import digest, make_optimizer
 from .workloads import WORKLOADS
 
@@ -39,8 +39,8 @@ def test_every_pair_of_values_is_in_a_covering_cell_and_every_mode_with_every_mo
     plain = [cell for cell in covering() if cell not in EXPERTS]
     assert {pair for cell in plain for pair in groups(cell, 2)} == possible
     values = {(axis, value) for axis in AXES for value in AXES[axis]}
-    refused = {("mode", mode) for mode in ("apex_bf16", "naive_fp8", "apex_fp8")}
-    assert {value for pair in possible for value in pair} == values - refused
+    rejected = {("mode", mode) for mode in ("apex_bf16", "naive_fp8", "apex_fp8")}
+    assert {value for pair in possible for value in pair} == values - rejected
     for kind in ("tensor", "pipeline"):  # divided, and cut
         found = {(cell.mode, cell.model) for cell in plain if kind in cell.kinds}
         assert found == {(mode, model) for mode in TRAINED for model in WORKLOADS}
@@ -49,7 +49,7 @@ def test_every_pair_of_values_is_in_a_covering_cell_and_every_mode_with_every_mo
 
 @pytest.mark.parametrize("column", get_columns())
 @pytest.mark.parametrize("row", get_rows(), ids=str)
-def test_a_cell_of_the_table_is_trained_or_refused(row, column):
+def test_a_cell_of_the_table_is_trained_or_rejected(row, column):
     verdict = composition_table()[str(row)][column]
     if verdict == "yes":
         few_or_more = EXPERTS if column == "expert" else few()  # of experts' cells most are slow
@@ -61,10 +61,10 @@ def test_a_cell_of_the_table_is_trained_or_refused(row, column):
         raise_for(findings_of_table(row, column))
 
 
-def test_whatever_is_not_trained_is_refused():
-    refused = [cell for cell in set(every()) - set(product()) if not cell.divides_unknown_sequence]
-    assert {cell.mode for cell in refused} == set(MODES)
-    for cell in refused:
+def test_whatever_is_not_trained_is_rejected():
+    rejected = [cell for cell in set(every()) - set(product()) if not cell.divides_unknown_sequence]
+    assert {cell.mode for cell in rejected} == set(MODES)
+    for cell in rejected:
         with pytest.raises(IncompatibleConfigError):
             raise_for(cell.findings())
     unknown = [cell for cell in every() if cell.divides_unknown_sequence and not cell.findings()]
@@ -72,7 +72,7 @@ def test_whatever_is_not_trained_is_refused():
         assert "no plan says where the sequence is sharded" in problems_with_sequence(cell)[0]
 
 
-REFUSALS = {
+REJECTIONS = {
     Cell("apex_o1", "gpt", tensor=2): "apex fp16 x tensor: apex's contract has no verdict shared by all ranks",
     Cell("apex_bf16", "gpt", data=2): "apex bf16: apex has no bf16",
     Cell("none", "gpt", data=2, reduce_dtype="float16"): "without a loss scale, gradients leave float16's range",
@@ -83,15 +83,15 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("cell", REFUSALS, ids=str)
-def test_a_refusal_leaves_everything_as_it_was(cell, monkeypatch):
+@pytest.mark.parametrize("cell", REJECTIONS, ids=str)
+def test_a_rejection_leaves_everything_as_it_was(cell, monkeypatch):
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
     for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
         monkeypatch.setenv(name, str(value))
     model = WORKLOADS[cell.model].build()
     optimizer = make_optimizer(model.parameters(), lr=0.1)
     before, classes = digest(model.state_dict()), [type(module) for module in model.modules()]
-    with pytest.raises(IncompatibleConfigError, match=re.escape(REFUSALS[cell])):
+    with pytest.raises(IncompatibleConfigError, match=re.escape(REJECTIONS[cell])):
         halfmesh.initialize(model, optimizer, config=cell.config(), device="cpu")
     assert not dist.is_initialized()
     assert (digest(model.state_dict()), [type(module) for module in model.modules()]) == (before, classes)

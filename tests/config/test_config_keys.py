@@ -60,7 +60,7 @@ def test_keys_of_the_loss_scale(config, overflows, expected):
     assert found == expected
 
 
-def test_a_first_scale_outside_its_bounds_is_refused():
+def test_a_first_scale_outside_its_bounds_is_rejected():
     for options in ({"initial_scale": 2.0, "min_scale": 4.0}, {"initial_scale": 2.0**20, "max_scale": 2.0**10}):
         with pytest.raises(ConfigError, match=r"initial_scale=.* must lie between min_scale=.* and max_scale="):
             make_engine(fp16("naive", **options))
@@ -125,7 +125,7 @@ def test_on_nonfinite():
     "NAIVE's keys",
     "static and dynamic scale, hysteresis, floor and ceiling. The scale starts at `2**16` (from `2**32` some "
     "20 updates would be lost). A static scale skips inf and nan too. For an fp16 loss a dynamic scale "
-    "above `2**15` backs off, and a static one is refused",
+    "above `2**15` backs off, and a static one is rejected",
     of="Colossal-AI",
     page="config.md",
 )
@@ -171,7 +171,7 @@ def global_batches(rank, world_size):
 
 @pytest.mark.promise(
     "accumulation as a size",
-    "`global_batch_size` determines `gradient_accumulation`; refused if it does not divide",
+    "`global_batch_size` determines `gradient_accumulation`; rejected if it does not divide",
     of="Colossal-AI",
     page="config.md",
 )

@@ -1,4 +1,4 @@
-"""Each sample is seen by one data rank, once an epoch, whatever the loader; and what cannot be sharded is refused."""
+"""Each sample is seen by one data rank, once an epoch, whatever the loader; and what cannot be sharded is rejected."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ EVALUATED = {  # nothing is counted twice
     "ragged": ([[0, 2, 4, 6], [8, 10]], [[1, 3, 5, 7], [9]]),
     "stream": ([[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19]], [[4, 5, 6, 7], [12, 13, 14, 15]]),
 }
-REFUSED = {
+REJECTED = {
     "shards itself": (
         lambda: DataLoader(Stream(range(dist.get_rank(), 16, 2)), 2),
         "the Stream gives different data on each rank",
@@ -167,7 +167,7 @@ def shards(rank: int, world_size: int) -> dict[str, Any]:
             seen[f"{name}, evaluated"] = first_batches(engine.eval_dataloader)
     with make_engine(loader=DataLoader(TensorDataset(*make_data(7)), 2)) as engine:
         seen["uneven"] = [len(x) for x, _ in engine.dataloader], len(train(engine))
-    for name, (make, _) in REFUSED.items():
+    for name, (make, _) in REJECTED.items():
         seen[name] = said(_iterate, make())
     return seen
 
@@ -191,7 +191,7 @@ def test_every_kind_of_loader_is_sharded_once():
         expected |= {f"{name}, evaluated": cells[rank] for name, cells in EVALUATED.items()}
         expected["uneven"] = ([2, 2], 2)
         assert {name: found[name] for name in expected} == expected
-    for name, (_, message) in REFUSED.items():
+    for name, (_, message) in REJECTED.items():
         assert message in results[0][name], name
 
 

@@ -99,7 +99,7 @@ def test_the_table_and_the_dict():
     assert plain["findings"] == list(report.findings)
 
 
-def test_a_block_without_a_step_is_refused():
+def test_a_block_without_a_step_is_rejected():
     engine = make_engine("one", "none")
     with pytest.raises(halfmesh.InputError, match="ended without a step"), engine.precision_report():
         engine(make_data(4)[0])

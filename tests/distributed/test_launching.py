@@ -1,4 +1,4 @@
-"""What each launch function reads, makes and refuses, and who ends the process group."""
+"""What each launch function reads, makes and rejects, and who ends the process group."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_what_is_offloaded_needs_a_backend_of_the_host_too(monkeypatch):
     assert asked == ["cpu:gloo,cuda:nccl", "nccl", None]
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- rejections ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,8 +406,8 @@ def test_offloading_needs_a_group_that_also_sends_from_the_host(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for there in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
         monkeypatch.setattr(dist, "get_backend_config", lambda config=there: config)
-        refused = pytest.raises(LaunchError, match=r"make it with init_process_group\('cpu:gloo,cuda:nccl'\)")
-        with refused if there == "cuda:nccl" else nullcontext():
+        rejected = pytest.raises(LaunchError, match=r"make it with init_process_group\('cpu:gloo,cuda:nccl'\)")
+        with rejected if there == "cuda:nccl" else nullcontext():
             launching.ensure_process_group(config, device, RankNames(1), False)
 
 

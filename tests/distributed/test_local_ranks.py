@@ -152,7 +152,7 @@ def test_processes_serve_many_calls_until_one_fails(tmp_path: Path, monkeypatch:
         with pytest.raises(RankError) as caught:
             ranks.call(fail_on, (1, "raise"))
         assert (caught.value.rank, caught.value.reason) == (1, "LaunchError: of its own"), "not the echo of another"
-        assert caught.value.refusal == "of its own"
+        assert caught.value.rejection == "of its own"
         assert "in fail_on" in str(caught.value)
         assert not running([pid for pid, *_ in first])
         third = ranks.call(leave_a_mark, ("MINE",))
@@ -179,7 +179,7 @@ def test_ranks_that_missed_each_other_are_started_again(tmp_path: Path) -> None:
 def test_a_killed_rank_is_told_with_its_last_words() -> None:
     with pytest.raises(RankError) as caught:
         call(2, fail_on, 1, "die")
-    assert (caught.value.rank, caught.value.refusal) == (1, "")
+    assert (caught.value.rank, caught.value.rejection) == (1, "")
     assert str(caught.value) == "rank 1: killed by SIGKILL (out of memory?)\nthe last words"
 
 
@@ -252,7 +252,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert 'ended with status 1 while it started; is this called under `if __name__ == "__main__":`?' in errors
 
 
-def test_what_other_processes_cannot_call_and_more_ranks_than_gpus_are_refused(monkeypatch) -> None:
+def test_what_other_processes_cannot_call_and_more_ranks_than_gpus_are_rejected(monkeypatch) -> None:
     with pytest.raises(InputError, match=r"cannot be sent .*lambda.*name functions of a module's top level"):
         LocalRanks(1).begin(lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -40,7 +40,7 @@ OTHERS = {  # package: their loop
 
 @pytest.fixture(autouse=True)
 def accelerate_forgets():
-    """Its settings belong to the process, and refuse others in the tests that follow."""
+    """Its settings belong to the process, and reject others in the tests that follow."""
     yield
     if "accelerate" in sys.modules:
         state = sys.modules["accelerate.state"]

@@ -62,4 +62,4 @@ def test_what_is_lifted_is_a_cell_that_trains():
     assert {"fp16 does not go with ZeRO", "pipelines take the naive mode only"} <= lifted
     for mode in ("torch fp16", "naive fp16"):
         assert {table[mode][column] for column in ("pipeline", "zero1", "fsdp")} == {"yes"}
-    assert {table["apex fp16"][column] for column in ("tensor", "pipeline")} == {"refused"}
+    assert {table["apex fp16"][column] for column in ("tensor", "pipeline")} == {"rejected"}

@@ -56,7 +56,7 @@ def test_the_division_of_a_model():
 
 @pytest.mark.promise(
     "`hysterisis`, as the tutorial spells it",
-    "refused, with \"did you mean 'hysteresis'?\"",
+    "rejected, with \"did you mean 'hysteresis'?\"",
     of="Colossal-AI",
     page="config.md",
 )
@@ -158,7 +158,7 @@ def test_the_plugin_trains(pure):
 
 def test_the_plugin_is_checked(pure):
     cells = composition_table()
-    assert (cells["pure fp16"]["replicate"], cells["pure bf16"]["tensor"]) == ("yes", "refused")
+    assert (cells["pure fp16"]["replicate"], cells["pure bf16"]["tensor"]) == ("yes", "rejected")
     with pytest.raises(halfmesh.ConfigError, match=r"bf16.scale: bf16 has the range of fp32"):
         halfmesh.load_config({"bf16": {"mode": "pure", "scale": 2.0}})
     config = halfmesh.load_config({"fp16": {"mode": "pure"}, "parallel": {"tensor": 2}})

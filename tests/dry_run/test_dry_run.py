@@ -1,4 +1,4 @@
-"""A dry run: what each kind of rank holds and sends, and what it refuses."""
+"""A dry run: what each kind of rank holds and sends, and what it rejects."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_accumulation_that_follows_from_the_global_batch():
     """10 rows on each of 2 data ranks; also where fewer microbatches are run than there are."""
     run = dry_run(pipeline(10).replace(global_batch_size=40), 4, SMALL, ("10,32:int64",))
     assert 2 * 10 < run.ranks[0].sent["pp"].messages < 3 * 10, "an update of two batches"
-    refused = dry_run(pipeline(10).replace(global_batch_size=50), 4, SMALL, ("10,32:int64",))
-    assert "global_batch_size: 50 is no multiple of batch size 10 x 2 data ranks" in refused.problems[0]
+    rejected = dry_run(pipeline(10).replace(global_batch_size=50), 4, SMALL, ("10,32:int64",))
+    assert "global_batch_size: 50 is no multiple of batch size 10 x 2 data ranks" in rejected.problems[0]
 
 
 def test_all_kinds_of_ranks():

@@ -23,8 +23,8 @@ def ask(world_size=8, node=8, **config):
     return PlanRequest(load_config(config), world_size, 1000, "a:model", node=node)
 
 
-def layouts(asked, refused=()):
-    return [" ".join(changes) for changes in make_layouts(asked, (), lambda change: change not in refused)]
+def layouts(asked, rejected=()):
+    return [" ".join(changes) for changes in make_layouts(asked, (), lambda change: change not in rejected)]
 
 
 def with_strategies(axes, data_ranks=2):
@@ -81,16 +81,16 @@ def test_an_update_has_the_same_rows(config, changes, at_once, rows, passes, mor
     update = describe_update(asked.config, 8, 4)
     assert update == Update(32 * asked.config.gradient_accumulation, 4, asked.config.gradient_accumulation)
     rung = make_rung(asked, update, changes, "full", at_once)
-    assert rung.refused == ""
+    assert rung.rejected == ""
     assert (rung.rows, rung.passes) == (rows, passes)
     assert rung.changes == (*changes, "activation_checkpoint=full", *more)
     assert rung.config == load_config(asked.config, rung.changes)  # what is printed after --set
 
 
-def test_what_does_not_compose_is_refused():
+def test_what_does_not_compose_is_rejected():
     asked = ask(fp16={"mode": "apex"})
     rung = make_rung(asked, describe_update(asked.config, 8, 4), ("parallel.tensor.size=2",), "", 4)
-    assert rung.refused.startswith("apex fp16 x tensor: ")
+    assert rung.rejected.startswith("apex fp16 x tensor: ")
 
 
 def test_an_axis_and_a_strategy_of_others_are_rungs():

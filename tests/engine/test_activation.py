@@ -1,4 +1,4 @@
-"""Which modules `activation_checkpoint` chooses, and what it and `activation_offload` are refused with."""
+"""Which modules `activation_checkpoint` chooses, and what it and `activation_offload` are rejected with."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_wrong_forms(form, message):
         load_config({"activation_checkpoint": form})
 
 
-def refused(form, model: nn.Module | None = None, **config) -> str:
-    """What a model is refused with, or "nothing"."""
+def rejected(form, model: nn.Module | None = None, **config) -> str:
+    """What a model is rejected with, or "nothing"."""
     try:
         make_engine({"activation_checkpoint": form, **config}, model=model or Model())
     except IncompatibleConfigError as error:
@@ -103,13 +103,13 @@ def refused(form, model: nn.Module | None = None, **config) -> str:
 
 
 def test_patterns_and_models_in_which_nothing_is_found():
-    assert "'block.*.mlp' matches no module; did you mean 'blocks.*.mlp'?" in refused({"patterns": ["block.*.mlp"]})
-    assert "it has blocks.*, blocks.*.mlp, blocks.*.mlp.*, blocks.*.norm, first" in refused({"patterns": ["zzz"]})
+    assert "'block.*.mlp' matches no module; did you mean 'blocks.*.mlp'?" in rejected({"patterns": ["block.*.mlp"]})
+    assert "it has blocks.*, blocks.*.mlp, blocks.*.mlp.*, blocks.*.norm, first" in rejected({"patterns": ["zzz"]})
     words = "the pattern 'blocks' matches only blocks, which is never called as a whole; did you mean 'blocks.*'?"
-    assert words in refused({"patterns": ["blocks"]})
+    assert words in rejected({"patterns": ["blocks"]})
     model = MLP()
     words = "name the modules: activation_checkpoint = dict(patterns=['first']); it has first, norm, again, tied, drop"
-    assert words in refused("full", model)
+    assert words in rejected("full", model)
     assert not any("forward" in vars(module) for module in model.modules()), "it is left alone"
 
 
@@ -118,7 +118,7 @@ def in_stages(rank: int, world_size: int) -> list[str]:
     pipeline = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
     models = (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))) for _ in range(3))
     forms = ("full", {"patterns": ["1"]}, {"patterns": ["1*"]})
-    return [refused(form, model, **pipeline) for form, model in zip(forms, models, strict=True)]
+    return [rejected(form, model, **pipeline) for form, model in zip(forms, models, strict=True)]
 
 
 @pytest.mark.distributed
@@ -141,4 +141,4 @@ def test_modules_that_no_stage_calls_as_a_whole():
     ],
 )
 def test_keys_that_do_not_go_together(form, config, message):
-    assert message in refused(form, **config)
+    assert message in rejected(form, **config)

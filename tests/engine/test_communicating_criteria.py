@@ -57,13 +57,13 @@ def test_they_train_as_in_one_process(row):
 
 
 @pytest.mark.distributed
-def test_a_pipeline_refuses_a_loss_that_depends_on_the_microbatch_before():
+def test_a_pipeline_rejects_a_loss_that_depends_on_the_microbatch_before():
     pipeline = {"size": 2, "microbatches": 2, "partition": ["2"]}
     report = prove({"parallel": {"pipeline": pipeline}}, build, 2)
     assert "for the whole batch, but its 2 microbatches make" in str(report)
 
 
-def test_a_refusal_leaves_the_criterion():
+def test_a_rejection_leaves_the_criterion():
     model, _, criterion = build()
     with pytest.raises(InputError):
         make_engine({}, model=model, criterion=criterion, optimizer=lambda params: torch.optim.LBFGS(params))

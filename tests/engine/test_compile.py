@@ -1,4 +1,4 @@
-"""The key `compile` in one process: what is compiled, that it runs and changes only the time, what is refused."""
+"""The key `compile` in one process: what is compiled, that it runs and changes only the time, what is rejected."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ PIPE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
         ),
     ],
 )
-def test_refusals(config, value, message):
+def test_rejections(config, value, message):
     def find(value):
         findings = check(load_config(config | {"compile": value}), 2, "cpu")
         return [str(finding) for finding in findings if finding.where.startswith("compile")]

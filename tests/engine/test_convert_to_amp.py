@@ -246,7 +246,7 @@ def test_misuse():
         ({"amp_config": {"mode": "naive"}}, TypeError, "multiple values for keyword argument 'mode'"),
     ],
 )
-def test_refusals_leave_everything_untouched(arguments, error, message):
+def test_rejections_leave_everything_untouched(arguments, error, message):
     model = MLP()
     optimizer = sgd(model.parameters())
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

@@ -187,7 +187,7 @@ def outside_backward(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor
     return weights, [said(engine.backward, engine.criterion(engine(x), y)), said(engine.step)]
 
 
-def test_a_backward_outside_the_engine_is_reduced_or_refused():
+def test_a_backward_outside_the_engine_is_reduced_or_rejected():
     (first, messages), (second, _) = run_ranks(outside_backward, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert difference(first, reference([make_data(16)], lambda p: torch.optim.SGD(p, lr=0.2))) < 1e-5
@@ -229,7 +229,7 @@ class OddBuffers(MLP):
 
 
 def starts(rank: int, world_size: int) -> tuple[list[Any], list[str], torch.Tensor]:
-    """The buffers; what is refused; and what is dropped after a state that rank 0 saved, loaded by all."""
+    """The buffers; what is rejected; and what is dropped after a state that rank 0 saved, loaded by all."""
     torch.manual_seed(rank)
     model = OddBuffers()
     for name in ("expanded", "rotation"):
@@ -239,18 +239,18 @@ def starts(rank: int, world_size: int) -> tuple[list[Any], list[str], torch.Tens
     buffers = [torch.view_as_real(b) if b.is_complex() else b.float() for b in model.buffers()]
     sparse = MLP()
     sparse.register_buffer("s", torch.eye(2).to_sparse())
-    refused = [said(make_engine, model=sparse), said(make_engine, {"gradient_accumulation": 1 + rank})]
+    rejected = [said(make_engine, model=sparse), said(make_engine, {"gradient_accumulation": 1 + rank})]
     engine = make_engine(optimizer=adamw, model=nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5)))
     states: list[Any] = [engine.state_dict()]
     dist.broadcast_object_list(states, src=0)
     engine.load_state_dict(states[0])
-    return [buffer.tolist() for buffer in buffers], refused, engine(here(torch.ones(16, FEATURES))) == 0
+    return [buffer.tolist() for buffer in buffers], rejected, engine(here(torch.ones(16, FEATURES))) == 0
 
 
 def test_ranks_start_with_equal_buffers_and_drop_differently():
-    (first, refused, dropped), (second, others, dropped_too) = run_ranks(starts, 2)
+    (first, rejected, dropped), (second, others, dropped_too) = run_ranks(starts, 2)
     assert first == second
-    for sparse, configs in (refused, others):
+    for sparse, configs in (rejected, others):
         assert "the buffers s are sparse" in sparse
         assert "the ranks were given different configs" in configs
     assert not torch.equal(dropped, dropped_too)

@@ -164,7 +164,7 @@ class OwnLoss(MLP):
 
 
 @pytest.mark.promise("NAIVE's keys")
-def test_a_scale_that_is_too_large_for_an_fp16_loss_backs_off_or_is_refused():
+def test_a_scale_that_is_too_large_for_an_fp16_loss_backs_off_or_is_rejected():
     """A static one would make every gradient inf. Of the criterion's loss in fp32 any scale is fine."""
     engine = make_engine({"fp16": {"mode": "naive", "hysteresis": 1}}, model=OwnLoss())
     skipped = []

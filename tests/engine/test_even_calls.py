@@ -107,7 +107,7 @@ CELLS: dict[int, list[tuple[dict[str, Any], str, int]]] = {
 
 @pytest.mark.promise(
     "evaluation sets that ranks do not divide",
-    "each sample once, under fsdp too; a set with no batch for some rank is refused",
+    "each sample once, under fsdp too; a set with no batch for some rank is rejected",
     of="PyTorch",
     page="sharding.md",
 )
@@ -125,7 +125,7 @@ def test_a_stream_without_a_batch_for_each_rank():
 
 
 def limits(rank: int, world_size: int) -> tuple[int, int, float]:
-    """A loader without a batch for some rank is refused on all, who can train afterwards; not where ranks do not meet.
+    """A loader without a batch for some rank is rejected on all, who can train afterwards; not where ranks do not meet.
     With drop_last each rank drops its own. And batches that are
     not evaluated need no calls, nor does an iterator that is kept."""
     for kind, rows in (("samples", 1), ("batches", 1), ("drop last", 3)):
@@ -149,5 +149,5 @@ def limits(rank: int, world_size: int) -> tuple[int, int, float]:
     return replicated, listed, dropped[2]
 
 
-def test_what_is_refused_and_what_needs_no_calls():
+def test_what_is_rejected_and_what_needs_no_calls():
     assert run_ranks(limits, 2) == [(1, 3, 6.0), (0, 1, 6.0)]

@@ -1,4 +1,4 @@
-"""A forward that writes into its weights: right where all ranks write the same, else refused in the first update."""
+"""A forward that writes into its weights: right where all ranks write the same, else rejected in the first update."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def start(model: nn.Module, config: dict[str, Any]) -> halfmesh.Engine:
 
 
 def train(model: nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor] | str:
-    """The trained weights, or the refusal."""
+    """The trained weights, or the rejection."""
     engine = start(model, config)
     size, rank = engine.context.dp_size, engine.context.dp_rank
     try:
@@ -107,7 +107,7 @@ def on_data_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
     page="sharding.md",
 )
 @pytest.mark.distributed
-def test_data_ranks_keep_the_same_writes_and_refuse_others():
+def test_data_ranks_keep_the_same_writes_and_reject_others():
     for found in run_ranks(on_data_ranks, 2):
         for (how, layout), result in found.items():
             if "fsdp" in layout:  # gathered weights are not kept
@@ -135,7 +135,7 @@ def limited_rows(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_max_norm_is_refused_where_ranks_look_up_other_rows():
+def test_max_norm_is_rejected_where_ranks_look_up_other_rows():
     for text in run_ranks(limited_rows, 2)[0]:
         assert "1 problem in parallel.data with this model" in text
         assert "0: max_norm makes" in text

@@ -1,4 +1,4 @@
-"""Gradients that somebody else than engine.backward made or changed: told, refused, or nobody's business."""
+"""Gradients that somebody else than engine.backward made or changed: told, rejected, or nobody's business."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own_loss(engine: halfmesh.Engine) -> torch.Tensor:
     page="loop.md",
 )
 @pytest.mark.parametrize("config", SCALED)
-def test_a_loss_backward_before_the_first_of_an_update_is_refused_under_a_scale(config):
+def test_a_loss_backward_before_the_first_of_an_update_is_rejected_under_a_scale(config):
     engine = make_engine(config)
     own_loss(engine).backward()
     with pytest.raises(InputError, match=r"first.weight, .* direct loss.backward\(\).*divide them by the loss scale"):

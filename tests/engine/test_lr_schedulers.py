@@ -1,4 +1,4 @@
-"""Every learning rate against its formula, written out; resume; several groups; refusals."""
+"""Every learning rate against its formula, written out; resume; several groups; rejections."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def test_resume_is_exact_and_groups_keep_their_own_base_rate(name: str) -> None:
     assert rest == first_group(CASES[name], 16, rate=0.4)[7:]
 
 
-def test_no_steps_are_refused() -> None:
+def test_no_steps_are_rejected() -> None:
     with pytest.raises(InputError, match=r"total_steps=0: expected at least 1, in optimizer steps"):
         LinearWarmupLR(make_optimizer(1.0), 0, 0)

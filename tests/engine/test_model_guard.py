@@ -36,8 +36,8 @@ def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
     step_on(engine, X, Y)
     for _ in range(2):
         # torch's error of half-precision weights, and inputs that nobody has cast
-        refused = pytest.raises(RuntimeError, match="dtype") if mode == "naive_bf16" else nullcontext()
-        with refused:
+        rejected = pytest.raises(RuntimeError, match="dtype") if mode == "naive_bf16" else nullcontext()
+        with rejected:
             engine.criterion(engine.model(X), Y)
         assert caplog.text.count(DIRECT) == (mode != "none"), "fp32 is computed alike"
     assert CASTS.get(mode, "") in caplog.text

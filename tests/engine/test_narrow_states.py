@@ -1,4 +1,4 @@
-"""Optimizers of torchao with state in few bits, and what replaces masters: trained, saved, or refused."""
+"""Optimizers of torchao with state in few bits, and what replaces masters: trained, saved, or rejected."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_weights_in_bf16_need_masters():
         make({}, torch.bfloat16, bf16_stochastic_round=True)
 
 
-def refused(rank: int, world_size: int) -> list[str]:
+def rejected(rank: int, world_size: int) -> list[str]:
     found = []
     for data in ("zero1", "fsdp"):
         with pytest.raises(halfmesh.IncompatibleConfigError) as error:
@@ -75,4 +75,4 @@ def refused(rank: int, world_size: int) -> list[str]:
 @pytest.mark.distributed
 def test_shards_would_cut_their_blocks():
     words = "it keeps 'exp_avg' as a OptimState8bit, in blocks that shards would cut elsewhere"
-    assert all(words in said for found in run_ranks(refused, 2) for said in found)
+    assert all(words in said for found in run_ranks(rejected, 2) for said in found)

@@ -149,13 +149,13 @@ def streams(monkeypatch):
     current = [FakeStream("computation", done)]
     empty_like = torch.empty_like
 
-    def refuse(*_):
+    def reject(*_):
         raise AssertionError("record_stream keeps memory until the device arrives there")
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream("side", done))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", refuse)
+    monkeypatch.setattr(torch.Tensor, "record_stream", reject)
     monkeypatch.setattr(torch, "empty_like", lambda *args, pin_memory=False, **given: empty_like(*args, **given))
     return done, current
 

@@ -128,12 +128,12 @@ def tails(rank: int, world_size: int, config: Any) -> dict[str, Any]:
 
 @pytest.mark.promise(
     "batches that microbatches do not divide",
-    "run in other microbatches, or are refused; never a hang",
+    "run in other microbatches, or are rejected; never a hang",
     of="SageMaker",
     page="pipeline.md",
 )
 @pytest.mark.parametrize("schedule", [name for name in ("1f1b", "interleaved", "zbv") if name in SCHEDULES])
-def test_ragged_last_batches_are_run_in_other_microbatches_or_refused(schedule):
+def test_ragged_last_batches_are_run_in_other_microbatches_or_rejected(schedule):
     expected = tails(0, 1, {"parallel": {}})
     assert expected["seen"] == 22
     for found in run_ranks(tails, 2, pipe(microbatches=4, schedule=schedule, **SCHEDULES[schedule])):
@@ -174,7 +174,7 @@ def test_a_batch_that_the_microbatches_do_not_divide():
     for found in run_ranks(splits, 2):
         for name, counts in COUNTS.items():
             for rows, count in counts.items():
-                refused = f"a batch of {rows} samples cannot be split into 4 microbatches"
-                assert ("nothing" if count else refused) in found[name][rows]
+                rejected = f"a batch of {rows} samples cannot be split into 4 microbatches"
+                assert ("nothing" if count else rejected) in found[name][rows]
         assert "drop_last=True" in found["interleaved"][3]
         assert "2 samples or more in each, which BatchNorm needs" in found["1f1b with BatchNorm"][5]

@@ -1,4 +1,4 @@
-"""Criteria under a pipeline: microbatches have to make the loss of the whole batch, or all ranks refuse."""
+"""Criteria under a pipeline: microbatches have to make the loss of the whole batch, or all ranks reject."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def told() -> list[dict[str, str]]:
 
 @pytest.mark.promise(
     "microbatch losses are averaged",
-    "a criterion for which that is wrong (a sum, class weights, `ignore_index`, contrastive) is refused "
+    "a criterion for which that is wrong (a sum, class weights, `ignore_index`, contrastive) is rejected "
     "on all ranks, with the right setting",
     of="SageMaker",
     page="loop.md",

@@ -1,4 +1,4 @@
-"""What an engine under a pipeline refuses in the loop, on all ranks alike, and what it warns of."""
+"""What an engine under a pipeline rejects in the loop, on all ranks alike, and what it warns of."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ MODELS: list[tuple[Any, str]] = [
 
 
 class Told:
-    """Messages of the calls that were refused."""
+    """Messages of the calls that were rejected."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
 
     def __call__(self, words: str, call: Any, *args: Any, **options: Any) -> None:
-        """It is refused with these words; or with "nothing"."""
+        """It is rejected with these words; or with "nothing"."""
         self.messages.append(said(call, *args, **options))
         assert words in self.messages[-1]
 
@@ -163,7 +163,7 @@ def of_models(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("mistakes", [in_the_loop, of_models])
-def test_mistakes_are_refused_alike_on_all_ranks(mistakes):
+def test_mistakes_are_rejected_alike_on_all_ranks(mistakes):
     first, second = run_ranks(mistakes, 2)
     assert first == second
 

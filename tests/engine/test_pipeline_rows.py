@@ -1,4 +1,4 @@
-"""Models that mix the rows of a batch are refused before the first update of a pipeline; of others nothing is left."""
+"""Models that mix the rows of a batch are rejected before the first update of a pipeline; of others nothing is left."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def train_graphs(rank: int, world_size: int) -> tuple[list[str], list[float]]:
     return told, [train_graph(how, table, **options) for how, table, options in RIGHT]
 
 
-def test_a_graph_is_refused_and_the_ways_out_train_on_the_loss_of_one_process():
+def test_a_graph_is_rejected_and_the_ways_out_train_on_the_loss_of_one_process():
     x, y = make_data(8)
     expected = [F.cross_entropy(Graph(how)(x, table), y).item() for how, table, _ in RIGHT]
     for told, losses in run_ranks(train_graphs, 2):
@@ -185,11 +185,11 @@ def test_the_first_batch_that_is_split_is_tried_and_nothing_is_compiled_for_it()
 
 @pytest.mark.promise(
     "models that mix the rows of a batch, in a pipeline",
-    "refused before the first update, with the module",
+    "rejected before the first update, with the module",
     of="PyTorch",
     page="pipeline.md",
 )
-def test_mixed_rows_are_refused_and_rows_by_themselves_are_trained():
+def test_mixed_rows_are_rejected_and_rows_by_themselves_are_trained():
     first, second = run_ranks(train, 2)
     for name in MIXED:
         for found in (first, second):

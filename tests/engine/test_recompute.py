@@ -221,7 +221,7 @@ def test_a_change_in_place_after_the_forward(rows):
         engine.backward(loss)
 
 
-# -- the module, and what is refused ---------------------------------------------------------------------------------
+# -- the module, and what is rejected ---------------------------------------------------------------------------------
 
 
 def test_the_model_stays_what_it_is():
@@ -246,7 +246,7 @@ def test_the_model_stays_what_it_is():
     assert [list(vars(module)) for module in model.modules()] == attributes
 
 
-def test_a_cache_of_transformers_is_refused():
+def test_a_cache_of_transformers_is_rejected():
     hf = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=8))

@@ -318,7 +318,7 @@ def test_a_state_dict_resumes_exactly_and_has_the_form_of_one_optimizers():
         joined.load_state_dict(optim.SGD(again.model.parameters(), lr=0.1).state_dict())
 
 
-def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
+def test_a_checkpoint_of_other_optimizers_is_rejected(tmp_path):
     engine = start()
     train(engine)
     engine.save(tmp_path)

@@ -1,4 +1,4 @@
-"""What is refused under schedules that compute the gradients of a stage's inputs and of its weights apart."""
+"""What is rejected under schedules that compute the gradients of a stage's inputs and of its weights apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.pipeline_parts import SCHEDULES, pipe
 from tests.support.versions import TORCH
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")
-pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="refused: torch counts some weights twice")
+pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="rejected: torch counts some weights twice")
 
 
 def config_of(schedule, **more):
@@ -28,7 +28,7 @@ def config_of(schedule, **more):
         ({"gradient_dtype": "float32"}, "adds weights' gradients up in the dtype of the weights; leave gradient_dtype"),
     ],
 )
-def test_what_needs_whole_backwards_is_refused(more, words):
+def test_what_needs_whole_backwards_is_rejected(more, words):
     for schedule in SPLIT:
         config = config_of(schedule)
         config["parallel"] |= more.get("parallel", {})
@@ -38,7 +38,7 @@ def test_what_needs_whole_backwards_is_refused(more, words):
     assert check(load_config(config_of("interleaved")), 4, "cpu") == []
 
 
-def test_torch_that_counts_weights_twice_is_refused(monkeypatch):
+def test_torch_that_counts_weights_twice_is_rejected(monkeypatch):
     """Those that a stage uses several times: a GRU's, those of a layer that is called twice, tied ones."""
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cpu"))
     for schedule in SPLIT:
@@ -57,7 +57,7 @@ def test_torch_that_counts_weights_twice_is_refused(monkeypatch):
         ("zero_bubble", {"chunks": 1}, "chunks", "leaves nothing to interleave"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(schedule, options, where, words):
+def test_numbers_that_do_not_fit_are_rejected(schedule, options, where, words):
     found = check(load_config(pipe(**{"microbatches": 4, "schedule": schedule, **options})), 2, "cpu")
     assert [finding.where for finding in found] == [f"parallel.pipeline.{where}"]
     assert words in found[0].message

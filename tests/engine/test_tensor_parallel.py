@@ -1,4 +1,4 @@
-"""An engine whose layers are divided: its collectives, targets and refusals."""
+"""An engine whose layers are divided: its collectives, targets and rejections."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Lamb(torch.optim.SGD):
                 param.data.sub_(param.grad / norm, alpha=group["lr"])
 
 
-def refusals(rank: int, world_size: int) -> dict[str, str]:
+def rejections(rank: int, world_size: int) -> dict[str, str]:
     found = {}
     model, (x, y) = here((Divisible(), make_data(64)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -114,7 +114,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-def test_what_would_be_silently_wrong_is_refused():
+def test_what_would_be_silently_wrong_is_rejected():
     words = {
         "optimizer": "Lamb steps a parameter by what it reads of others",
         "second engine": "model: this rank holds a part of it for another engine",
@@ -122,7 +122,7 @@ def test_what_would_be_silently_wrong_is_refused():
         "undeclared": "the gradients of each.weight, each.bias differ",
         "divided output": "the model's output differs between the ranks of a tensor group",
     }
-    for found in run_ranks(refusals, 2):
+    for found in run_ranks(rejections, 2):
         assert found.keys() == words.keys()
         for case, message in found.items():
             assert words[case] in message, case

@@ -150,7 +150,7 @@ WITHOUT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def refused(rank: int, world_size: int) -> list[str]:
+def rejected(rank: int, world_size: int) -> list[str]:
     found = []
     for config, _ in WITHOUT:
         engine = make_engine(config)
@@ -163,7 +163,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.distributed
 def test_layouts_without():
-    for found in run_ranks(refused, 2):
+    for found in run_ranks(rejected, 2):
         for (_, where), message in zip(WITHOUT, found, strict=True):
             assert f"under {where} a rank has only its part" in message
             assert "clip_grad_norm in the config" in message

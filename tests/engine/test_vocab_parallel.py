@@ -12,7 +12,7 @@ import halfmesh
 from tests.composition.workloads import CONTEXT, WORDS, criterion, find_workload
 from tests.support.proofs import FormatAlone, Row, rows
 from tests.support.ranks import here, rank_device, run_ranks
-from tests.support.tensor_parity import divide, parity, refusal
+from tests.support.tensor_parity import divide, parity, rejection
 from tests.support.versions import TORCH
 
 pytestmark = pytest.mark.distributed
@@ -33,13 +33,13 @@ def config(sequence_parallel: bool = False, axes: Any = None, **more: Any) -> di
     return {"parallel": {"tensor": tensor, **(axes or {})}, **more}
 
 
-# Before torch 2.13 it is refused: torch counts some weights twice.
+# Before torch 2.13 it is rejected: torch counts some weights twice.
 LATER = [Row("halves of backward", gpt, config(True, HALVES), 4, slow=True)] if TORCH >= (2, 13) else []
 
 
 @pytest.mark.promise(
     "a vocabulary larger than the hidden states",
-    "logits stay sharded; the loss is that of one process, and what else reads them is refused",
+    "logits stay sharded; the loss is that of one process, and what else reads them is rejected",
     of="SageMaker",
     page="tensor-parallel.md",
 )
@@ -74,7 +74,7 @@ def own_losses(rank: int, world_size: int) -> tuple[list[float], str]:
         parity(llama().double(), lambda m: loss(m, num_items_in_batch=torch.tensor(7)), LLAMA_PLAN),
     ]
     output = divide(llama(), LLAMA_PLAN)(input_ids=ids)
-    return found, refusal(lambda: output.logits.argmax(-1))
+    return found, rejection(lambda: output.logits.argmax(-1))
 
 
 def test_the_loss_of_a_hugging_face_model_is_that_of_one_process():

@@ -270,7 +270,7 @@ halfmesh.initialize(model, torch.optim.SGD, config=dict(fp16=dict(mode="navie"))
 
 
 @pytest.mark.slow
-def test_a_refusal_before_there_is_a_group_is_in_the_summary_too(tmp_path):
+def test_a_rejection_before_there_is_a_group_is_in_the_summary_too(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(BAD_CONFIG)
     with started(*TORCHRUN, str(script)) as process:

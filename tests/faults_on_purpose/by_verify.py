@@ -82,7 +82,7 @@ def verifying() -> Iterator[Verify]:
 def said(found: VerifyReport) -> str:
     """ "kind name; sentence" of the first difference; "" of none."""
     if found.problems:
-        return f"refused {'; '.join(found.problems)}"
+        return f"rejected {'; '.join(found.problems)}"
     first = found.first
     return "" if first is None else f"{first.what} {first.module}; {first.where}"
 

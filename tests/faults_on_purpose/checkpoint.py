@@ -66,7 +66,7 @@ CHECKPOINT = (
     fault(
         "A changed file is loaded",
         Text(STORAGE, "size_and_digest(paths[name]) != tuple(known)", "False"),
-        f"{DAMAGE}::test_any_damage_of_any_file_is_refused_and_changes_nothing",
+        f"{DAMAGE}::test_any_damage_of_any_file_is_rejected_and_changes_nothing",
     ),
     fault(
         "A save removes checkpoints of another model",

@@ -68,7 +68,7 @@ DATA_FAULTS = (
             "        for param in () if self.is_last_microbatch else self.update.master_weights.grad_params:\n"
             "            param.grad = None\n",
         ),
-        In(TWICE, (GRADIENT, "refused *gradients that engine.backward left*gone*")),
+        In(TWICE, (GRADIENT, "rejected *gradients that engine.backward left*gone*")),
     ),
     fault(
         "The mean over the microbatches of a cycle is a sum",
@@ -171,7 +171,7 @@ SHARDED = (
             "                add_missing_grads(unit)\n"
             "        self._strategy.unit_params[0][0].set_requires_gradient_sync(False)\n",
         ),
-        In(FSDP, ("gradient blocks.0*", "refused *has not summed the gradients of*blocks.0*")),
+        In(FSDP, ("gradient blocks.0*", "rejected *has not summed the gradients of*blocks.0*")),
     ),
     fault(
         "Weights that were gathered before an update are used after it",

@@ -43,7 +43,7 @@ class In:
     """A layout in which verify has to see a fault.
 
     Attributes:
-        right: patterns of what may be said first, "kind name; sentence"; or "refused text", where the engine itself
+        right: patterns of what may be said first, "kind name; sentence"; or "rejected text", where the engine itself
             finds it.
         build: makes the model, inputs and criterion; None: those of the cell's workload.
         more: keys of the config.

@@ -20,8 +20,8 @@ TORCH_FP16_TENSOR = Cell("torch_fp16", tensor=2)
 
 CLIPPED, WEIGHTED = {"clip_grad_norm": 0.5}, {"loss_reduction": "weighted"}
 GRADIENT, LOSS = "gradient *", "loss *"
-UNLIKE = "refused *differ between ranks that should hold the same*"
-OTHERWISE = "refused *compute something else*"
+UNLIKE = "rejected *differ between ranks that should hold the same*"
+OTHERWISE = "rejected *compute something else*"
 
 
 def after(name: str) -> str:

@@ -12,7 +12,7 @@ EXACT, RULES, SCALERS, NORMS, LOSSES = (
 )
 MOVED = "            if stats is not None:\n                self.loss_scales.update(stats)\n"
 DIVISOR = "        scale, total = self.loss_scales.grad_divisor(divisor)\n        total = None if self"
-DISAGREES = "verdict *", "norm *", "refused *"
+DISAGREES = "verdict *", "norm *", "rejected *"
 
 NORM_AND_SCALE = (
     fault(

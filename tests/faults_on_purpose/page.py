@@ -64,7 +64,7 @@ def render(rows: Sequence[Row]) -> Iterator[str]:
         f"{len(rows) - tests} times [`halfmesh verify`](../../docs/verify.md) is asked, with layouts of 2 to 4 ranks "
         "on a CPU, whose ranks have the fault, and never the reference. "
         f"**{reported:.0%} are reported; {right:.0%} name the right place first**: the module, the parameter or the "
-        "figure that is wrong; or halfmesh refuses it, and says what is wrong. Without the fault all is equal. "
+        "figure that is wrong; or halfmesh rejects it, and says what is wrong. Without the fault all is equal. "
         "`tests/faults_on_purpose/` compares each row."
     )
     yield ""

@@ -39,7 +39,7 @@ PIPELINE = (
             "        def begin_last(module: StageModule, roots: Any) -> None:\n"
             "            left.remove(module.index)\n",
         ),
-        In(Cell("none", data=2, pipeline=PIPE), "refused *arrived after it was sent*"),
+        In(Cell("none", data=2, pipeline=PIPE), "rejected *arrived after it was sent*"),
     ),
     fault(
         "The second half of a backward in two halves has no weights",
@@ -63,7 +63,7 @@ PIPELINE = (
     fault(
         "A weighted loss is divided by the weight of its last microbatch",
         Text(MICROBATCHES, "torch.stack(weights).sum() if weights", "weights[-1] if weights"),
-        In(MLP_PIPE, (LOSS, GRADIENT, "refused *its 2 microbatches make *"), workloads.weighted, WEIGHTED),
+        In(MLP_PIPE, (LOSS, GRADIENT, "rejected *its 2 microbatches make *"), workloads.weighted, WEIGHTED),
     ),
     fault(
         "The loss that is told is that of the last microbatch",

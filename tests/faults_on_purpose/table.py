@@ -24,7 +24,7 @@ USERS = (
     user(users.class_weights, In(DATA, SUMMED)),
     user(users.negatives_in_the_batch, In(DATA, SUMMED, cause="samples compared with each other")),
     user(users.gathered_without_gradient, In(DATA, SUMMED)),
-    user(users.penalty_on_a_shard, In(MLP_TENSOR, (LOSS, "gradient up.weight; *", "refused *losses*"))),
+    user(users.penalty_on_a_shard, In(MLP_TENSOR, (LOSS, "gradient up.weight; *", "rejected *losses*"))),
     user(users.rows_mixed, In(DATA, BETWEEN, cause="rows of the batch are combined")),
     user(users.state_kept, In(DATA, BETWEEN, cause="kept from an earlier call")),
     user(users.calls_counted, In(TWICE, BETWEEN)),
@@ -44,10 +44,10 @@ USERS = (
     ),
     user(users.gradient_of_its_own, In(DATA, grad("first"))),
     user(users.gradient_hook, In(DATA, "gradient up.weight; *")),
-    user(users.fixed_heads, In(GPT_TENSOR, ("* attention*", "refused *attention*"), more=PLANNED)),
+    user(users.fixed_heads, In(GPT_TENSOR, ("* attention*", "rejected *attention*"), more=PLANNED)),
     user(
         users.plan_without_partial,
-        In(GPT_TENSOR, ("gradient attention.norm.*", "refused *attention.norm*"), more=PLANNED),
+        In(GPT_TENSOR, ("gradient attention.norm.*", "rejected *attention.norm*"), more=PLANNED),
     ),
 )
 

@@ -29,14 +29,14 @@ TENSOR = (
     fault(
         "A layer divided by rows keeps its part of the output: an all-reduce is missing in forward",
         Text(LAYERS, REDUCE, "pass"),
-        In(LLAMA_TENSOR, (O_PROJ, "refused *output*")),
+        In(LLAMA_TENSOR, (O_PROJ, "rejected *output*")),
         In(MLP_TENSOR, (after("down"), OTHERWISE)),
     ),
     fault(
         "A layer divided by rows sums its output twice: an all-reduce too many in forward",
         Text(LAYERS, REDUCE, f"{REDUCE}\n            {REDUCE}"),
         In(LLAMA_TENSOR, O_PROJ),
-        In(GPT_TENSOR, (after("blocks.0.attention.out"), "refused *blocks.0*")),
+        In(GPT_TENSOR, (after("blocks.0.attention.out"), "rejected *blocks.0*")),
     ),
     fault(
         "Every rank adds the bias of a layer divided by rows, and then the ranks are summed",
@@ -54,7 +54,7 @@ TENSOR = (
             "return partial(_wait, dist.all_reduce(total, group=group, async_op=True), total)",
             "return lambda: total",
         ),
-        In(LLAMA_TENSOR, (grad("*norm"), "refused *gradients of*norm*")),
+        In(LLAMA_TENSOR, (grad("*norm"), "rejected *gradients of*norm*")),
     ),
     fault(
         "Layers divided by columns sum the gradient of their input twice: an all-reduce too many in backward",

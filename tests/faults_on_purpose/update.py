@@ -36,7 +36,7 @@ WEIGHTS = (
     fault(
         "Masters begin with the values that lie one element further",
         Text(MASTER, "nn.Parameter(value, requires_grad=True)", "nn.Parameter(value.roll(1), requires_grad=True)"),
-        In(Cell("naive_bf16", "gpt", tensor=2, data=2, strategy="zero1"), ("update *", "refused *masters differ*")),
+        In(Cell("naive_bf16", "gpt", tensor=2, data=2, strategy="zero1"), ("update *", "rejected *masters differ*")),
     ),
     fault(
         "Masters begin with rounded values",
@@ -146,8 +146,8 @@ SEVERAL_OPTIMIZERS = (
         "Only the first of several optimizers is guarded",
         Text(
             STEPPER,
-            "(self._refuse_calls_from_outside) for part in self.parts]",
-            "(self._refuse_calls_from_outside) for part in self.parts[:1]]",
+            "(self._reject_calls_from_outside) for part in self.parts]",
+            "(self._reject_calls_from_outside) for part in self.parts[:1]]",
         ),
         f"{SEVERAL}::test_the_optimizers_that_were_given_stay_usable",
     ),

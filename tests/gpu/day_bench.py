@@ -78,13 +78,13 @@ def bench_compiled(page: Page, mode: str = "default") -> None:
 
 
 def bench_graphs(page: Page) -> None:
-    """Beside it, that accumulation is refused, whose gradients the next graph would overwrite."""
+    """Beside it, that accumulation is rejected, whose gradients the next graph would overwrite."""
     from halfmesh.compat import check
     from halfmesh.config.load import load_config
 
     bench_compiled(page, "reduce-overhead")
     if not check(load_config({"compile": {"mode": "reduce-overhead"}, "gradient_accumulation": 2}), 1):
-        page.fail("reduce-overhead with gradient_accumulation=2 is not refused")
+        page.fail("reduce-overhead with gradient_accumulation=2 is not rejected")
 
 
 def bench_float8(page: Page) -> None:

@@ -47,7 +47,7 @@ def find_what_is_unfit(page: Page) -> None:
     for cell, report, seconds in verify_machine(page.device.type, quick=True).results:
         if not report.equal:
             page.fail(f"{cell.row}, {cell}: {report.first or report.problems}")
-        result = "equal" if report.equal else "differs, or refused"
+        result = "equal" if report.equal else "differs, or rejected"
         page.add(f"verify: {cell.row}, {cell}", f"{result}, {seconds:.1f} s")
 
 

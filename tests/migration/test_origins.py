@@ -181,7 +181,7 @@ def test_the_dynamic_loss_scale_of_sagemakers_optimizer():
         ({"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}}, OFFLOADED, {}),
         ({"fp16": {"enabled": "auto"}}, {}, {"fp16.enabled": "not understood"}),
         ({"amp": {"enabled": True, "opt_level": "O1"}}, {"fp16": {"mode": "apex"}}, {}),
-        (  # all three are kept: global_batch_size is refused where the others do not fit it
+        (  # all three are kept: global_batch_size is rejected where the others do not fit it
             {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
             {"global_batch_size": 64, "BATCH_SIZE": 4, "gradient_accumulation": 4},
             {},

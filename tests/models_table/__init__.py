@@ -1,1 +1,1 @@
-"""Other people's models, in each layout: trained to parity, or refused."""
+"""Other people's models, in each layout: trained to parity, or rejected."""

@@ -42,9 +42,9 @@ class Layout:
         if obstacle := find_obstacle(self.world, sends=self.pipeline > 1):
             pytest.skip(obstacle)
 
-    def refusal(self, subject: Subject) -> str | None:
-        """What the message says that `subject` is refused with here; None where it trains."""
-        found = [subject.refused.get(axis) for axis in ("tensor", "pipeline") if getattr(self, axis) > 1]
+    def rejection(self, subject: Subject) -> str | None:
+        """What the message says that `subject` is rejected with here; None where it trains."""
+        found = [subject.rejected.get(axis) for axis in ("tensor", "pipeline") if getattr(self, axis) > 1]
         return next(filter(None, found), None)
 
     def config(self, subject: Subject) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class Cell:
     mode: str = "none"
 
     @property
-    def refusal(self) -> str | None:
-        return LAYOUTS[self.layout].refusal(SUBJECTS[self.model])
+    def rejection(self) -> str | None:
+        return LAYOUTS[self.layout].rejection(SUBJECTS[self.model])
 
     def __str__(self) -> str:
         return f"{self.model}, {self.layout}, {self.mode}"
@@ -93,7 +93,7 @@ def build(name: str, with_criterion: bool) -> Any:
     return subject.build(), (batch.get("x", batch), labels), subject.criterion
 
 
-def refusal(rank: int, world_size: int, cell: Cell) -> str:
+def rejection(rank: int, world_size: int, cell: Cell) -> str:
     """What is said to `cell`, whose model stays as it was."""
     subject = SUBJECTS[cell.model]
     model = subject.make(seed=rank)

@@ -22,13 +22,13 @@ def render() -> str:
     for model in SUBJECTS:
         cells = [_say(Cell(model, layout)) for layout in LAYOUTS]
         lines.append(f"| {model} | {' | '.join(cells)} |")
-    lines += ["", *_half(), "", "Messages for the refused cells:", "", *_refusals()]
+    lines += ["", *_half(), "", "Messages for the rejected cells:", "", *_rejections()]
     return "\n".join(lines) + "\n"
 
 
 def _say(cell: Cell) -> str:
-    if cell.refusal is not None:
-        return "**refused**"
+    if cell.rejection is not None:
+        return "**rejected**"
     points = SUBJECTS[cell.model].points if LAYOUTS[cell.layout].pipeline > 1 else ()
     return f"yes, cut at `{points[0]}`" if points else "yes"
 
@@ -43,10 +43,10 @@ def _half() -> Iterator[str]:
     yield from (f"- {cells}: {'; '.join(models)}" for cells, models in tried.items() if cells)
 
 
-def _refusals() -> Iterator[str]:
+def _rejections() -> Iterator[str]:
     said: dict[tuple[str, str], list[str]] = {}
     for model, subject in SUBJECTS.items():
-        for axis, words in subject.refused.items():
+        for axis, words in subject.rejected.items():
             said.setdefault((axis, words), []).append(model)
     for (axis, words), models in said.items():
         yield f"- {' and '.join(models)}, {axis}: “{words}”"

@@ -77,7 +77,7 @@ def test_adapters_are_trained_as_in_one_process(row):
         ({}, True, "LoRA's input is whole on each rank; set parallel.tensor.sequence_parallel=False"),
     ],
 )
-def test_adapters_that_cannot_be_sharded_are_refused_once(options, sequence_parallel, reason):
+def test_adapters_that_cannot_be_sharded_are_rejected_once(options, sequence_parallel, reason):
     _, problems = resolve(with_lora(llama(), **options), 2, "auto", sequence_parallel)
     layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
     told = [problem for problem in problems if any(layer in problem for layer in layers)]
@@ -131,7 +131,7 @@ class OwnFolder(torch.nn.Linear):
 
 
 def save_others(rank: int, world_size: int, folder: str) -> list[str]:
-    """Write two folders; return what other models are refused with."""
+    """Write two folders; return what other models are rejected with."""
     said = []
     for model, place in (
         (build_two_adapters(), "adapters"),

@@ -161,7 +161,7 @@ def test_outputs_have_the_form_that_the_model_gives_them():
             assert words == describe(call(model, inputs)), (kind, way, mode)
 
 
-def refused(rank: int, world_size: int) -> str:
+def rejected(rank: int, world_size: int) -> str:
     model, (inputs, _), _ = here(build("dict", "own loss"))
     given = model, optim.SGD(model.parameters(), lr=0.03), None, None, {"parallel": PARALLEL["pipeline"]}
     with halfmesh.initialize(*given, device=rank_device()) as engine:
@@ -169,6 +169,6 @@ def refused(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.sends
-def test_an_own_loss_is_refused_under_a_pipeline():
-    for message in run_ranks(refused, 2):
+def test_an_own_loss_is_rejected_under_a_pipeline():
+    for message in run_ranks(rejected, 2):
         assert "the model's own loss (output.loss) is on the last stage only. Give a criterion to initialize" in message

@@ -31,7 +31,7 @@ class Subject:
     criterion: Callable[[Any, torch.Tensor], torch.Tensor]  # called as criterion(output, labels)
     own_loss: bool = False  # whether the model takes `labels`, and returns a loss
     points: tuple[str, ...] = ()  # split points for two stages, if no partitioner knows the model
-    refused: Mapping[str, str] = field(default_factory=dict)  # what "tensor" or "pipeline" is refused with
+    rejected: Mapping[str, str] = field(default_factory=dict)  # what "tensor" or "pipeline" is rejected with
     # Modes in half precision, each with the layout that it is tried in. (With BatchNorm and ReLU over so few samples
     # rounding grows too fast to compare.)
     half: tuple[tuple[str, str], ...] = ()
@@ -198,8 +198,8 @@ HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "da
 
 LINEAR = "its layers are Conv2d, and only Linear ones can be sharded; build the model with those"
 NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points cannot cut it either"
-RESNET: dict[str, Any] = {"points": ("layer3",), "refused": {"tensor": CONVOLUTIONS}}
-CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "refused": {"tensor": LINEAR}}
+RESNET: dict[str, Any] = {"points": ("layer3",), "rejected": {"tensor": CONVOLUTIONS}}
+CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "rejected": {"tensor": LINEAR}}
 WORDY: dict[str, Any] = {"own_loss": True, "half": HALF}
 T5_HALF = (("naive_fp16", "tensor"), ("naive_bf16", "fsdp"))
 
@@ -216,5 +216,5 @@ SUBJECTS = {
     "Llama": Subject(llama, text, next_word, **WORDY),
     "BERT, classification": Subject(bert_classifier, padded_text, classify, **WORDY),
     "BERT, masked words": Subject(bert_masked, hidden_words, per_word, **WORDY),
-    "T5": Subject(t5, translations, per_word, own_loss=True, refused={"pipeline": NO_PARTITION}, half=T5_HALF),
+    "T5": Subject(t5, translations, per_word, own_loss=True, rejected={"pipeline": NO_PARTITION}, half=T5_HALF),
 }

@@ -311,7 +311,7 @@ def test_size_of_a_chunk():
     assert _chunk_size(x, nn.Sequential()) == 1024
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is rejected --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_size_of_a_chunk():
         ({"chunk_size": 0}, "chunk_size=0 is not a number of tokens"),
     ],
 )
-def test_refused(change, words):
+def test_rejected(change, words):
     input, head, target = make()
     with pytest.raises(InputError, match=re.escape(words)):
         linear_cross_entropy(**{"input": input, "head": head, "target": target, **change})

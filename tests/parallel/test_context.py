@@ -125,7 +125,7 @@ def different(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_different_models_are_refused_on_every_rank():
+def test_different_models_are_rejected_on_every_rank():
     for messages in run_ranks(different, 2):
         whats = ["the model's parameters", "the optimizer", "the optimizer's state"]
         assert [message.split(" must be the same on all ranks")[0] for message in messages] == whats

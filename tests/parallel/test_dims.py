@@ -52,7 +52,7 @@ def test_a_split_leaves_the_axes_as_they_are():
 
 
 ODD = ParallelDims(12, {"dp": 12}).split("dp", {"a": 3, "b": 4}).split("dp", {"c": 4, "d": 3})
-REFUSED = {
+REJECTED = {
     "dp has 4 ranks, which cannot be split into edp 2 x ep 3": lambda: DIMS.split("dp", {"edp": 2, "ep": 3}),
     "dp cannot be split into cp 2 x ep 2: 'cp' is the name": lambda: DIMS.split("dp", {"cp": 2, "ep": 2}),
     "'ep' is the name of another axis": lambda: SPLIT.split("dp", {"ep": 4}),
@@ -63,10 +63,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_split_or_combined_is_refused(message):
+@pytest.mark.parametrize("message", REJECTED)
+def test_what_cannot_be_split_or_combined_is_rejected(message):
     with pytest.raises(InputError, match=re.escape(message)):
-        REFUSED[message]()
+        REJECTED[message]()
 
 
 def groups(rank: int, world_size: int) -> None:

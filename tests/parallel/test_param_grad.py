@@ -71,7 +71,7 @@ def far(ours: dict[str, torch.Tensor], model: nn.Module) -> float:
 
 LAYOUTS = [(data, mode) for data in ("replicate", "fsdp") for mode in ("none", "naive_fp16", "naive_bf16")]
 WITHHELD = ("fsdp", "naive_fp16")
-REFUSED = "To clip, call engine.clip_grad_norm_"
+REJECTED = "To clip, call engine.clip_grad_norm_"
 
 
 def looked_at(rank, world_size):
@@ -128,7 +128,7 @@ def clipped(rank, world_size):
         params = list(engine.model.parameters())
         if (data, mode) == WITHHELD:
             backward(engine, rank)
-            assert REFUSED in said(nn.utils.clip_grad_norm_, params, 0.1)
+            assert REJECTED in said(nn.utils.clip_grad_norm_, params, 0.1)
             engine.zero_grad()
             for _ in range(2):  # the second one adds to what the first one left
                 engine.backward(0.5 * loss_of_half(engine, rank))
@@ -263,7 +263,7 @@ def scattered(rank, world_size):
             partial(getattr, params[0].grad, "data"),
             engine(here(BATCH[0])).sum().backward,
         ):
-            assert REFUSED in said(look)
+            assert REJECTED in said(look)
         weight = engine.model.first.weight
         assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
         assert "the gradient of 'first.weight'" in repr(weight.grad)
@@ -277,5 +277,5 @@ def scattered(rank, world_size):
 
 
 @pytest.mark.promise("`param.grad` between backward and step")
-def test_zero1_refuses_to_compute_with_gradients_that_are_elsewhere():
+def test_zero1_rejects_to_compute_with_gradients_that_are_elsewhere():
     run_ranks(scattered, 2)

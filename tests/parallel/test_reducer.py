@@ -265,7 +265,7 @@ def backward_in_backward(rank: int, world_size: int) -> tuple[bool, str]:
     return same, said(engine.backward, engine(here(torch.ones(2, 4)), [1, 2, 3]))
 
 
-def test_a_backward_within_the_backward_is_waited_for_or_refused():
+def test_a_backward_within_the_backward_is_waited_for_or_rejected():
     for same, text in run_ranks(backward_in_backward, 2):
         assert same
         assert "the gradient of 'layers." in text
@@ -377,7 +377,7 @@ def arrives_twice(rank: int, world_size: int) -> str:
     return said(twice.backward, output)
 
 
-def test_a_gradient_that_arrives_after_it_was_sent_is_refused():
+def test_a_gradient_that_arrives_after_it_was_sent_is_rejected():
     for reentrant in run_ranks(arrives_twice, 2):
         assert "arrived after it was sent, from a backward within the last one" in reentrant
         assert "use_reentrant=False" in reentrant

@@ -14,7 +14,7 @@ from torch import nn
 from halfmesh.distributed.local_ranks import free_port
 from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
 from tests.support.ranks import here, meet, run_ranks
-from tests.support.tensor_parity import refusal
+from tests.support.tensor_parity import rejection
 from tests.support.whole import close_whole
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def alike(rank: int, world_size: int, config: dict[str, Any]) -> dict[str, torch
 
 @pytest.mark.promise(
     "frozen layers, from the start or later",
-    "any, alike on all ranks; a difference is refused with ranks and name",
+    "any, alike on all ranks; a difference is rejected with ranks and name",
     of="PyTorch",
     page="loop.md",
 )
@@ -141,7 +141,7 @@ def only_one(rank: int, world_size: int, port: int, folder: str) -> str:
     step_on(engine, x, y)
     if rank == 1:
         engine.model[2].requires_grad_(False)
-    return refusal(lambda: step_on(engine, x, y))
+    return rejection(lambda: step_on(engine, x, y))
 
 
 @pytest.mark.distributed

@@ -10,13 +10,13 @@ from torch import nn
 
 import halfmesh
 from halfmesh.config.schema import ParallelConfig
-from halfmesh.engine.parallelize import refuse_common_splits
+from halfmesh.engine.parallelize import reject_common_splits
 from halfmesh.parallel.axis import AppliedAxis
 from halfmesh.parallel.mesh import ParallelContext
 from halfmesh.parallel.shard_spec import Split
 from tests.support.example_runs import ROOT
 from tests.support.ranks import here, rank_device, run_ranks
-from tests.support.tensor_parity import refusal
+from tests.support.tensor_parity import rejection
 from tests.support.whole import close_whole
 
 CONFIG = {"clip_grad_norm": 0.1, "track_grad_norm": True, "gradient_accumulation": 2}
@@ -73,7 +73,7 @@ def train_on_ranks(rank, world_size, parallel):
 def train_on_different_inputs(rank, world_size):
     """Over the inner axis, and over the outer one."""
     register_axes()
-    return [refusal(lambda s=seed: train({"first": 2, "second": 2}, seed=s)) for seed in (rank % 2, rank // 2)]
+    return [rejection(lambda s=seed: train({"first": 2, "second": 2}, seed=s)) for seed in (rank % 2, rank // 2)]
 
 
 @pytest.mark.distributed
@@ -90,19 +90,19 @@ def test_parity():
 
 
 @pytest.mark.distributed
-def test_inputs_that_differ_over_either_axis_are_refused():
+def test_inputs_that_differ_over_either_axis_are_rejected():
     for messages in run_ranks(train_on_different_inputs, 4):
         assert all("wide group" in message for message in messages)
 
 
-def test_two_axes_that_split_one_parameter_are_refused():
+def test_two_axes_that_split_one_parameter_are_rejected():
     context = ParallelContext(ParallelConfig().dims(1), torch.device("cpu"))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     one, other = AppliedAxis(context, "tp"), AppliedAxis(context, "pp")
     one.split(optimizer, model.weight, Split())
     other.split(optimizer, model.bias, Split())
-    refuse_common_splits({"tensor": one, "wide": other})
+    reject_common_splits({"tensor": one, "wide": other})
     other.split(optimizer, model.weight, Split())
     with pytest.raises(halfmesh.InputError, match=r"parallel.tensor and parallel.wide both split 1 parameter; "):
-        refuse_common_splits({"tensor": one, "wide": other})
+        reject_common_splits({"tensor": one, "wide": other})

@@ -146,7 +146,7 @@ PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("head",)}}
 @pytest.mark.promise(
     "sequences longer than a device holds",
     "each rank computes its tokens; losses, gradients and outputs are those of whole sequences, or the "
-    "model is refused",
+    "model is rejected",
     of="SageMaker",
     page="context-parallel.md",
 )

@@ -119,7 +119,7 @@ class Edited(nn.Module):
         super().__init__()
         self.leaf, self.out = nn.Linear(4, 4), nn.Linear(8, 4)
         self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
-        self.first.weight.requires_grad_(False)  # else torch refuses: its input is needed for the weight's gradient
+        self.first.weight.requires_grad_(False)  # else torch rejects: its input is needed for the weight's gradient
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.leaf(x)

@@ -118,10 +118,10 @@ def page_of(*folders):
 def data_of(folder):
     """What `halfmesh report --json` says of a run."""
 
-    def refuse(word):
+    def reject(word):
         raise AssertionError(f"{word} is no JSON")
 
     done = CliRunner().invoke(app, ["report", str(folder), "--json"])
     assert done.exit_code == 0, done.output
-    (run,) = json.loads(done.stdout, parse_constant=refuse)["runs"]
+    (run,) = json.loads(done.stdout, parse_constant=reject)["runs"]
     return run

@@ -1,5 +1,5 @@
 """Groups of simulated devices: gloo sends, from one rank to another from the host only, and under the
-name of NCCL it refuses tensors of the host, as NCCL does."""
+name of NCCL it rejects tensors of the host, as NCCL does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulated GPUs refuse, as real ones do, and what they keep apart from the host."""
+"""What the simulated GPUs reject, as real ones do, and what they keep apart from the host."""
 
 from __future__ import annotations
 

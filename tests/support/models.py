@@ -193,7 +193,7 @@ class MatmulDtypes(TorchDispatchMode):
 
 
 def said(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a call is refused with, or "nothing"."""
+    """What a call is rejected with, or "nothing"."""
     try:
         call(*args, **kwargs)
     except InputError as error:

@@ -74,7 +74,7 @@ def rng_state() -> torch.Tensor:
     return torch.cuda.get_rng_state() if rank_device().type == "cuda" else torch.get_rng_state()
 
 
-def refusal(call: Callable[[], Any]) -> str:
+def rejection(call: Callable[[], Any]) -> str:
     """The message that `call` raises."""
     try:
         call()
@@ -83,7 +83,7 @@ def refusal(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def refused(model: nn.Module, plan: Plan = "auto", sequence_parallel: bool = False, size: int = 2) -> str:
+def rejected(model: nn.Module, plan: Plan = "auto", sequence_parallel: bool = False, size: int = 2) -> str:
     """Why a model cannot be divided over `size` ranks; found by the first of them, before it looks for the others."""
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 1}
     tensor = {"size": size, "plan": plan, "sequence_parallel": sequence_parallel}

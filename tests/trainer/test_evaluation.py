@@ -108,13 +108,13 @@ class Tagger(nn.Module):
         return {"scores": scores, "state": (scores[:, 0],)} | ({} if extra is None else {"extra": extra})
 
 
-def predicted(rank, world_size, extra=None, refused=False):
+def predicted(rank, world_size, extra=None, rejected=False):
     """The outputs for sequences, padded to the longest of a batch."""
     model = Tagger(extra)
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
     with make_engine(model=model, criterion=None) as engine:
         trainer = halfmesh.Trainer(engine)
-        if not refused:
+        if not rejected:
             return trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
         with pytest.raises(InputError, match=r"first dim, .*take turns in samples, but the sizes of one output are"):
             trainer.predict(DataLoader(SEQUENCES, 2, collate_fn=pad))
@@ -139,7 +139,7 @@ def test_predictions_of_other_lengths_are_a_list(ranks):
 
 @pytest.mark.distributed
 def test_outputs_without_a_row_for_each_sample():
-    """Lists of batches in one process; refused on data ranks, which split batches."""
+    """Lists of batches in one process; rejected on data ranks, which split batches."""
     for extra in (torch.tensor(1.0), torch.ones(7, 5)):
         outputs = predicted(0, 1, extra)
         assert [output["extra"].shape for output in outputs] == [extra.shape] * 3

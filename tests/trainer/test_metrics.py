@@ -64,7 +64,7 @@ def measured(rank, world_size, cells, evaluated):
 @pytest.mark.sends
 @pytest.mark.parametrize("evaluated", [21, 1])
 def test_metrics_of_every_layout_are_those_of_one_process(evaluated):
-    """Of one sample the second data rank has nothing at all, which fsdp refuses."""
+    """Of one sample the second data rank has nothing at all, which fsdp rejects."""
     (expected,) = measured(0, 1, [{}], evaluated)
     assert set(expected) >= {"eval_accuracy", "eval_confusion_0_0", "eval_auroc", "eval_loss"}
     cells = [parallel for parallel in CELLS if evaluated > 1 or parallel.get("data") != "fsdp"]

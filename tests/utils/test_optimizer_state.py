@@ -1,4 +1,4 @@
-"""Optimizers inside an optimizer: saved where its state dict has their state, refused by name where it has not."""
+"""Optimizers inside an optimizer: saved where its state dict has their state, rejected by name where it has not."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ HIDING = {
 
 
 @pytest.mark.parametrize("kind", HIDING)
-def test_state_that_would_be_lost_is_refused_by_name(kind, tmp_path):
+def test_state_that_would_be_lost_is_rejected_by_name(kind, tmp_path):
     build, words = HIDING[kind]
     engine = make_engine("one", "naive", optimizer=lambda params: build(params))
     engine.save(tmp_path)  # nothing is lost yet
@@ -90,7 +90,7 @@ def test_state_that_would_be_lost_is_refused_by_name(kind, tmp_path):
     assert [path.name for path in tmp_path.glob("step*")] == ["step-00000000"]
 
 
-def test_automatic_saves_are_refused_after_the_first_update(tmp_path):
+def test_automatic_saves_are_rejected_after_the_first_update(tmp_path):
     """Not when the run is told to end."""
     engine = make_small(optimizer=HIDING["list"][0], checkpoint=str(tmp_path))
     with pytest.raises(InputError, match="Container holds another optimizer, SGD"):
@@ -112,7 +112,7 @@ class Passing(Sharing):
         self.state, self.param_groups = self.parts[0].state, self.parts[0].param_groups
 
 
-def test_shared_state_is_refused_unless_loading_passes_it_on(tmp_path):
+def test_shared_state_is_rejected_unless_loading_passes_it_on(tmp_path):
     train(engine := make_small(optimizer=Sharing), 1)
     with pytest.raises(
         InputError, match=r"Sharing holds another .*: Sharing.load_state_dict\(\) does not give it back"
@@ -129,18 +129,18 @@ def test_state_that_the_state_dict_has_comes_back(optimizer, tmp_path):
     assert differing(weights(other), weights(engine)) == []
 
 
-def refused_save(rank, world_size, folder):
+def rejected_save(rank, world_size, folder):
     train(engine := make_engine("pp2", "none", optimizer=HIDING["sam"][0]), 1)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as rejected:
         engine.save(folder)
     engine.close()
-    return str(refused.value)
+    return str(rejected.value)
 
 
 @pytest.mark.distributed
 @pytest.mark.sends
-def test_all_ranks_refuse_it(tmp_path):
-    said = run_ranks(refused_save, 2, str(tmp_path))
+def test_all_ranks_reject_it(tmp_path):
+    said = run_ranks(rejected_save, 2, str(tmp_path))
     assert all("Sharpness holds another optimizer, AdamW" in words for words in said)
 
 

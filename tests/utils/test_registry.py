@@ -52,7 +52,7 @@ def test_unknown_name_has_the_nearest_and_the_list(shapes):
         shapes.get("sqare")
 
 
-def test_a_taken_name_is_refused_unless_overridden(shapes):
+def test_a_taken_name_is_rejected_unless_overridden(shapes):
     shapes.register_lazy("square", "fractions:Fraction")
     with pytest.raises(RegistryError, match=r"the shape 'Square' is already registered \(fractions:Fraction\)"):
         shapes.register("Square", print)

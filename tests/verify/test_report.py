@@ -58,10 +58,10 @@ def test_the_traceback_of_a_rank_that_failed_is_no_cause() -> None:
     assert str(failed) == "first difference: update 1, rank 1 failed: ValueError: x\nTraceback: x"
 
 
-def test_a_refusal_has_its_reasons() -> None:
+def test_a_rejection_has_its_reasons() -> None:
     report = VerifyReport(False, None, (), "tp 3", 3, None, ("4 heads cannot be shared by 3 ranks", "another"))
     assert str(report) == (
-        "refused: tp 3 (3 ranks) beside one process\n  - 4 heads cannot be shared by 3 ranks\n  - another"
+        "rejected: tp 3 (3 ranks) beside one process\n  - 4 heads cannot be shared by 3 ranks\n  - another"
     )
 
 

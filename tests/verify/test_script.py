@@ -129,7 +129,7 @@ def test_other_scripts_are_equal(verify, kind, config, size, options):
     assert report.equal, str(report)
 
 
-def test_a_loss_of_tensors_that_cannot_be_exchanged_is_refused(verify):
+def test_a_loss_of_tensors_that_cannot_be_exchanged_is_rejected(verify):
     with pytest.raises(InputError, match=r"computes its loss itself.*let engine.criterion\(output, target\)") as raised:
         verify("unseeded loss")
     assert str(raised.value).count("verify exchanges only") == 1

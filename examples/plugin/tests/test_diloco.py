@@ -141,14 +141,14 @@ def test_parity(tmp_path: Path) -> None:
         ({"checkpoint": {"directory": "x", "every": 30, "signals": ()}}, "every 20 updates; use a multiple"),
     ],
 )
-def test_what_would_save_or_compare_within_a_round_is_refused(keys: dict[str, Any], words: str) -> None:
+def test_what_would_save_or_compare_within_a_round_is_rejected(keys: dict[str, Any], words: str) -> None:
     from halfmesh.compat import check
 
     config = halfmesh.load_config({"parallel": {"data": "diloco"}, **keys})
     assert words in "\n".join(map(str, check(config, 4, "cpu")))
 
 
-def test_running_statistics_are_refused() -> None:
+def test_running_statistics_are_rejected() -> None:
     from halfmesh_plugin_example.diloco import DiLoCo
 
     assert "0: diloco does not average running statistics" in next(

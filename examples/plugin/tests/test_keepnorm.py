@@ -1,4 +1,4 @@
-"""The mode: its recipe, its keys, what it refuses, and that it trains."""
+"""The mode: its recipe, its keys, what it rejects, and that it trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_recipe() -> None:
     assert (bf16.loss_scale, bf16.param_dtype) == (None, torch.bfloat16)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_rejected() -> None:
     with pytest.raises(halfmesh.ConfigError, match=r"initial_scal: unknown key; did you mean 'initial_scale'"):
         halfmesh.load_config({"fp16": {"mode": "keepnorm", "initial_scal": 64.0}})
     with pytest.raises(halfmesh.ConfigError, match=r"bf16.initial_scale: bf16 has the range of fp32"):
@@ -29,7 +29,7 @@ def test_what_is_refused() -> None:
     found = [str(finding) for finding in check(halfmesh.load_config(config), 2, "cpu")]
     assert found == ["keepnorm fp16 x pipeline: keepnorm has not been tried with a pipeline; use mode='naive'"]
     row = composition_table()["keepnorm bf16"]
-    assert (row["tensor"], row["replicate"], row["pipeline"], row["fsdp"]) == ("yes", "yes", "refused", "refused")
+    assert (row["tensor"], row["replicate"], row["pipeline"], row["fsdp"]) == ("yes", "yes", "rejected", "rejected")
 
 
 def test_it_trains_with_batchnorm_in_fp32() -> None:

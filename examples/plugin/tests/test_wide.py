@@ -82,7 +82,7 @@ def test_parity(tmp_path: Path, size: int) -> None:
 def test_the_table_has_its_column_and_keys_are_checked() -> None:
     rows = composition_table()
     assert {rows[row]["wide"] for row in ("none", "torch fp16", "naive bf16")} == {"yes"}
-    assert rows["apex fp16"]["wide"] == "refused"
+    assert rows["apex fp16"]["wide"] == "rejected"
     config = halfmesh.load_config({"parallel": {"wide": 2, "tensor": 2}})
     assert [finding.where for finding in check(config, 4)] == ["parallel.tensor"]
     config = halfmesh.load_config({"parallel": {"wide": 2}})
@@ -93,7 +93,7 @@ def test_the_table_has_its_column_and_keys_are_checked() -> None:
         halfmesh.load_config({"parallel": {"wide": "2"}})
 
 
-def test_a_model_without_such_layers_is_refused() -> None:
+def test_a_model_without_such_layers_is_rejected() -> None:
     model = nn.Sequential(nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     from halfmesh_plugin_example.wide import Wide, WideOptions

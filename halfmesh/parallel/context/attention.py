@@ -50,7 +50,7 @@ def attend(
     size, rank, own = group.size(), group.rank(), query.shape[-2]
     if attn_mask is not None and has_no_memory(attn_mask) and attn_mask.shape[-2] == own:
         attn_mask = None  # transformers makes masks of placeholders, as if sequences were joined in one
-    _refuse_other_shapes(size, (query, key, value), attn_mask)
+    _reject_other_shapes(size, (query, key, value), attn_mask)
     if torch.is_autocast_enabled(kind := query.device.type):  # before they are sent: rotary embeddings return fp32
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     attention = partial(attention, dropout_p=dropout_p, **options)
@@ -99,7 +99,7 @@ def _causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)  # a mode sees tensors only
 
 
-def _refuse_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.Tensor | None) -> None:
+def _reject_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.Tensor | None) -> None:
     own = inputs[0].shape[-2]
     length = own * size
     is_right = all(x.dim() == 4 and x.shape[_TOKENS] == own for x in inputs)

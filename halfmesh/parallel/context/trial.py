@@ -83,7 +83,7 @@ def _attend_whole(func: Callable[..., torch.Tensor], *args: Any, **options: Any)
 def _alone(func: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """In place of attention: a function of each token by itself, which changes with all that it is given."""
     if key.shape[-2] != query.shape[-2]:
-        return func(query, key, value)  # of another sequence, which the comparison refuses
+        return func(query, key, value)  # of another sequence, which the comparison rejects
     key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     own = (query * key.flip(-1)).sum(-1, keepdim=True, dtype=torch.float32).sin()
     return (value * (own + 1.5).to(value.dtype)).to(query.dtype)

@@ -167,7 +167,7 @@ class StageParameters(AppliedAxis):
         except Exception as error:
             raise InputError(
                 f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
-                "remove from the model what copy.deepcopy refuses"
+                "remove from the model what copy.deepcopy rejects"
             ) from error
         self.first_names = first_names(model)
         self.context = context
@@ -178,7 +178,7 @@ class StageParameters(AppliedAxis):
         self.ties: dict[nn.Parameter, tuple[int, ...]] = {p: ranks for _, p, ranks in shared if self.rank in ranks}
         self._foreign = {name: t for name, t in all_tensors(model) if self.rank not in holders[id(t)]}
         self._drop(model, optimizer)
-        model.register_forward_pre_hook(self._refuse_call)
+        model.register_forward_pre_hook(self._reject_call)
         model.register_load_state_dict_pre_hook(self._take_own)
         model.register_load_state_dict_post_hook(self._expect_own)
 
@@ -236,7 +236,7 @@ class StageParameters(AppliedAxis):
         """Ignore the counter that BatchNorm adds to state dicts without versions, if this rank does not hold it."""
         keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in self._foreign]
 
-    def _refuse_call(self, model: nn.Module, *_: Any) -> NoReturn:
+    def _reject_call(self, model: nn.Module, *_: Any) -> NoReturn:
         raise InputError(
             f"the model itself was called, but this rank holds only stage {self.rank} of it; call engine(...) on all "
             "ranks"

@@ -162,7 +162,7 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
     for position, node in enumerate(nodes):
         if not _follows_from_arguments(node, piece_of):
             piece_of[node] = sum(position >= start for start in starts)
-        _refuse_change(node, piece_of)
+        _reject_change(node, piece_of)
     return [_piece_graph(nodes, piece_of, index, len(points)) for index in range(len(points) + 1)]
 
 
@@ -176,7 +176,7 @@ def _follows_from_arguments(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> b
     )
 
 
-def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
+def _reject_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
     """Raise InputError if `node` changes a value in place that other stages have a copy of."""
     changed = _changed_by(node)
     is_of_weights = changed is not None and changed.op == "get_attr"

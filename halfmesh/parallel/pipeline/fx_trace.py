@@ -71,7 +71,7 @@ def _record(
     with unchanged(opened), _Makers(tracer):
         before = _state(opened)
         graph = tracer.trace(model, concrete_args=dict(fixed))
-        _refuse_kept(opened)
+        _reject_kept(opened)
         if _state(opened) != before:
             raise InputError("it changes numbers or flags on the model, or draws random numbers of python or numpy")
     return graph
@@ -174,7 +174,7 @@ def _state(modules: Iterable[nn.Module]) -> tuple[str, str]:
     return plain_values(modules), repr((random.getstate(), np.random.get_state()))
 
 
-def _refuse_kept(modules: Iterable[nn.Module]) -> None:
+def _reject_kept(modules: Iterable[nn.Module]) -> None:
     """Raise InputError for values that the forward has put on modules, or into their buffers, lists and dicts."""
     for module in modules:
         for name, value in (module._buffers | vars(module)).items():

@@ -134,7 +134,7 @@ class Stage(PipelineStage):
         return found
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out sends from a rank to itself, which torch 2.11 makes for stages of one rank, and gloo refuses."""
+        """Leave out sends from a rank to itself, which torch 2.11 makes for stages of one rank, and gloo rejects."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _get_recv_ops(self, recv_infos: Any, *group: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import InputError, shorten
 from ...options import DType, Options, PositiveInt
-from ...utils.optimizer_state import cast, refuse_other_state, repoint
+from ...utils.optimizer_state import cast, reject_other_state, repoint
 from ...utils.param_shard import ParamShard, set_compute_dtype
 from ..axis import shard_loaded_state
 from ..data_strategy import DataStrategy, StrategyInputs
@@ -106,7 +106,7 @@ class FSDP(DataStrategy):
         self.slots = self._writes.slots = {slot: made[param] for slot, param in given.items()}
         for module in {module for module, _ in given}:
             module.register_load_state_dict_pre_hook(self._load)
-        inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        inputs.optimizer.register_load_state_dict_post_hook(reject_other_state)
         # Writes into weights after an evaluation have to reach the shards.
         model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.reshard())
         inputs.make(model)

@@ -23,7 +23,7 @@ class FSDPReducer(Reducer):
 
     Args:
         strategy: the `FSDP` whose reducer it is.
-        withholds: summed gradients are not final, so that computing with them is refused.
+        withholds: summed gradients are not final, so that computing with them is rejected.
             (Changes of a DTensor cannot be detected: torch's `_foreach` functions do not count them.)
 
     Raises:
@@ -62,7 +62,7 @@ class FSDPReducer(Reducer):
                 "the gradients of an update were dropped before its end (an error in backward?), which under "
                 "data='fsdp' some ranks may have summed already; end the run"
             )
-        self._refuse_lost_changes()
+        self._reject_lost_changes()
         self._set_gradient_sync(last)
         super().open(last)
 
@@ -83,7 +83,7 @@ class FSDPReducer(Reducer):
         self._used.clear()
         super().forget()
 
-    def _refuse_lost_changes(self) -> None:
+    def _reject_lost_changes(self) -> None:
         """Raise InputError for changes of the original parameters, which FSDP2 has replaced and does not notice."""
         if hooked := self._hooked + [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]:
             raise InputError(

@@ -103,7 +103,7 @@ def add_missing_grads(unit: FSDPModule) -> None:
     """Before the last of several backwards: if FSDP2 has accumulated gradients of `unit` in a wider dtype than its
     parameters', give parameters without a gradient zeros of that dtype.
 
-    torch 2.13 and 2.14 create these zeros in the parameters' dtype, and then refuse the mixture. Older torch creates
+    torch 2.13 and 2.14 create these zeros in the parameters' dtype, and then reject the mixture. Older torch creates
     none; newer torch, where the gradient is a property, uses the right dtype.
     """
     groups: Any = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
@@ -206,7 +206,7 @@ class CastGather:
         if self._scales[index] is None:
             self._scales[index] = scale
         else:
-            # .data, which counts no write: backward would refuse the tensor. FSDP2 writes in this way, too.
+            # .data, which counts no write: backward would reject the tensor. FSDP2 writes in this way, too.
             self._scales[index].data.copy_(scale)
         return (data,), None
 

@@ -106,7 +106,7 @@ class Arrivals:
 
     def expect(self, params: Sequence[nn.Parameter], receive: Callable[[], None]) -> None:
         """New values of `params` are on their way. `receive` waits for them and copies them there, uncounted: the write
-        counts now, so that a backward whose forward had the old values is refused."""
+        counts now, so that a backward whose forward had the old values is rejected."""
         torch.autograd.graph.increment_version(params)
         owners = dict.fromkeys(owner for param in params for owner in self._owners[param])
         self._expected.append(Arrival(params, owners, receive))

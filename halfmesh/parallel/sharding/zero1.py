@@ -18,7 +18,7 @@ from torch import nn
 
 from ...errors import InputError, shorten
 from ...options import Options
-from ...utils.optimizer_state import parts_of, refuse_other_state, repoint, steps_whole
+from ...utils.optimizer_state import parts_of, reject_other_state, repoint, steps_whole
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, foreach_zero_, reduce_scatter, storages
@@ -101,7 +101,7 @@ class Zero1(DataStrategy):
         self._memory: list[torch.UntypedStorage] = []  # of the model's parameters, at the last `follow`
         own = {part.model_param: part for part in shard_of.values()}
         repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, value: _cut(value, p, own[p]))
-        optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        optimizer.register_load_state_dict_post_hook(reject_other_state)
         # In the order in which they are complete when an update steps the model's parameters in order.
         position = {shard: number for number, shard in enumerate(mine)}
         self._order = sorted(self.buckets, key=lambda bucket: max(position[shard] for shard in bucket.shards))
@@ -220,7 +220,7 @@ class Zero1(DataStrategy):
         if self._arrivals is not None:
             self._arrivals.wait(None if module is None else module.parameters())
 
-    def refuse_unseen(self, shards: Sequence[ParamShard], param: nn.Parameter) -> None:
+    def reject_unseen(self, shards: Sequence[ParamShard], param: nn.Parameter) -> None:
         """Raise InputError if a gradient of `param` arrives before its new weights: forward had old ones."""
         if self._arrivals is not None and self._arrivals.is_late(param):
             name = next(shard.name for shard in shards if shard.param is param)
@@ -414,7 +414,7 @@ class Zero1Reducer(Reducer):
         super().open(last)
 
     def _arrived(self, bucket: Bucket, param: nn.Parameter) -> None:
-        self._strategy.refuse_unseen(bucket.shards, param)
+        self._strategy.reject_unseen(bucket.shards, param)
         super()._arrived(bucket, param)
 
     def _make_buckets(self) -> list[SliceBucket]:

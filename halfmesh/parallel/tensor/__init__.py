@@ -4,5 +4,5 @@ plans              the style of each module: plans for classes of layers, or the
 styles             the effect of a style on one module
 layers             sharded layers, and attention with sharded heads
 apply              shards the parameters, installs the styles, and sums partial gradients
-trial              refuses a plan that trains wrong weights, before the first update
+trial              rejects a plan that trains wrong weights, before the first update
 """

@@ -57,7 +57,7 @@ class ShardedLogits(torch.Tensor):
             return _cross_entropy(*args, **kwargs)
         logits, *others = args
         if not isinstance(logits, ShardedLogits):
-            raise _refusal(func)
+            raise _rejection(func)
         local = logits._local
         whole = torch.empty((*local.shape[:-1], local.shape[-1] * logits._group.size()), device="meta")
         name = getattr(getattr(func, "__self__", None), "__name__", "")  # of a property
@@ -72,7 +72,7 @@ class ShardedLogits(torch.Tensor):
         is_elementwise = func in _ELEMENTWISE and not any(isinstance(x, _T) for x in (*others, *kwargs.values()))
         if is_elementwise or (func is _T.__getitem__ and _keeps_last_dim(others[0], local.dim())):
             return ShardedLogits.of(func(local, *others, **kwargs), logits._group)
-        raise _refusal(func)
+        raise _rejection(func)
 
 
 def _keeps_last_dim(index: Any, dims: int) -> bool:
@@ -94,7 +94,7 @@ def local_ids(ids: torch.Tensor, entries: int, group: dist.ProcessGroup) -> tupl
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
-def _refusal(func: Any) -> InputError:
+def _rejection(func: Any) -> InputError:
     return InputError(
         f"{getattr(func, '__name__', func)}() reads all logits, and each rank has a shard of the vocabulary (the style "
         "'vocab_parallel'). Use F.cross_entropy or nn.CrossEntropyLoss, with logits [tokens, vocabulary]; gather them "

@@ -5,7 +5,7 @@ trains wrong weights. So one block of each kind is computed twice, with random w
 zero, and hide errors in the layers before them. Built-in plans are known to be right.
 
 Only forwards are compared. If a backward is wrong after a right forward, the ranks get different gradients, which
-`TensorGradients` refuses.
+`TensorGradients` rejects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of sharded sequences: what is refused, and what each rank computes and sends."""
+"""Attention of sharded sequences: what is rejected, and what each rank computes and sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context.attention import attend
 from tests.support.ranks import here, run_ranks
-from tests.support.tensor_parity import refusal
+from tests.support.tensor_parity import rejection
 
 ROWS, SIZE = 2, 4
 
@@ -25,13 +25,13 @@ def wrong_attention(rank, world_size):
     x = here(torch.randn(ROWS, 4, 2, SIZE))
     mask = here(torch.ones(2, 2, dtype=torch.bool))
     return [
-        refusal(lambda: own_attention(x[:, :, :1], x, x)),
-        refusal(lambda: own_attention(x[:, 0], x[:, 0], x[:, 0])),
-        refusal(lambda: own_attention(x, x, x, attn_mask=mask)),
+        rejection(lambda: own_attention(x[:, :, :1], x, x)),
+        rejection(lambda: own_attention(x[:, 0], x[:, 0], x[:, 0])),
+        rejection(lambda: own_attention(x, x, x, attn_mask=mask)),
     ]
 
 
-def test_other_attention_is_refused():
+def test_other_attention_is_rejected():
     for a_query, no_heads, own_mask in run_ranks(wrong_attention, 4):
         assert "they have to be [batch, heads, tokens, features] of this rank's" in a_query
         assert "they have to be [batch, heads, tokens, features] of this rank's" in no_heads

@@ -1,4 +1,4 @@
-"""Criteria of sharded sequences: losses and weights are those of one process, or the criterion is refused."""
+"""Criteria of sharded sequences: losses and weights are those of one process, or the criterion is rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfmesh
 from halfmesh.parallel.context.loss import TokensMode
 from tests.support.ranks import here, run_ranks
-from tests.support.tensor_parity import refusal
+from tests.support.tensor_parity import rejection
 from tests.support.whole import close_whole
 
 from .runs import make_engine, make_gpt, tokens
@@ -239,7 +239,7 @@ WRONG = {
 }
 
 
-def refuse_each(rank, world_size):
+def reject_each(rank, world_size):
     said = {}
     for name, (loss_of, step, _) in WRONG.items():
         engine = make_engine(SMALL, world_size, loss_of)
@@ -249,12 +249,12 @@ def refuse_each(rank, world_size):
                 engine.backward(step(engine, *uneven()))
                 engine.step()
 
-        said[name] = refusal(train), engine.global_step
+        said[name] = rejection(train), engine.global_step
     return said
 
 
-def test_what_is_no_mean_over_tokens_is_refused_before_it_trains():
-    for said in run_ranks(refuse_each, 2):
+def test_what_is_no_mean_over_tokens_is_rejected_before_it_trains():
+    for said in run_ranks(reject_each, 2):
         for name, (_, _, words) in WRONG.items():
             assert said[name][0].startswith("InputError"), name
             assert words in said[name][0], name

@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.ranks import run_ranks
 
 from .runs import LENGTH, make_engine, make_gpt, plain_step, tokens
-from .test_refusals import Plain
+from .test_rejections import Plain
 
 pytestmark = pytest.mark.distributed
 

@@ -1,4 +1,4 @@
-"""`parallel.expert` through the engine: transformers' own products of experts, state, evaluation, and refusals."""
+"""`parallel.expert` through the engine: transformers' own products of experts, state, evaluation, and rejections."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def states(rank, world_size):
 
 
 @pytest.mark.distributed
-def test_another_ranks_state_is_refused():
+def test_another_ranks_state_is_rejected():
     for rank, (message, again) in enumerate(run_ranks(states, 2)):
         assert f"ep_rank {1 - rank}, tp_size 1, tp_rank 0, and this rank is" in message
         assert "holds a part of it for another engine" in again

@@ -1,4 +1,4 @@
-"""The partitions that come with halfmesh compute what their models compute, bit by bit, and refuse what they cannot."""
+"""The partitions that come with halfmesh compute what their models compute, bit by bit, and reject what they cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything runs, and leaves the model alone."""
+"""What a pipeline rejects before anything runs, and leaves the model alone."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Lamb(torch.optim.SGD):
 
 
 SPARSE = "0: sparse=True and scale_grad_by_freq=True do not work under a pipeline"
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batch": (
         deep,
         pipe(microbatches=3),
@@ -131,9 +131,9 @@ def _ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_refusal_leaves_the_model_alone(case):
-    make_model, config, message = REFUSED[case]
+@pytest.mark.parametrize("case", REJECTED)
+def test_a_rejection_leaves_the_model_alone(case):
+    make_model, config, message = REJECTED[case]
     model = make_model()
     optimizer = sgd(model.parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -159,7 +159,7 @@ def test_optimizers_that_join_all_parameters():
 KEPT: dict[int, torch.Tensor] = {}
 
 
-def test_a_tensor_without_data_that_is_kept_in_a_global_is_refused():
+def test_a_tensor_without_data_that_is_kept_in_a_global_is_rejected():
     def keep(x: torch.Tensor) -> torch.Tensor:
         return x + KEPT.setdefault(len(x), torch.ones(len(x), 1))
 

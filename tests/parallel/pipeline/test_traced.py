@@ -163,7 +163,7 @@ SHAPES = [(3, 4), (2, 4), (6, 4), (5, 4), (3, 2, 4), (3, 4), (6, 1, 4), (7, 4), 
 
 @pytest.mark.promise(
     "a model is traced and cut automatically",
-    "cut at named modules; `forward` may branch on shapes, per call; what cannot be traced is refused "
+    "cut at named modules; `forward` may branch on shapes, per call; what cannot be traced is rejected "
     "with its statement, and the model is unchanged",
     of="SageMaker",
     page="pipeline.md",
@@ -183,7 +183,7 @@ def test_branches_by_shapes_are_those_of_each_call():
     assert_equal(compose(model, pieces, X, mask=None), model(X))
 
 
-def test_what_the_forward_itself_refuses():
+def test_what_the_forward_itself_rejects():
     model = make(checks)
     pieces = pieces_of(model, ("b", "c"))
     for shape, kind, words in (((3, 5), AssertionError, "wrong width"), ((101, 4), ValueError, "too many rows")):

@@ -278,5 +278,5 @@ def read(rank, world_size):
     assert len(train(make_engine({"data": FSDP}, by_kind))) == 4
 
 
-def test_a_model_that_reads_such_a_weight_is_refused():
+def test_a_model_that_reads_such_a_weight_is_rejected():
     run_ranks(read, 2)

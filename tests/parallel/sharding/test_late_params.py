@@ -254,7 +254,7 @@ class Unseen(nn.Module):
             return F.linear(self.layer(x), self.other.weight)
 
 
-def test_a_gradient_of_weights_that_nothing_has_waited_for_is_refused(late):
+def test_a_gradient_of_weights_that_nothing_has_waited_for_is_rejected(late):
     engine = build(model=Unseen)
     step(engine)
     with pytest.raises(InputError, match=r"'other.weight' has a gradient, but nothing has waited for its weights"):
@@ -305,7 +305,7 @@ def test_compiled_blocks_wait_for_their_weights(more, late):
     assert torch.equal(*found)
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_refused():
+def test_a_model_that_is_compiled_as_a_whole_is_rejected():
     config = {"parallel": {"data": LATE}, "compile": {"scope": "model"}}
     with pytest.raises(
         IncompatibleConfigError, match=r"overlap_param_gather: a model that is compiled as a whole needs all"
@@ -313,7 +313,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
         halfmesh.initialize(nn.Linear(8, 8), adamw, config=config)
 
 
-def test_a_graph_of_before_the_update_is_refused(late):
+def test_a_graph_of_before_the_update_is_rejected(late):
     engine = build()
     output = engine(X)
     step(engine)

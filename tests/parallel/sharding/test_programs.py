@@ -116,7 +116,7 @@ def writes(rank, world_size, strategy):
 
 
 def other_place(rank, world_size, strategy):
-    """The state of another rank is refused."""
+    """The state of another rank is rejected."""
     engine = make_engine(strategy)
     saved = engine.state_dict()
     assert {key: saved["layout"][key] for key in ("dp_rank", "dp_size")} == {"dp_rank": rank, "dp_size": 2}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.support.models import MODES, make_engine
 from tests.support.ranks import here, run_ranks
-from tests.support.tensor_parity import apart, divide, random, refusal
+from tests.support.tensor_parity import apart, divide, random, rejection
 
 pytestmark = pytest.mark.distributed
 
@@ -84,11 +84,11 @@ def hints(rank: int, world_size: int) -> tuple[list[tuple[bool, bool]], str]:
         patch.setattr(F, "scaled_dot_product_attention", recorded)
         engine(q, q, q, **hint)
         engine(q, q, q, key_padding_mask=padding(), **hint)
-    alone = refusal(lambda: divide(attention(), PLAN)(q, q, q, is_causal=True, need_weights=False))
+    alone = rejection(lambda: divide(attention(), PLAN)(q, q, q, is_causal=True, need_weights=False))
     return given[-2:], alone
 
 
-def test_a_hint_reaches_the_kernel_in_place_of_its_mask_and_is_refused_alone():
+def test_a_hint_reaches_the_kernel_in_place_of_its_mask_and_is_rejected_alone():
     """As in torch: kernels that take no mask are faster."""
     for given, alone in run_ranks(hints, 2):
         assert given == [(False, True), (True, False)]

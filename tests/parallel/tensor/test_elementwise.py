@@ -137,7 +137,7 @@ class Quantised(optim.SGD):
                 self.state[param]["exp_avg"] = OptimState8bit.zeros(param.shape, block_size=128)
 
 
-REFUSED = {
+REJECTED = {
     r"OfAll steps a parameter by what it reads of others .* clip_grad_norm; else": OfAll,
     r"Lamb steps a parameter by what it reads of others .*LAMB's max_grad_norm": lamb,
     "could not test on a matrix whether LBFGS .* LBFGS.unit = 'matrix' if": optim.LBFGS,
@@ -147,12 +147,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_fits_no_unit_is_refused(words):
+@pytest.mark.parametrize("words", REJECTED)
+def test_what_fits_no_unit_is_rejected(words):
     if "OptimState8bit" in words:
         pytest.importorskip("torchao")
     with pytest.raises(InputError, match=words):
-        find_unit(REFUSED[words](make_params()))
+        find_unit(REJECTED[words](make_params()))
 
 
 def test_the_optimizer_given_is_not_touched():

@@ -1,4 +1,4 @@
-"""Gradients over a tensor group: a plan that says wrongly which of them are parts of a sum is refused."""
+"""Gradients over a tensor group: a plan that says wrongly which of them are parts of a sum is rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine
 from tests.support.ranks import here, run_ranks
-from tests.support.tensor_parity import refusal
+from tests.support.tensor_parity import rejection
 
 pytestmark = pytest.mark.distributed
 
@@ -51,37 +51,37 @@ def wrong_plan(rank: int, world_size: int) -> dict[str, str]:
     for mode in ("none", "naive_fp16"):
         engine = make_engine(config(PLAN, **MODES[mode]), model=Net())
         before = engine.model.act.weight.detach().clone()
-        found[mode] = refusal(lambda e=engine: train(e, 1))
+        found[mode] = rejection(lambda e=engine: train(e, 1))
         assert torch.equal(engine.model.act.weight, before)
     # At first its gradient is zero, because the next layer starts at zero.
     engine = make_engine(config(PLAN), model=Net(zero=True))
     train(engine, 1)
-    found["zero at first"] = refusal(lambda: train(engine, 1))
+    found["zero at first"] = rejection(lambda: train(engine, 1))
     # An overflow says nothing of it.
     overflow = {"fp16": {"mode": "naive", "initial_scale": 2.0**32, "hysteresis": 1}, "max_consecutive_skips": 99}
     engine = make_engine(config(PLAN, **overflow), model=Net())
     train(engine, 1)
     assert engine.skipped_steps == 1
-    found["overflow at first"] = refusal(lambda: train(engine, 40))
+    found["overflow at first"] = rejection(lambda: train(engine, 40))
     # Frozen at first, or given to the optimizer later.
     model = Net()
     model.act.weight.requires_grad_(False)
     engine = make_engine(config(PLAN), model=model)
     train(engine, 2)
     model.act.weight.requires_grad_(True)
-    found["frozen at first"] = refusal(lambda: train(engine, 1))
+    found["frozen at first"] = rejection(lambda: train(engine, 1))
     model = Net()
     some = [p for n, p in model.named_parameters() if n != "act.weight"]
     engine = make_engine(config(PLAN), model=model, optimizer=torch.optim.SGD(some, lr=0.1))
     train(engine, 2)
     engine.optimizer.add_param_group({"params": [model.act.weight]})
-    found["added later"] = refusal(lambda: train(engine, 1))
+    found["added later"] = rejection(lambda: train(engine, 1))
     engine = make_engine(config({**COMPLETE, "norm": "partial"}), model=Net())
-    found["summed"] = refusal(lambda: train(engine, 1))
+    found["summed"] = rejection(lambda: train(engine, 1))
     return found
 
 
-def test_a_wrong_plan_is_refused_with_the_first_gradient():
+def test_a_wrong_plan_is_rejected_with_the_first_gradient():
     for found in run_ranks(wrong_plan, 2):
         message = found.pop("summed")
         assert "InputError: the plan sums the gradients of norm.weight, norm.bias over the ranks" in message

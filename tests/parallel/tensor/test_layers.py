@@ -1,4 +1,4 @@
-"""Divided layers: what they send for one input, and inputs that they refuse."""
+"""Divided layers: what they send for one input, and inputs that they reject."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.parity.test_tensor import MLP, PROJECTIONS, SEQUENCE, VOCAB, WORDS, Language, Projections, mlp, sequences
 from tests.support.ranks import here, ranks_on, run_ranks
-from tests.support.tensor_parity import divide, random, refusal
+from tests.support.tensor_parity import divide, random, rejection
 
 pytestmark = pytest.mark.distributed
 
@@ -45,23 +45,23 @@ def test_layers_that_share_an_input_share_one_sum():
 
 def wrong_inputs(rank: int, world_size: int) -> dict[str, str]:
     x, found = random(3, 4, dtype=torch.float32), {}
-    found["whole features"] = refusal(lambda: divide(mlp(), {"4": "rowwise"})(x))
-    found["sequence"] = refusal(lambda: divide(sequences(), SEQUENCE, True)(random(2, 5, 4).float()))
+    found["whole features"] = rejection(lambda: divide(mlp(), {"4": "rowwise"})(x))
+    found["sequence"] = rejection(lambda: divide(sequences(), SEQUENCE, True)(random(2, 5, 4).float()))
     plan = {name: style for name, style in SEQUENCE.items() if name != "1.*.norm"}
     engine = divide(sequences(), plan, True)
     output = engine(random(2, 6, 4).float())
-    found["norms"] = refusal(lambda: engine.backward(output.square().sum()))
+    found["norms"] = rejection(lambda: engine.backward(output.square().sum()))
     for bad in WRONG_WORDS:
         engine = divide(Language(), VOCAB)
-        found[f"word {bad}"] = refusal(lambda e=engine, bad=bad: e(here(torch.tensor([[1, bad]]))))
+        found[f"word {bad}"] = rejection(lambda e=engine, bad=bad: e(here(torch.tensor([[1, bad]]))))
     x.requires_grad_()
     outer = divide(mlp(), MLP)(x)
     (grad,) = torch.autograd.grad(outer.square().sum(), x, create_graph=True)
-    found["a gradient of a gradient"] = refusal(lambda: grad.sum().backward())
+    found["a gradient of a gradient"] = rejection(lambda: grad.sum().backward())
     return found
 
 
-def test_inputs_that_cannot_be_right_are_refused_on_every_rank():
+def test_inputs_that_cannot_be_right_are_rejected_on_every_rank():
     words = {
         "whole features": "takes this rank's 4 features, but its input has 8; give the layer before it the style",
         "sequence": "needs a sequence length that tensor=2 divides, and this one is 5; pad it to 6",

@@ -16,7 +16,7 @@ from halfmesh.parallel.tensor.logits import ShardedLogits, _keeps_last_dim
 from halfmesh.utils.torch_private import ALL_GATHER
 from tests.parity.test_tensor import SHARDED_LOGITS, WORDS, Language
 from tests.support.ranks import here, ranks_on, run_ranks
-from tests.support.tensor_parity import apart, divide, random, refusal
+from tests.support.tensor_parity import apart, divide, random, rejection
 
 pytestmark = pytest.mark.distributed
 
@@ -92,7 +92,7 @@ def test_bf16_logits_are_summed_in_fp32():
         assert difference < 1e-6
 
 
-def refusals(rank: int, world_size: int) -> dict[str, str]:
+def rejections(rank: int, world_size: int) -> dict[str, str]:
     _, x = logits(TOKENS)
     y, cube = targets(TOKENS), logits(2, 5)[1]
     calls: dict[str, Callable[[], Any]] = {
@@ -115,15 +115,15 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "numbers of the classes": lambda: F.cross_entropy(x, torch.zeros(TOKENS, WORDS)),
         "[10, 12] and [9]": lambda: F.cross_entropy(x, y[1:]),
     }
-    found = {words: refusal(call) for words, call in calls.items()}
+    found = {words: rejection(call) for words, call in calls.items()}
     if ranks_on() == "gloo-cpu":  # a GPU ends the process
-        found["out of bounds"] = refusal(lambda: F.cross_entropy(x, torch.full((TOKENS,), WORDS)))
+        found["out of bounds"] = rejection(lambda: F.cross_entropy(x, torch.full((TOKENS,), WORDS)))
     return found
 
 
 @pytest.mark.promise("a vocabulary larger than the hidden states")
-def test_what_reads_all_logits_is_refused():
-    for found in run_ranks(refusals, 2):
+def test_what_reads_all_logits_is_rejected():
+    for found in run_ranks(rejections, 2):
         for words, message in found.items():
             assert words in message, message
             assert message.startswith("RuntimeError" if words == "out of bounds" else "InputError"), message

@@ -1,4 +1,4 @@
-"""Plans for models of timm and transformers: which styles are known, and what is refused with its reason."""
+"""Plans for models of timm and transformers: which styles are known, and what is rejected with its reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from halfmesh.parallel.models.transformers import HuggingFacePlan
 from tests.parity.test_tensor_models import BERT, GPT2, LLAMA, SWIN, T5, VIT
-from tests.support.tensor_parity import refused
+from tests.support.tensor_parity import rejected
 
 
 @pytest.mark.slow
@@ -38,12 +38,12 @@ def test_models_of_timm_that_cannot_be_divided():
         ({"scale_mlp_norm": True}, "blocks.0.mlp (Mlp): its norm works on all features between its layers"),
         ({"num_heads": 1}, "blocks.0.attn (heads(num_heads, attn_dim), from plan 'timm_attention'): 1 num_heads"),
     ]:
-        assert words in refused(VisionTransformer(**{**VIT, **options}))
-    assert "convolutions cannot be sharded: if most of the model is in them, leave tensor at 1" in refused(
+        assert words in rejected(VisionTransformer(**{**VIT, **options}))
+    assert "convolutions cannot be sharded: if most of the model is in them, leave tensor at 1" in rejected(
         timm.create_model("resnet18")
     )
     swin = timm.create_model("swin_tiny_patch4_window7_224", **SWIN)
-    assert "sequence_parallel=True, but no plan says where" in refused(swin, sequence_parallel=True)
+    assert "sequence_parallel=True, but no plan says where" in rejected(swin, sequence_parallel=True)
 
 
 def test_language_models_that_cannot_be_divided():
@@ -66,4 +66,4 @@ def test_language_models_that_cannot_be_divided():
         (hf.BertLMHeadModel(cross), "crossattention (BertAttention): it is a cross-attention, which this plan does"),
         (limited, "relative_attention_bias (embedding_features, from plan 't5_attention'): max_norm is set, which"),
     ]:
-        assert words in refused(model)
+        assert words in rejected(model)

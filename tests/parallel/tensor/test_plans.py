@@ -14,7 +14,7 @@ from torch import nn
 from halfmesh import TENSOR_PLANS, LayerPlan
 from halfmesh.errors import InputError
 from halfmesh.parallel.tensor.plans import resolve
-from tests.support.tensor_parity import refused
+from tests.support.tensor_parity import rejected
 
 
 class FeedForward(nn.Module):
@@ -175,7 +175,7 @@ TWICE = {"*.attention": "heads(num_heads)", "blocks.[0].attention": "heads(num_h
 SHARED = {**LANGUAGE, "words": "vocab", "head": "rowwise_split"}
 NO_PLAN = "no plan is registered for any layer of Strange. Write one: parallel ="
 COMPILED = "the model is compiled already, and its layers cannot be sharded"
-REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
+REJECTED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (model, {"blocks.*.mpl.up": "colwise"}, "'blocks.*.mpl.up' matches no module; did you mean 'blocks.*.mlp.up'?"),
     (model, {"layers.3.mlp": "auto"}, "'layers.3.mlp' matches no module; did you mean 'blocks.*.mlp'?"),
     (model, {"zzz": "colwise"}, "the pattern 'zzz' matches no module; it has blocks, blocks.*, blocks.*.attention"),
@@ -205,13 +205,13 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "plan", "words"), REFUSED)
+@pytest.mark.parametrize(("make", "plan", "words"), REJECTED)
 def test_plans_that_do_not_fit_a_model(make, plan, words):
-    assert words in refused(make(), plan)
+    assert words in rejected(make(), plan)
 
 
 class Careless:
-    """A plan that has a misspelt style, and refuses the model."""
+    """A plan that has a misspelt style, and rejects the model."""
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
         yield "head", "colwize"
@@ -222,14 +222,14 @@ def test_registered_plans_that_cannot_be_followed():
     gathered = LayerPlan((FeedForward,), {"up": "colwise_gather"})
     few = LayerPlan((Attention,), {"qkv": "colwise"}, find_problem=lambda layer: f"{layer.num_heads} are too few")
     with registered(careless=Careless()):
-        assert "the head is too small" in refused(model(), "careless")
+        assert "the head is too small" in rejected(model(), "careless")
     with registered(misspelt=LayerPlan((FeedForward,), {"up": "colwize"})):
-        message = refused(FeedForward(), "misspelt")
+        message = rejected(FeedForward(), "misspelt")
         assert "plan 'misspelt', module 'up': no tensor style named 'colwize'; did you mean 'colwise'" in message
     with registered(my_mlp=MLP_PLAN, other_mlp=gathered):
-        assert "or name one plan (parallel.tensor.plan = 'name')" in refused(FeedForward())
+        assert "or name one plan (parallel.tensor.plan = 'name')" in rejected(FeedForward())
     with registered(few=few):
-        assert "blocks.0.attention (Attention): 4 are too few" in refused(model())
+        assert "blocks.0.attention (Attention): 4 are too few" in rejected(model())
 
 
 def test_the_example_of_a_plan_names_layers_of_the_model():
@@ -238,14 +238,14 @@ def test_the_example_of_a_plan_names_layers_of_the_model():
         (nn.ModuleList(nn.ModuleDict(layers) for _ in "ab"), {"*.up": "colwise", "*.down": "rowwise"}),
         (nn.Sequential(*layers.values()), {"0": "colwise", "2": "rowwise"}),
     ):
-        assert f"plan={plan}" in refused(model)
+        assert f"plan={plan}" in rejected(model)
         assert resolve(model, 2, plan)[1] == []
-    assert "plan={...}" in refused(Strange())
+    assert "plan={...}" in rejected(Strange())
 
 
 def test_all_problems_are_told_together():
     plan = {**LANGUAGE, "attention": "heads(num_heads)", "head": "colwise_gather"}
-    message = refused(Language(num_heads=3), plan, size=8)
+    message = rejected(Language(num_heads=3), plan, size=8)
     assert "attention (heads(num_heads), from plan 'attention'): 3 num_heads are not divisible by tensor=8" in message
     assert "head (colwise_gather, from plan 'head'): 12 output features are not divisible by tensor=8" in message
 
@@ -266,6 +266,6 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("plan", "words"), UNKNOWN)
 def test_sequence_parallelism_needs_to_know_all_that_lies_between(plan, words):
-    assert words in refused(decoder(), plan, sequence_parallel=True)
+    assert words in rejected(decoder(), plan, sequence_parallel=True)
     if words != NOWHERE:
-        assert words in refused(decoder(), plan), "patterns are checked without the key, too"
+        assert words in rejected(decoder(), plan), "patterns are checked without the key, too"

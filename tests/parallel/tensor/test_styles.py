@@ -1,4 +1,4 @@
-"""Layers that a style cannot divide are refused, with the reason."""
+"""Layers that a style cannot divide are rejected, with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.tensor_parity import refused
+from tests.support.tensor_parity import rejected
 
 
 class Scaled(nn.Linear):
@@ -51,7 +51,7 @@ UNDIVIDED = [
 @pytest.mark.parametrize(("style", "make", "size", "words"), UNDIVIDED)
 def test_layers_that_cannot_be_divided(style, make, size, words):
     model = nn.ModuleDict({"layer": make(), "other": nn.Linear(size, size)})
-    assert f"layer ({style}, from plan 'layer'): {words}" in refused(
+    assert f"layer ({style}, from plan 'layer'): {words}" in rejected(
         model, {"layer": style, "other": "rowwise"}, size=size
     )
 
@@ -59,4 +59,4 @@ def test_layers_that_cannot_be_divided(style, make, size, words):
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_a_softmax_over_features_is_no_activation_of_a_sharded_layer(kind):
     model = nn.Sequential(kind(4, 2, 8, activation=nn.Softmax(-1)))
-    assert f"0 ({kind.__name__}): its activation is a softmax over features, which are sharded" in refused(model)
+    assert f"0 ({kind.__name__}): its activation is a softmax over features, which are sharded" in rejected(model)

@@ -14,7 +14,7 @@ from torch import nn
 from halfmesh.utils.torch_private import ALL_GATHER
 from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine
 from tests.support.ranks import here, run_ranks
-from tests.support.tensor_parity import refusal
+from tests.support.tensor_parity import rejection
 from tests.support.whole import close_whole, load_full
 
 pytestmark = pytest.mark.distributed
@@ -106,7 +106,7 @@ def loads(rank: int, world_size: int) -> None:
         engine.model.load_state_dict(Net(seed=4).state_dict())
         engine.model.load_state_dict(local)
         assert all(torch.equal(value, local[name]) for name, value in engine.model.state_dict().items())
-        assigned = refusal(lambda e=engine: e.model.load_state_dict(Net().state_dict(), assign=True))
+        assigned = rejection(lambda e=engine: e.model.load_state_dict(Net().state_dict(), assign=True))
         assert assigned.startswith("InputError: load_state_dict(..., assign=True) would replace")
         engine.model.load_state_dict(whole)
         assert torch.equal(close_whole(engine)["down.weight"], whole["down.weight"]), "in full precision"
@@ -122,11 +122,11 @@ def unequal_inputs(rank: int, world_size: int) -> list[str]:
     for mode in (True, False):
         for args, kwargs in (((x + rank,), {}), ((x,), {"scale": {"by": by + rank}}), ((x[: 2 + rank],), {})):
             engine = make_engine(CONFIG, model=Net()).train(mode)
-            found.append(refusal(lambda e=engine, a=args, k=kwargs: e(*a, **k)))
+            found.append(rejection(lambda e=engine, a=args, k=kwargs: e(*a, **k)))
     engine = make_engine(CONFIG, model=Net())
     engine(x, scale={"by": by})
-    found.append(refusal(lambda: engine(x)))  # not compared any more
-    found.append(refusal(lambda: engine.eval()(x + rank)))
+    found.append(rejection(lambda: engine(x)))  # not compared any more
+    found.append(rejection(lambda: engine.eval()(x + rank)))
     return found
 
 
@@ -157,11 +157,11 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others():
 
 
 def copies(rank: int, world_size: int) -> None:
-    """A deep copy of a divided model works beside it; a pickle of it is refused."""
+    """A deep copy of a divided model works beside it; a pickle of it is rejected."""
     model, x = Net(), here(make_data(8)[0])
     engine = make_engine(CONFIG, model=model)
     clone = copy.deepcopy(model)
-    assert "a sharded model cannot be pickled; save engine" in refusal(lambda: pickle.dumps(model))
+    assert "a sharded model cannot be pickled; save engine" in rejection(lambda: pickle.dumps(model))
     assert torch.equal(clone(x), engine(x))
     clone.up.weight.data.zero_()
     assert (model.up.weight != 0).any()

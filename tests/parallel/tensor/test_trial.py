@@ -1,4 +1,4 @@
-"""Plans of one's own that mix features between colwise and rowwise layers are refused before the first update."""
+"""Plans of one's own that mix features between colwise and rowwise layers are rejected before the first update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfmesh.utils.torch_private import call_hooks
 from tests.support.models import MODES
 from tests.support.nano_gpt import CONTEXT, GPT, PLAN, CausalSelfAttention
 from tests.support.ranks import here, rank_device, run_ranks
-from tests.support.tensor_parity import random, refusal, rng_state, scalar
+from tests.support.tensor_parity import random, rejection, rng_state, scalar
 
 pytestmark = pytest.mark.distributed
 
@@ -151,8 +151,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 
 
 def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
-    found = {name: refusal(lambda m=make, p=plan: learn(start(row(m, m), p))) for name, (make, plan) in WRONG.items()}
-    return {**found, "backward": refusal(lambda: learn(start(row(ScaledByInput), PAIR)))}
+    found = {name: rejection(lambda m=make, p=plan: learn(start(row(m, m), p))) for name, (make, plan) in WRONG.items()}
+    return {**found, "backward": rejection(lambda: learn(start(row(ScaledByInput), PAIR)))}
 
 
 @pytest.mark.promise(
@@ -161,7 +161,7 @@ def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
     of="SageMaker",
     page="tensor-parallel.md",
 )
-def test_plans_that_mix_features_are_refused_before_the_first_update():
+def test_plans_that_mix_features_are_rejected_before_the_first_update():
     for found in run_ranks(wrong_plans, 2):
         backward = found.pop("backward")
         assert backward.startswith("InputError: the gradients of 0.weight, 0.bias"), backward
@@ -188,9 +188,9 @@ def ways(rank: int, world_size: int) -> dict[str, tuple[str, ...]]:
     """What is said of a wrong plan and of a right one."""
     kinds, found = ((Attention, Softmaxed), (Attention, Pair)), {}
     for name, config in WAYS.items():
-        found[name] = tuple(refusal(lambda k=k, c=config: learn(start(row(*k), BOTH, c))) for k in kinds)
+        found[name] = tuple(rejection(lambda k=k, c=config: learn(start(row(*k), BOTH, c))) for k in kinds)
     for name, plan in (("deferred", BOTH), ("sequence", SEQUENCE)):
-        found[name] = tuple(refusal(lambda k=k, p=plan: learn(start(lambda: row(*k), p))) for k in kinds)
+        found[name] = tuple(rejection(lambda k=k, p=plan: learn(start(lambda: row(*k), p))) for k in kinds)
     return found
 
 
@@ -210,7 +210,7 @@ def layouts(rank: int, world_size: int) -> dict[str, tuple[str, ...]]:
     """A wrong block in one stage only, and with data ranks that shard weights."""
     kinds = (Softmaxed, Pair, Pair), (Pair, Pair, Pair)
     return {
-        name: tuple(refusal(lambda k=k, p=parallel: learn(start(row(*k), PAIR, **p))) for k in kinds)
+        name: tuple(rejection(lambda k=k, p=parallel: learn(start(row(*k), PAIR, **p))) for k in kinds)
         for name, parallel in LAYOUTS.items()
     }
 

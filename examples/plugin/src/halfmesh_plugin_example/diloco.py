@@ -4,7 +4,7 @@ Each data rank steps its own copy of the weights with its own gradients. Only ev
 ranks meet: their changes are averaged, and an outer optimizer, SGD with Nesterov momentum, takes the average for its
 gradient. So they send 1 / `inner_steps` of what `replicate` sends.
 
-Within a round the ranks' weights differ: saves are refused, a signal or `engine.preempt()` ends the run after it, and
+Within a round the ranks' weights differ: saves are rejected, a signal or `engine.preempt()` ends the run after it, and
 an evaluation is of each rank's own. A checkpoint has the outer momentum, and of the inner optimizers' states one;
 all ranks of a resumed run go on with that.
 """

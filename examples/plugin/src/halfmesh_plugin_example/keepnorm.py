@@ -18,14 +18,14 @@ class KeepNormOptions(Options):
 
 
 class KeepNormAMP(AMPPlugin):
-    """fp16 or bf16, but for BatchNorm. Not said to work with a pipeline, zero1 or fsdp, so these are refused."""
+    """fp16 or bf16, but for BatchNorm. Not said to work with a pipeline, zero1 or fsdp, so these are rejected."""
 
     options = KeepNormOptions
     composes = Composes(
         parallel=frozenset({"tensor", "replicate"}),
         why_not={"pipeline": "keepnorm has not been tried with a pipeline; use mode='naive'"},
     )
-    scale_keys = frozenset({"initial_scale", "growth_interval"})  # refused under bf16, where the loss is not scaled
+    scale_keys = frozenset({"initial_scale", "growth_interval"})  # rejected under bf16, where the loss is not scaled
 
     @classmethod
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:

@@ -1,4 +1,4 @@
-"""What fsdp refuses: keys that cannot work, and what FSDP2 would not hear of or could not sum."""
+"""What fsdp rejects: keys that cannot work, and what FSDP2 would not hear of or could not sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.models import said
 from tests.support.ranks import run_ranks
 
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
-REFUSED = [
+REJECTED = [
     ({"compile": {"scope": "model"}}, {}, "gathers the weights of each block between graphs"),
     ({"activation_offload": True}, {}, "would also offload the gathered weights"),
     ({}, {"param_dtype": "bfloat16"}, "is not the dtype that the mode computes in"),
@@ -28,7 +28,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "data", "words"), REFUSED)
+@pytest.mark.parametrize(("config", "data", "words"), REJECTED)
 def test_keys_that_cannot_work(config, data, words):
     parallel = config.get("parallel", {}) | {"data": {"strategy": "fsdp", **data}}
     loaded = halfmesh.load_config(config | {"parallel": parallel})

@@ -98,7 +98,7 @@ COPY = "but other stages have a copy of it"
         (
             keeps,
             ("b",),
-            r"it keeps a value on the model \(last\) \(`self.last = self.a\(x\)`, line \d+ of .*refusals.py\)",
+            r"it keeps a value on the model \(last\) \(`self.last = self.a\(x\)`, line \d+ of .*rejections.py\)",
         ),
         (
             assigns_a_buffer,

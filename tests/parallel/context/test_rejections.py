@@ -1,4 +1,4 @@
-"""Models, losses and inputs that `parallel.context` would train otherwise than one process are refused."""
+"""Models, losses and inputs that `parallel.context` would train otherwise than one process are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import halfmesh
 from tests.support.ranks import run_ranks
-from tests.support.tensor_parity import refusal
+from tests.support.tensor_parity import rejection
 
 from .runs import LENGTH, WORDS, criterion, make_engine, make_gpt, make_llama, plain_step, tokens
 
@@ -196,18 +196,18 @@ WRONG = {
 }
 
 
-def refuse_each(rank, world_size):
+def reject_each(rank, world_size):
     said = {}
     for name, (make, step, config, _) in WRONG.items():
         engine = make_engine(make, world_size, **config)
-        said[name] = refusal(lambda e=engine, s=step: e.backward(s(e, 0)))
+        said[name] = rejection(lambda e=engine, s=step: e.backward(s(e, 0)))
     return said
 
 
 @pytest.mark.promise("sequences longer than a device holds")
 @pytest.mark.distributed
-def test_what_would_train_otherwise_is_refused():
-    for said in run_ranks(refuse_each, 2, timeout=120):
+def test_what_would_train_otherwise_is_rejected():
+    for said in run_ranks(reject_each, 2, timeout=120):
         for name, (*_, words) in WRONG.items():
             assert said[name].startswith("InputError"), (name, said[name])
             assert words in said[name], (name, said[name])
@@ -254,7 +254,7 @@ UNKNOWN = [
 ]
 
 
-def test_models_that_cannot_be_sharded_are_refused_before_anything_runs(monkeypatch):
+def test_models_that_cannot_be_sharded_are_rejected_before_anything_runs(monkeypatch):
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
