@@ -402,7 +402,8 @@ class Engine(MixedPrecisionState):
             directory: a folder that all ranks share; it is created if missing.
             keep: the number of checkpoints to keep there, this one included; the oldest are deleted. None: all.
             in_background: copy the state to the host (its size once more, kept for the next save), return, and write it
-                while training continues. The next `save`, `load`, `wait_for_save` or `close` waits for it.
+                while training continues. The next `save`, `load`, `wait_for_save` or `close` waits for it. An error is
+                logged at once, and raised on all ranks by the call that waits.
 
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
@@ -422,9 +423,10 @@ class Engine(MixedPrecisionState):
         returned. In the layout in which it was saved, training resumes exactly, with the next batch.
 
         Args:
-            keep: what stays as this run gave it. "lr_scheduler": the schedule and, with one, the learning rates; it is
-                advanced to the step of the saved one. "optimizer_settings": the weight decay and other settings that
-                the two runs gave differently; without a scheduler the learning rates, too.
+            keep: what stays as this run gave it. "lr_scheduler": the schedule, which may be of another class, the
+                learning rates and a momentum that it cycles. It is advanced to the step of the saved one, so one that
+                counts no steps (ReduceLROnPlateau) is rejected. "optimizer_settings": the weight decay and other
+                settings that the two runs gave differently; without a scheduler the learning rates as well.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -458,7 +460,8 @@ class Engine(MixedPrecisionState):
         """End the run, as the config's `checkpoint.signals` do. May be called on one rank, and by a signal handler.
 
         All ranks save after this step or one of the next two, and raise `Preempted`, which ends the process with
-        status 75. Raises InputError if the config has no `checkpoint`.
+        status 75; if the save fails, they raise CheckpointError. After the last batch `close` saves, and the program
+        ends normally. Raises InputError if the config has no `checkpoint`.
         """
         self._reject_if_closed()
         if self._preemption is None:
