@@ -103,7 +103,8 @@ class Engine(MixedPrecisionState):
             tokens = engine.call("generate", input_ids, max_new_tokens=20)
 
         Inputs and outputs are cast in the config's precision, and fsdp gathers the weights. Under fsdp and expert the
-        ranks compute together: each has to call as many layers as the others.
+        ranks compute together: each must call as many layers as the others (in Hugging Face's `generate`,
+        `synced_gpus=True`). Tensor ranks must pass the same arguments and draw the same random numbers.
 
         Raises:
             InputError: only a stage of the model is here (pipeline); or, with `parallel.context`, gradients are on.
@@ -297,7 +298,11 @@ class Engine(MixedPrecisionState):
 
     @property
     def eval_dataloader(self) -> EngineDataLoader:
-        """The evaluation loader, sharded without padding: each sample once. Raises InputError without one."""
+        """The evaluation loader, sharded without padding: each sample once. Raises InputError without one.
+
+        Under fsdp and expert every forward needs all data ranks. There a rank with fewer batches repeats its last calls
+        of the engine when its loop ends (not after a `break`), and drops their results.
+        """
         return _required(self._eval_dataloader, "eval_dataloader")
 
     @property

@@ -89,9 +89,12 @@ def initialize(
             rank's shard is materialised (as of a model built under `halfmesh.deferred_init`).
         optimizer: a torch optimizer over `model.parameters()`, a list of several, each over other parameters, or a
             callable that returns one of these, given the parameters.
-        criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss. A method
-            `set_context(context)` of it is called once, with the mesh of ranks.
-        dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
+        criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss. If it has a method
+            `set_context(context)`, that is called once with `engine.context`, so that the criterion can average over
+            data ranks: `context.all_reduce(x, "dp", op="mean")`. Save its buffers with `engine.attach`.
+        dataloader: training DataLoader, with the batch size of one data rank. It is sharded over the data ranks, unless
+            its sampler shards already (DistributedSampler, timm's). Every rank reads all of an `IterableDataset` and
+            trains on its turns, unless the dataset has `rank` and `world_size`, or an attribute `sharded = True`.
         config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function. Without one
             it trains in fp32.
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
@@ -100,7 +103,8 @@ def initialize(
             `updates_per_epoch` of a callable, without a default, gets the number of updates in an epoch of
             `dataloader`.
         device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
-        sharded: `dataloader` gives each data rank its own data, as some streams do; equally many batches, or no end.
+        sharded: `dataloader` gives each data rank its own data, as some streams do. Each data rank must have equally
+            many batches, or no end: a rank that runs out leaves the others waiting until `timeout`.
 
     Raises:
         ConfigError: mistakes in the config.

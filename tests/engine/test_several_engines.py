@@ -46,7 +46,7 @@ def by_hand() -> list[dict[str, torch.Tensor]]:
 
 
 def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[dict[str, torch.Tensor]]]:
-    """As docs/loop.md has it."""
+    """As docs/several-models.md has it."""
     found = {}
     size = 8 // world_size
     real, noise = (here(x[rank * size : (rank + 1) * size]) for x in (REAL, NOISE))
@@ -76,7 +76,7 @@ def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[di
     "several models and optimizers (GANs)",
     "one engine for each, in one process",
     of="PyTorch",
-    page="loop.md",
+    page="several-models.md",
 )
 @pytest.mark.distributed
 def test_a_gan_trains_as_by_hand():

@@ -63,7 +63,7 @@ def by_hand(make: Any) -> tuple[nn.Module, list[float]]:
     "several optimizers for one model (Muon and AdamW)",
     "one update, as in a plain loop; saved and resharded",
     of="PyTorch",
-    page="loop.md",
+    page="several-models.md",
 )
 @pytest.mark.parametrize(
     ("make", "mode"), [*((sgd_and_adamw, mode) for mode in MODES), (muon_and_adamw, "none"), (muon_and_adamw, "bf16")]

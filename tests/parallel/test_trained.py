@@ -92,7 +92,7 @@ def alike(rank: int, world_size: int, config: dict[str, Any]) -> dict[str, torch
     "frozen layers, from the start or later",
     "any, alike on all ranks; a difference is rejected with ranks and name",
     of="PyTorch",
-    page="loop.md",
+    page="several-models.md",
 )
 @pytest.mark.distributed
 @pytest.mark.sends

@@ -116,7 +116,7 @@ def test_trains_as_one_process(row):
     "optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded",
     "each matrix is stepped by the rank that owns it, as in one process; saved and resharded",
     of="PyTorch",
-    page="loop.md",
+    page="several-models.md",
 )
 @rows(
     *(row("muon and adamw", layout) for layout in ("fsdp", "pipeline")),
