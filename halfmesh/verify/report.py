@@ -20,12 +20,14 @@ class Difference:
 
     Attributes:
         step: the update, from 0.
-        what: input, output, grad_output, gradient, update, buffer, loss, norm, verdict; failed or hangs, of ranks.
-        module: its name, or that of the parameter or buffer; "" is the model itself.
-        difference: relative; inf where there is no number for it.
-        ranks: that differ.
+        what: "input", "output", "grad_output", "gradient", "update", "buffer", "loss", "norm", or "verdict" (the
+            overflow decision, loss scale and learning rate); "failed" or "hangs" of ranks.
+        module: the name of the module, parameter or buffer; "" is the model itself.
+        difference: relative; inf (null in JSON) where no number describes it.
+        allowed: the largest difference that passes.
+        ranks: the ranks that differ.
         where: the place in words.
-        cause: what probably causes it; of ranks that failed the traceback, of those that hang the stacks.
+        cause: the likely cause; the traceback of ranks that failed, the stacks of ranks that hang.
         advice: what to try.
     """
 
@@ -52,11 +54,15 @@ class Phase:
     """One comparison of the layout with a reference.
 
     Attributes:
-        name: "structure", or "format".
-        dtype: in which both compute: "float64", "naive float16".
-        compared: how many tensors.
-        skipped: those that no part of the reference fits: why, by "what of module".
-        largest: by what the largest difference as a share of what is allowed; begin: of weights before an update.
+        name: "structure" or "format".
+        dtype: the format in which both compute, such as "float64" or "naive float16".
+        equal: whether no tensor differs by more than is allowed.
+        first: the first difference, or None.
+        compared: the number of tensors compared.
+        skipped: "what of module" -> why it was not compared.
+        largest: what -> the largest difference / allowed. "begin" is of the weights that an update starts from.
+        seconds: how long the phase took.
+        notes: what was replaced or left out.
     """
 
     name: str
@@ -88,10 +94,12 @@ class VerifyReport:
     """The result: a layout computes what one process computes, or the place where it does not.
 
     Attributes:
-        equal: in all phases.
-        first: of the first phase that differs.
-        layout: the mesh, as it ran on `world_size` ranks.
-        shrunk_from: the number of ranks that was asked for, if fewer ran.
+        equal: whether all phases are equal.
+        first: the first difference of the first phase that differs, or None.
+        phases: the comparisons that ran.
+        layout: the mesh that ran.
+        world_size: the number of ranks that ran.
+        shrunk_from: the number of ranks you asked for, if fewer ran.
         problems: why the layout is rejected; then there are no phases.
     """
 

@@ -22,7 +22,7 @@ from halfmesh.parallel.sharding.fsdp import FSDPOptions
 from halfmesh.parallel.sharding.zero1 import Zero1Options
 from halfmesh.report.run import FILES
 from tests.support.models import make_engine
-from tests.support.pages import defaults, find_rows, read_page, stand_ins
+from tests.support.pages import check, defaults, find_rows, read_page, shown_commands, stand_ins
 
 AMP = halfmesh.AMP_PLUGINS
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", None: "fp32"}
@@ -169,21 +169,28 @@ def test_the_values_of_activation_checkpoint():
 
 
 def test_the_options_of_each_command():
-    """docs/cli.md has a section for each command, with its arguments, its options and their defaults."""
+    """docs/cli.md has a section for each command, with its arguments, its options and their defaults in order."""
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", read_page("cli.md"), re.DOTALL | re.MULTILINE))
     commands = typer.main.get_command(app).commands
     assert list(sections) == list(commands)
     for name, command in commands.items():
         rows = find_rows(sections[name], "option") if command.params else []
-        shown = {row[0].strip("`"): row[1].strip("`") for row in rows}
-        assert shown == {option.metavar or option.opts[0]: default_of_option(option) for option in command.params}
-        assert f"\nhalfmesh {name}" in sections[name], "an example"
+        shown = [(option.strip("`"), re.search(r"; (required|default `.*`)$", meaning)) for option, meaning in rows]
+        expected = [(option.metavar or option.opts[0], default_of_option(option)) for option in command.params]
+        assert [(option, found and found[1]) for option, found in shown] == expected
+        assert re.search(rf"^(?:\$ )?halfmesh {name}\b", sections[name], re.MULTILINE), "an example"
 
 
 def default_of_option(option):
     if option.required:
         return "required"
-    return "-" if option.default is None or option.default is False else str(option.default)
+    return None if option.default is None or option.default is False else f"default `{option.default}`"
+
+
+def test_what_the_page_of_commands_shows(run):
+    run("cli.md", files=("config.py",))
+    for command, expected in shown_commands("cli.md"):
+        assert check(command) == expected
 
 
 @pytest.mark.parametrize("page", ["loop.md", "migration/apex.md", "migration/libraries.md", "migration/pytorch.md"])
