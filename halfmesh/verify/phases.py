@@ -53,6 +53,8 @@ def verify(
 ) -> VerifyReport:
     """Prove on this machine that a layout trains `build`'s model as one process does.
 
+    In a script, call it under `if __name__ == "__main__":`, because its processes import the file.
+
     Args:
         config: a path, a dict or a Config.
         build: a function, or "package.module:function", that returns (model, inputs), or (model, (inputs, targets),
