@@ -285,6 +285,10 @@ class MixedPrecisionState:
     def master_params(self) -> Iterator[nn.Parameter]:
         """The parameters that the optimizer steps: fp32 masters where there are any, else the model's parameters.
 
+        You can write into masters between updates, and so can the optimizer (`eval()` of a schedule-free one). The
+        model has these values from the next `engine(...)`, `engine.eval()`, save or `close` on; the masters have what
+        you write into the model from the next step on. Different values in both are an error.
+
         Raises:
             InputError: between backward and step, where masters have no gradients yet, and with masters="split".
         """

@@ -122,6 +122,9 @@ class AveragedModel:
 
     After each update that was taken, average = decay * average + (1 - decay) * weights, of the fp32 masters where there
     are any: 4 bytes for each weight that this rank steps. Checkpoints hold the average.
+
+    A teacher in training computes before the student's forward, because torch rejects a backward after the weights have
+    changed: `with torch.no_grad(), average.applied(): target = engine(x)`.
     """
 
     def __init__(self, engine: Engine, decay: float, every: int, buffers: bool) -> None:
@@ -138,7 +141,8 @@ class AveragedModel:
 
     @property
     def decay(self) -> float:
-        """0 <= decay <= 1; may be set at any time, as for a warmup: `min(0.999, (1 + step) / (10 + step))`."""
+        """0 <= decay <= 1; may be set at any time, as for a warmup: `min(0.999, (1 + step) / (10 + step))`, or that of
+        timm's ModelEmaV3, `min(0.999, 1 - (engine.global_step + 1) ** (-2 / 3))`."""
         assert self._average.decay is not None
         return self._average.decay
 

@@ -547,7 +547,8 @@ class Engine(MixedPrecisionState):
         without one restarts it. All ranks together.
 
         Args:
-            every: it follows the weights after each update whose number (`global_step`) this divides.
+            every: it follows the weights after each update whose number (`global_step`) this divides; `decay` then
+                counts once.
             buffers: average floating-point buffers, such as BatchNorm's statistics, too; else those of the model are
                 used. (Buffers that are not in the state dict are always the model's.)
 

@@ -62,7 +62,7 @@ CONFIGS = [
     shows("compile.md", "detail.py", "compile.scope", "blocks"),
     shows("precision.md", "fp8.py", "fp8.options.filter", ("*head", "blocks.0.*")),
     shows("precision.md", "denoiser.py", "bf16.options.keep_fp32", ("timestep", "batch.sigmas", "*fourier.weight")),
-    shows("precision.md", "split.py", "bf16.options.masters", "split"),
+    shows("precision.md", "bf16.py", "bf16.mode", "torch"),
     shows("sharding.md", "config.py", "parallel.data.strategy", "zero1"),
     shows("sharding.md", "late_config.py", "parallel.data.overlap_param_gather", True),
     shows("sharding.md", "fsdp_config.py", "parallel.data.strategy", "fsdp"),
@@ -119,8 +119,6 @@ def alone(page, name, holds=lambda names: True, printed=None):
     [
         alone("loop.md", "train.py", lambda names: names["engine"].global_step == 45 and names["loss"] < 0.5),
         alone("loop.md", "schedule.py", lambda names: names["engine"].lr_scheduler.total_steps == 45),
-        alone("precision.md", "scale.py", printed=0),
-        alone("precision.md", "average.py", lambda names: Path("average.safetensors").exists()),
         alone("precision.md", "alone.py", lambda names: names["optimizer"].loss_scale <= 1024 and names["loss"] < 0.7),
     ],
 )
@@ -149,6 +147,11 @@ def test_loops_on_an_engine_that_is_there(run):
     run("loop.md", "clip_each.py", given={"engine": engine})
     assert engine.skipped_steps < engine.global_step == 15
     assert engine.grad_norm <= 0.3 * len(list(engine.model.parameters())) ** 0.5 + 1e-3
+
+    names = stand_ins()
+    names["engine"] = engine_of(names, {"bf16": {"mode": "naive"}})
+    run("precision.md", "average.py", given={"torch": torch, **names})
+    assert Path("average.safetensors").exists()
 
 
 def test_a_gan(run):

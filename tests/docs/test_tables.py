@@ -107,15 +107,13 @@ def recipe_of(words):
 
 def test_the_table_of_recipes():
     rows = find_rows(read_page("precision.md"), "| parameters")
-    assert [row[0] for row in rows] == [
-        *("none", "`torch` fp16", "`torch` bf16", "`torch` fp8", "`naive` fp16", "`naive` bf16"),
-        *(f"`apex` O{level}" for level in range(4)),
-    ]
+    names = ["none", "`torch` fp16", "`torch` bf16", "`torch` fp8", "`naive` fp16", "`naive` bf16"]
+    assert [row[0] for row in rows] == names
     for name, parameters, computes, masters, scale, batchnorm, output in rows:
         recipe = recipe_of(name)
         assert parameters == SHORT[recipe.param_dtype], name
         assert computes.endswith(SHORT[recipe.compute_dtype]), name
-        assert computes.startswith("O1" if recipe.cast_lists == "apex" else "autocast") == recipe.autocast, name
+        assert computes.startswith("autocast") == recipe.autocast, name
         assert masters == ("yes" if recipe.master_weights else "no"), name
         moves = recipe.loss_scale is not None and recipe.loss_scale.dynamic
         assert scale == ("dynamic" if moves else "off"), name
