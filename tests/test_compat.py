@@ -56,7 +56,7 @@ def test_the_tables_rejections():
 )
 def test_apex_is_rejected_with_its_reason(parallel, cell):
     [line] = find(APEX | {"parallel": parallel}, 2)
-    assert line.startswith(f"apex fp16 x {cell}: apex's contract has no verdict shared by all ranks")
+    assert line.startswith(f"apex fp16 x {cell}: each rank of apex decides alone")
     assert "use mode='naive' (the same as O2 with keep_batchnorm_fp32=False) or mode='torch'" in line
 
 

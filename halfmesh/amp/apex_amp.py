@@ -134,8 +134,8 @@ def _find_problems(options: ApexOptions) -> Iterator[str]:
         yield f"min_loss_scale={low:g} is above the first loss scale, which is {INITIAL_SCALE:g}; lower it"
 
 
-_NO_SHARED_VERDICT = (
-    "apex's contract has no verdict shared by all ranks, so shards would skip different steps and drift apart; "
+_EACH_RANK_ALONE = (
+    "each rank of apex decides alone whether to skip an update, so shards would drift apart; "
     "use mode='naive' (the same as O2 with keep_batchnorm_fp32=False) or mode='torch' (close to O1)"
 )
 
@@ -146,7 +146,7 @@ class ApexAMP(AMPPlugin):
     options = ApexOptions
     composes = Composes(
         dtypes=frozenset({"float16"}),
-        why_not=dict.fromkeys(ALL_PARALLEL - {"replicate"}, _NO_SHARED_VERDICT)
+        why_not=dict.fromkeys(ALL_PARALLEL - {"replicate"}, _EACH_RANK_ALONE)
         | {"bfloat16": "apex has no bf16; use bf16 = dict(mode='torch') or dict(mode='naive')"},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,27 +10,17 @@ from pathlib import Path
 from halfmesh.compat import render_table
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
-from .cells import EXPERTS, MODES, MOST_RANKS, covering, few, product
+from .cells import MODES, MOST_RANKS, covering, few, product
 from .parity import MOVEMENT, NORM
 from .rejections import messages
 from .test_overflow import KINDS
-from .workloads import SAMPLES, WORKLOADS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
-
-MODELS = {
-    "mlp": "linear layers, sharded by patterns in the config (colwise, rowwise, a gathered head, one left whole) and "
-    "cut at split points",
-    "gpt": "`examples/gpt.py`: fused qkv, embedding and head tied",
-    "vit": "timm's VisionTransformer: norms of q and k, LayerScale",
-    "llama": "transformers' LlamaForCausalLM, with its own plan: 8 heads on 4 key-value heads, embedding and head tied",
-}
-assert MODELS.keys() == WORKLOADS.keys()
 
 
 def render() -> str:
     """The page."""
-    parts = [_INTRODUCTION, render_table().strip(), *_trained(), *_rejected(), *_how_to_run()]
+    parts = [_INTRODUCTION, render_table().strip(), *_trained(), *_rejected()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -37,74 +28,87 @@ _INTRODUCTION = """# What composes with what
 
 <!-- Written by `python -m tests.composition.page`; a test compares the two. -->
 
-Rows are precision modes, columns are ways to use several ranks. *yes*: proven by `tests/composition/`, as
-[`halfmesh verify`](verify.md) proves a layout. Every other combination is rejected at start-up, with a message that
-says what to use instead."""
+Look up which precision modes (rows) run in which layouts (columns). *yes*: tests compare the combination with one
+process, tensor by tensor. Everything else is rejected at start-up, with a message that says what to use instead. To
+choose a layout, read [Which layout for my model](choosing.md); to check your config, run
+[`halfmesh check`](cli.md#check)."""
 
 
 def _trained() -> Iterator[str]:
+    yield "## How it is proven"
+    yield _fill(
+        f"""Cells combine a mode, a model, up to 4 ranks on each axis, a data strategy, a schedule, sequence
+        parallelism, accumulation, clipping and `reduce_dtype`. {len(product()):,} are allowed on up to {MOST_RANKS}
+        ranks."""
+    )
+    yield _table(
+        ("command", "cells that it trains"),
+        (
+            ("`make test`", f"{len(few())}: every value, each mode and model in each kind of layout"),
+            ("`make test-all`", f"{len({*covering()} - {*few()})} more: every pair of values"),
+            ("`make test-composition`", "about 2,000: every triple of values, in about 40 minutes on two cores"),
+        ),
+    )
+    yield f"To train one cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`."
+    yield _fill(
+        """The models are an MLP, a GPT with tied embeddings, timm's VisionTransformer, and Llama and Mixtral of
+        transformers. A cell trains 2 or 3 updates, starting from different weights on each rank, and is compared with
+        the same mode in one process, as [`halfmesh verify`](verify.md) does. The largest relative differences that
+        pass:"""
+    )
     modes = [mode for mode in MODES if mode in TOLERANCES]
-    yield "## What is trained"
+    limits: dict[tuple[str, ...], list[str]] = {}
+    for mode in modes:
+        limits.setdefault(_limits(mode), []).append(f"`{mode}`")
+    rows = ((", ".join(names), *values) for values, names in limits.items())
+    yield _table(("mode", "weights", "distance moved", "gradient norm"), rows)
     yield _fill(
-        f"""The cells of `tests/composition/cells.py` combine mode, model, tensor and context ranks (up to 4 of each),
-        data ranks and strategy, pipeline (up to 4 ranks), sequence parallelism, accumulation, clipping and
-        `reduce_dtype`. {len(product()):,} are allowed on up to {MOST_RANKS} ranks. `make test` runs {len(few())} of
-        them: every value, each mode and each model with each kind of layout, and any two kinds together.
-        `make test-all` runs {len({*covering()} - {*few()})} more: every pair of values, each mode with each model on a
-        tensor group and on a pipeline, and each mode with pipeline, data and tensor parallelism combined.
-        `make test-composition` runs all without a pipeline, and every triple of
-        values with one: about 2,000."""
+        """*Distance moved* is relative to how far a parameter should move, which shows wrong gradients of small
+        weights. A `reduce_dtype` below float32 adds its rounding. The tests also prove that"""
     )
-    yield _table(("model", "what is in it"), MODELS.items())
-    yield _fill(
-        f"""Each cell makes 2 or 3 updates of SGD with momentum and a scheduler, on {SAMPLES} samples each, the same in
-        every layout, and is compared tensor by tensor with the same mode in one process. Ranks start with different
-        weights, and must take rank 0's. The layouts of the few cells, and of all without a mode, are compared with
-        plain torch in float64, within 1e-9, or 1e-7 of the way that a parameter went. In a mode verify allows what
-        rounding explains, and the suite not more than these relative differences:"""
-    )
-    yield _table(("mode", "weights", "distance moved", "gradient norm"), map(_limits, modes))
     yield _list(
-        """*weights*: a final weight (or master), relative to the largest weight. *distance moved*: how far a parameter
-        ends from its target, relative to how far it had to move, which shows wrong gradients of small weights.
-        *gradient norm*: of each update. A `reduce_dtype` below float32 adds its rounding.""",
-        """Bitwise equal on all ranks: skips, loss scale, gradient norm and learning rate of each update, and the final
-        weights.""",
-        """In fp16 the last rank's loss is inf in update 1: all ranks skip, the scale falls, the scheduler waits. Before
-        and after, the scale grows (not in apex, which has no key for when).""",
-        "Matrix products run in the mode's dtype.",
-    )
-    yield "Also tested:"
-    yield _list(
-        f"""an inf in one rank's gradient of one parameter, of each kind ({", ".join(KINDS)}), on the first and
-        the last rank that holds it: every rank skips, and nothing changes;""",
-        "norms of type 1, 2, 3 and inf, to 1e-9 of those of one process: replicated tensors count once;",
-        f"""experts of mixture-of-experts layers (Mixtral) on 2 to 8 ranks: {len(EXPERTS)} cells, each mode in one;""",
-        "parameters without gradients: frozen layers, layers that only one data rank uses, layers that nobody uses;",
-        """that these comparisons can fail: faults put into the engine on purpose (`tests/faults_on_purpose/`), such as
-        a norm that counts replicated tensors twice, are reported with their place.""",
+        "layouts without a mode equal plain torch in float64 within 1e-9 (1e-7 of the distance moved);",
+        """skips, loss scale, gradient norm, learning rate and final weights are bitwise equal on all ranks that hold
+        them;""",
+        f"""an inf in one rank's loss, or in its gradient of one parameter ({", ".join(KINDS)}), makes every rank skip
+        the update and changes no weight;""",
+        "gradient norms of type 1, 2, 3 and inf equal those of one process within 1e-9;",
+        "parameters without gradients, on one rank or on all, train as in one process;",
+        "these tests can fail: they report [faults put in on purpose](../benchmarks/results/faults.md).",
     )
 
 
 def _rejected() -> Iterator[str]:
     yield "## What is rejected"
-    rows = ((", ".join(f"`{where}`" for where in places), message) for message, places in messages().items())
+    found = messages()
+    alone = {where for places in found.values() for where in places}
+    names: dict[tuple[str, str], list[str]] = {}
+    for message, places in found.items():
+        kept = [place for place in places if place.partition(" x ")[0] not in alone or " x " not in place]
+        name = re.match(r"'\w+'", message)
+        key = (_combine(kept), message[name.end() :] if name else message)
+        names.setdefault(key, []).extend([name[0]] if name else [])
+    rows = ((where, _or(given) + rest) for (where, rest), given in names.items())
     yield _table(("combination", "message"), rows)
 
 
-def _how_to_run() -> Iterator[str]:
-    yield "## Run it"
-    yield """```
-make test ROOM=composition    # the few cells; make test-all ROOM=composition: every pair of values, too
-make test-composition         # many more: about 40 minutes on two cores
-```"""
-    yield f"One cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`"
+def _or(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def _combine(places: Iterable[str]) -> str:
+    """`["a x b", "a x c"]` as one text."""
+    right: dict[str, list[str]] = {}
+    for place in places:
+        left, _, with_what = place.partition(" x ")
+        right.setdefault(left, []).extend([f"`{with_what}`"] if with_what else [])
+    return "; ".join(f"`{left}`" + (f" x {', '.join(found)}" if found else "") for left, found in right.items())
 
 
 def _limits(mode: str) -> tuple[str, ...]:
     dtype = COMPUTE_DTYPES[mode]
     limits = (TOLERANCES[mode], MOVEMENT[dtype], NORM[dtype])
-    return f"`{mode}`", *(f"{limit:.0e}".replace("e-0", "e-") for limit in limits)
+    return tuple(f"{limit:.0e}".replace("e-0", "e-") for limit in limits)
 
 
 def _fill(text: str, indent: str = "") -> str:
