@@ -72,7 +72,6 @@ CONFIGS = [
     shows("expert-parallel.md", "config.py", "parallel.expert.size", 4),
     shows("context-parallel.md", "config.py", "parallel.context.size", 2),
     shows("tensor-parallel.md", "config.py", "parallel.tensor.size", 2),
-    shows("tensor-parallel.md", "pattern_config.py", "parallel.tensor.plan.head", "colwise_gather"),
     shows("tensor-parallel.md", "vocab_parallel.py", "parallel.tensor.plan.lm_head", "vocab_parallel"),
 ]
 

@@ -266,46 +266,23 @@ def test_mixtral_trains_with_sharded_experts():
 # --- docs/tensor-parallel.md ----------------------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    """What the page's patterns are about."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)}) for _ in range(2))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer["down"](nn.functional.gelu(layer["up"](x)))
-        return self.head(x)
-
-
-def divide(model, parallel, x):
+def divide(rank, world_size):
     """Shapes after initialize. The output is that of one process."""
+    halfmesh.TENSOR_PLANS.unregister("my_block")
+    names = run(snippet("tensor-parallel.md", "my_block.py"))
+    model, (x, _), _ = names["build"]()
     x = here(x)
     expected = here(model).eval()(x)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with halfmesh.initialize(model, sgd, config={"parallel": parallel}, device=rank_device()) as engine:
+    with halfmesh.initialize(model, sgd, config={"parallel": {"tensor": 2}}, device=rank_device()) as engine:
         assert torch.allclose(engine.eval()(x), expected, atol=1e-6)
         return {name: tuple(param.shape) for name, param in engine.model.named_parameters()}
 
 
-def divide_all(rank, world_size):
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
-    patterns = divide(Layers(), run(snippet("tensor-parallel.md", "pattern_config.py"))["parallel"], x)
-    blocks = nn.Sequential(run(snippet("tensor-parallel.md", "my_block.py"))["Block"](16, 4))
-    inputs = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
-    return patterns, divide(blocks, {"tensor": 2}, inputs)
-
-
-def test_tensor_plans_divide_layers():
-    for patterns, blocks in run_ranks(divide_all, 2):
-        assert patterns["layers.0.up.weight"] == (4, 6)
-        assert patterns["layers.1.down.weight"] == (6, 4)
-        assert patterns["head.weight"] == (2, 6)
-        assert blocks["0.attention.qkv.weight"] == (24, 16)
-        assert (blocks["0.down.weight"], blocks["0.norm.weight"]) == ((16, 32), (16,))
+def test_a_tensor_plan_divides_a_layer():
+    for shapes in run_ranks(divide, 2):
+        assert (shapes["0.up.weight"], shapes["0.down.weight"]) == ((32, 16), (16, 32))
+        assert shapes["1.weight"] == (3, 16)
 
 
 def test_the_plan_of_nano_gpt_is_the_one_that_trains():

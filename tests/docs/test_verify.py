@@ -33,5 +33,5 @@ def test_the_page_about_verify(run, importable):
 
 
 def test_a_plan_is_proven(run, importable):
-    run("tensor-parallel.md", files=("proof.py", "my_block.py", "two_ranks.py"))
-    assert "equal" in check("$ halfmesh verify two_ranks.py --model proof:build --world-size 2")
+    run("tensor-parallel.md", files=("config.py", "my_block.py"))
+    assert "equal" in check("$ halfmesh verify config.py --model my_block:build --world-size 2")
