@@ -7,7 +7,7 @@ asked, no process group is needed. Limits of the model are checked when the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -92,14 +92,13 @@ def layout_table() -> dict[str, dict[str, Cell]]:
     return {axis: {other: cell(axis, other) for other in get_columns() if other != axis} for axis in AXES.names()}
 
 
-def render_table(table: Mapping[str, Mapping[str, str]] | None = None) -> str:
-    """The composition table in Markdown, without modes in a format that they do not have; or another one, such as
-    `layout_table()`."""
+def render_table() -> str:
+    """The composition table in Markdown, without modes in a format that they do not have."""
     lines = ["| | " + " | ".join(get_columns()) + " |", "|---" * (len(get_columns()) + 1) + "|"]
-    for row, cells in (composition_table() if table is None else table).items():
+    for row, cells in composition_table().items():
         if "yes" not in cells.values():
             continue
-        words = " | ".join(cells.get(column, "") for column in get_columns())
+        words = " | ".join(cells.values())
         lines.append(f"| {row} | {words.replace('rejected', '**rejected**')} |")
     return "\n".join(lines) + "\n"
 

@@ -45,9 +45,11 @@ def test_all_examples_are_known():
         text = (EXAMPLES / name).read_text()
         assert f"    python examples/{name}" in text[:600], "the way to start it stands at its top"
     page = (EXAMPLES / "README.md").read_text()
-    named = set(re.findall(r"^\| `([\w/]+\.(?:py|ipynb))` \|", page, re.MULTILINE))
+    named = set(re.findall(r"`([\w/]+\.(?:py|ipynb))`", page))
     assert {*SMALL, "notebook.ipynb"} <= named
     assert {name for name in named if not (EXAMPLES / name).exists()} == set()
+    gallery = (ROOT / "docs" / "examples.md").read_text()
+    assert {name for name in SMALL if "/" not in name} <= set(re.findall(r"\(\.\./examples/([\w/]+\.py)\)", gallery))
 
 
 @pytest.mark.promise("three modes, chosen in the config")
