@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import halfmesh
@@ -330,6 +331,28 @@ def test_the_report(run):
     assert Path("both.html").exists()
 
 
+class Attention(nn.Module):
+    """One head, whose scores nobody divides."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.scores = Scores()
+
+    def forward(self, x):
+        return self.scores(self.query(x), self.key(x)).softmax(-1) @ self.value(x)
+
+
+class Scores(nn.Module):
+    def forward(self, query, key):
+        return 200 * query @ (200 * key).transpose(-2, -1)
+
+
+def fp16_engine(model, options, **config):
+    adam = torch.optim.AdamW(model.parameters())
+    return halfmesh.initialize(model, adam, nn.CrossEntropyLoss(), config={"fp16": options, **config}, device="cpu")
+
+
 def words(text):
     """Without the digits that depend on how a machine rounds, and where lines are broken."""
     return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?%?", "#", " ".join(text.split()))
@@ -337,10 +360,24 @@ def words(text):
 
 def test_the_diagnosis_and_the_precision_report(run, capsys):
     message, report = find_blocks(read_page("health.md"), "")
-    assert run("health.md", "overflow.py", given={})["layer"] == "1.scores"
-    assert words(capsys.readouterr().out) == words(message)
-    run("health.md", "report.py", given={})
-    assert words(capsys.readouterr().out) == words(report)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), Attention(16), nn.Linear(16, 4))
+    engine = fp16_engine(model, {"mode": "torch", "init_scale": 1024.0}, max_consecutive_skips=4)
+    x, y = 5 * torch.randn(2, 6, 8), torch.randint(4, (12,))
+    with pytest.raises(halfmesh.NonFiniteError) as caught:
+        for _ in range(4):
+            engine.backward(engine.criterion(engine(x).view(12, 4), y))
+            engine.step()
+    assert words(str(caught.value)) == words(message)
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)]
+    engine = fp16_engine(nn.Sequential(*layers), {"mode": "naive", "loss_scale": 1.0})
+    capsys.readouterr()
+    for _ in range(3):
+        x, y = torch.randn(8192, 8), torch.randint(10, (8192,))
+        run("health.md", "report.py", given={"engine": engine, "x": x, "y": y})
+    assert words(capsys.readouterr().out).endswith(words(report))
 
 
 # --- an AMP plugin --------------------------------------------------------------------------------------------------
