@@ -83,7 +83,10 @@ class ThroughputHook(Hook):
         flops_per_sample: floating point operations of forward and backward for one sample; a multiply-add is two. (A
             transformer without embeddings: 6 x parameters x tokens, Kaplan et al. 2020,
             https://arxiv.org/abs/2001.08361.) "auto": torch's `FlopCounterMode` counts operations of all ranks in the
-            second batch of a fit, recomputation included; the first two batches are not timed then. None: not measured.
+            second batch of a fit, which is taken as representative; the first two batches are not timed then. It counts
+            recomputation, layers that tensor ranks hold whole (on each), and matrix products of the optimizer (Muon).
+            Operators without a formula count nothing: custom ones, cuDNN's LSTM, fused attention on a CPU; give them
+            one with `torch.utils.flop_counter.register_flop_formula`. None: not measured.
     """
 
     def __init__(

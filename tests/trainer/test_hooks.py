@@ -133,7 +133,7 @@ TRACKERS = [("wandb", WandbHook, 0, 1), ("mlflow", MLflowHook, "FINISHED", "FAIL
     "TensorBoard, Weights & Biases, MLflow",
     "only rank 0 writes; a missing package is an error on all ranks; your own run is left open",
     of="Colossal-AI",
-    page="trainer.md",
+    page="logging.md",
 )
 @pytest.mark.parametrize(("package", "hook", "good", "bad"), TRACKERS)
 def test_trackers(monkeypatch, package, hook, good, bad):
