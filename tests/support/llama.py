@@ -1,4 +1,4 @@
-"""A plain Llama of any size, how it is sharded, and two real sizes of it."""
+"""A plain Llama of any size, how it is sharded, and two small sizes of it."""
 
 from __future__ import annotations
 
@@ -121,10 +121,6 @@ def small() -> object:
 def wide() -> object:
     """Half a billion parameters and one short row: weights are nearly all of its memory."""
     return _with_batch(Llama(2048, 8, 16, 8, 8192, 256, length=32), 1, 32)
-
-
-def b70() -> object:
-    return _with_batch(Llama(8192, 80, 64, 8, 28672, 128256), 16, 4096)
 
 
 SMALL, WIDE = "tests.support.llama:small", "tests.support.llama:wide"
