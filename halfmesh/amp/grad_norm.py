@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ..errors import InputError
 from ..utils.param_shard import ParamShard, Ranks
@@ -99,7 +100,7 @@ def _over_ranks(mine: list[torch.Tensor], ranks: Ranks, norm_type: float) -> lis
         own = (norm**norm_type).unsqueeze(0)
     sent = [own, *mine[1:]]
     joined = torch.cat(sent) if len(sent) > 1 else own
-    ranks.all_reduce(joined)
+    dist.all_reduce(joined)
     own, *sums = joined.split([len(x) for x in sent])
     return [own.max() if math.isinf(norm_type) else own[0] ** (1 / norm_type), *sums]
 

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from ..config.composition import Setup
 from ..engine.initialize import initialize
 from ..errors import InputError, find_module
+from ..parallel.buckets import give_grads
 from ..parallel.pipeline.axis import find_batch_problem
-from ..parallel.reducer import give_grads
 from ..parallel.registries import AXES
 from ..utils.tensors import map_tensors, tensors_of
 from ..utils.torch_private import has_no_memory

@@ -21,12 +21,13 @@ from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
 from ..errors import IncompatibleConfigError, InputError, counted, shorten
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
+from ..parallel.buckets import ReduceOptions
 from ..parallel.comm import SameCalls
 from ..parallel.context.axis import ContextParallel
 from ..parallel.data_strategy import DataStrategy, StrategyInputs
 from ..parallel.dims import ParallelDims
 from ..parallel.mesh import ParallelContext
-from ..parallel.reducer import ReduceOptions, Reduction
+from ..parallel.reducer import Reduction
 from ..parallel.registries import AXES
 from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state
 from ..parallel.shard_spec import Placement, whole
@@ -409,7 +410,8 @@ class ParallelModel:
         saving = nullcontext if self.offload is None else self.offload.inputs
         self.checkpointed = [Checkpointed(m, selective, saving) for m in computed_here(self.plans.recomputed)]
         self.compiled = computed_here(self.plans.compiled)
-        compilation.compile_modules(self.compiled, self._config.compile, self.data.arrive)
+        if self.compiled:
+            compilation.compile_modules(self.compiled, self._config.compile, self.data.arrive)
 
     def explain(self, error: RuntimeError) -> None:
         """Explain a known error of torch in forward or backward.

@@ -17,8 +17,9 @@ from ..errors import InputError
 from ..options import Options
 from ..utils.param_shard import ParamShard, Publisher
 from ..utils.torch_private import move_module
+from .buckets import ReduceOptions
 from .mesh import ParallelContext
-from .reducer import Buffers, ReduceOptions, Reducer, Reduction
+from .reducer import Buffers, Reducer, Reduction
 from .shard_spec import Placement
 
 SCATTERED = "where under data='zero1' each rank has the sums of its shard only"

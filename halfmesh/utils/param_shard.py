@@ -129,15 +129,12 @@ class Publisher(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks that share one update: this rank, and their number."""
+    """The ranks that share one update, which are those of the default process group: this rank, and their number."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-
-    def all_reduce(self, tensor: torch.Tensor) -> object:
-        """Sum `tensor` in place over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +143,3 @@ class OneRank:
 
     rank: int = 0
     size: int = 1
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """A sum over one rank."""

@@ -15,7 +15,7 @@ from halfmesh.amp import stepper
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.dry_run.tracker import dry_run_mode
-from halfmesh.parallel.reducer import Bucket, ReduceOptions, make_buckets
+from halfmesh.parallel.buckets import Bucket, ReduceOptions, make_buckets
 from halfmesh.utils.param_shard import OneRank, ParamShard
 from tests.support.updates import OPTIMIZERS
 

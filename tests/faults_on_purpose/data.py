@@ -6,7 +6,7 @@ from . import workloads
 from .fault import In, Text, fault
 from .layouts import CLIPPED, DATA, FSDP, GRADIENT, NAIVE_BF16, TWICE, UNLIKE, WEIGHTED, ZERO1, Cell, after, before
 
-REDUCER, ACCUMULATION = "parallel/reducer.py", "engine/accumulation.py"
+REDUCER, BUCKETS, ACCUMULATION = "parallel/reducer.py", "parallel/buckets.py", "engine/accumulation.py"
 ZERO1_FILE, FSDP_FILE, FSDP_REDUCER = (f"parallel/sharding/{name}.py" for name in ("zero1", "fsdp", "fsdp_reducer"))
 REDUCE_DTYPE = "torch.float64 if param.dtype == torch.float64 else dtype"
 RECEIVED = "zip(self.slices, self.split(received), strict=True)"
@@ -27,7 +27,7 @@ DATA_FAULTS = (
     ),
     fault(
         "Data ranks keep their own gradients: an all-reduce is missing",
-        Text(REDUCER, "return bucket.start(flat)", "return NothingSent()"),
+        Text(BUCKETS, "return all_reduce(flat, self.group, op)", "return NothingSent()"),
         In(DATA, GRADIENT, cause="an all-reduce or a broadcast between these ranks is missing"),
     ),
     fault(
@@ -35,18 +35,18 @@ DATA_FAULTS = (
         Text(
             REDUCER,
             "return bucket.start(flat)",
-            "return NothingSent() if bucket is self._buckets[-1] else bucket.start(flat)",
+            "return bucket.start(flat) if bucket is not self._buckets[-1] else torch.futures.collect_all([])",
         ),
         In(DATA, "gradient first.*", more={"parallel": DATA.config()["parallel"] | {"data": SPLIT}}),
     ),
     fault(
         "Gradients are rounded to bfloat16 before they are summed",
-        Text(REDUCER, REDUCE_DTYPE, "torch.bfloat16"),
+        Text(BUCKETS, REDUCE_DTYPE, "torch.bfloat16"),
         In(DATA, GRADIENT),
     ),
     fault(
         "Gradients of weights in half precision are summed in it, where the config says float32",
-        Text(REDUCER, REDUCE_DTYPE, "dtype if param.dtype == torch.float32 else param.dtype"),
+        Text(BUCKETS, REDUCE_DTYPE, "dtype if param.dtype == torch.float32 else param.dtype"),
         In(NAIVE_BF16, GRADIENT, unseen="it is no larger than the rounding of the format"),
     ),
     fault(
@@ -98,7 +98,7 @@ DATA_FAULTS = (
     fault(
         "Reduced gradients are widened by a launch each",
         Text(
-            REDUCER,
+            BUCKETS,
             "        foreach_copy_(wide, grads)\n",
             "        [one.copy_(other) for one, other in zip(wide, grads, strict=True)]\n",
         ),

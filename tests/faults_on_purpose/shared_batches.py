@@ -80,7 +80,7 @@ CONTEXT = (
     fault(
         "Each rank learns from its own tokens",
         Text(
-            REDUCER,
+            "parallel/buckets.py",
             "NothingSent() if group.size() == 1 else dist.all_reduce(flat, op, group=group, async_op=True)",
             "NothingSent()",
         ),

@@ -122,7 +122,8 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 
 def reduced(place: torch.device) -> None:
     """Gradients of one rank stay what they are."""
-    from halfmesh.parallel.reducer import ReduceOptions, Reducer
+    from halfmesh.parallel.buckets import ReduceOptions
+    from halfmesh.parallel.reducer import Reducer
     from halfmesh.utils.param_shard import ParamShard
 
     found = []

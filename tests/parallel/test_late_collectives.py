@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh.parallel.reducer import ReduceOptions
+from halfmesh.parallel.buckets import ReduceOptions
 from halfmesh.parallel.tensor.colwise import SharedInput
 from halfmesh.utils.torch_private import ALL_GATHER, REDUCE_SCATTER
 from tests.support.models import MODES, adamw

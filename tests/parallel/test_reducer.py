@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfmesh.config.load import load_config
 from halfmesh.engine.parallelize import reduce_options
-from halfmesh.parallel.reducer import Bucket, Reducer, can_average
+from halfmesh.parallel.buckets import Bucket, can_average
+from halfmesh.parallel.reducer import Reducer
 from halfmesh.utils.param_shard import ParamShard
 from halfmesh.utils.torch_private import REDUCE_SCATTER
 from tests.support.fake_gpu import CountLaunches

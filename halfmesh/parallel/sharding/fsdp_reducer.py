@@ -12,8 +12,9 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...utils.param_shard import ParamShard
 from ...utils.torch_private import has_grad_hooks
+from ..buckets import all_reduce
 from ..data_strategy import UNFINISHED, WithheldGradient
-from ..reducer import Buffers, Reducer, all_reduce
+from ..reducer import Buffers, Reducer
 from .fsdp_wrap import add_missing_grads, watch_grads
 
 

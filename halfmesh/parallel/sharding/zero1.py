@@ -22,19 +22,10 @@ from ...utils.optimizer_state import parts_of, reject_other_state, repoint, step
 from ...utils.param_shard import ParamShard, set_grad
 from ...utils.tensors import in_memory_order, is_dense
 from ...utils.torch_private import all_gather, foreach_copy_, foreach_zero_, reduce_scatter, storages
+from ..buckets import Bucket, NothingSent, all_reduce, give_grads, make_buckets, read_together, round_up
 from ..comm import gather_objects
 from ..data_strategy import SCATTERED, DataStrategy, StrategyInputs, WithheldGradient
-from ..reducer import (
-    Bucket,
-    Buffers,
-    NothingSent,
-    Reducer,
-    all_reduce,
-    give_grads,
-    make_buckets,
-    read_together,
-    round_up,
-)
+from ..reducer import Buffers, Reducer
 from ..shard_spec import Placement
 
 if TYPE_CHECKING:
