@@ -90,7 +90,7 @@ def run_loop(rank, world_size):
     engine = make_engine(make_tower(3))
     names = run(snippet("pipeline.md", "train.py"), {"engine": engine, "torch": torch, "total": 0.0})
     part = sorted(engine.model.state_dict())
-    return names["total"], int(names["hits"]), part, list(close_whole(engine).values())
+    return names["total"], part, list(close_whole(engine).values())
 
 
 def run_alone(rank, world_size):
@@ -102,52 +102,18 @@ def run_alone(rank, world_size):
         loss.backward()
         optimizer.step()
         total += loss.item()
-    x, y = here(samples(24))
     halfmesh.PARTITIONERS.unregister("tower")
-    return total, int((model(x).argmax(1) == y).sum()), [p.detach() for p in model.parameters()]
+    return total, [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.sends
 def test_the_loop_under_a_pipeline_is_that_of_one_process():
-    ((total, hits, params),) = run_ranks(run_alone, 1)
-    for rank, found in enumerate(run_ranks(run_loop, 2)):
-        assert found[0] == pytest.approx(total, rel=1e-6)
-        assert found[1] == hits
-        assert any(name.startswith("embed") for name in found[2]) == (rank == 0)
-        assert any(name.startswith("head") for name in found[2]) == (rank == 1)
-        assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in zip(found[3], params, strict=True))
-
-
-def provoke(rank, world_size):
-    """What each row of the table is told."""
-    engine = make_engine(make_tower(3))
-    images, labels = here(samples(8))
-    output = engine(images)
-    loss = engine.criterion(output, labels)
-    told = {
-        "`output.argmax(1)`": say(lambda: output.argmax(1)),
-        "`loss.item()`, `loss / 2`": say(lambda: loss / 2),
-        "`loss.backward()`": say(lambda: loss.backward()),
-        "`output.loss`": say(lambda: output.loss),
-        "`engine.backward(loss, retain_graph=True)`": say(lambda: engine.backward(loss, retain_graph=True)),
-        "`engine.model(images)`": say(lambda: engine.model(images)),
-    }
-    engine.backward(loss)
-    assert loss.item() > 0
-    told["the same after backward"] = say(lambda: output.argmax(1))
-    engine.close()
-    engine = make_engine(make_tower(3))
-    told["different images on the stages of one replica"] = say(lambda: engine(here(samples(8, seed=rank)[0])))
-    return told
-
-
-@pytest.mark.sends
-def test_the_table_of_messages():
-    rows = dict(find_rows(read_page("pipeline.md"), "what you write"))
-    for told in run_ranks(provoke, 2):
-        assert told.keys() == rows.keys()
-        for written, message in rows.items():
-            assert message in told[written], written
+    ((total, params),) = run_ranks(run_alone, 1)
+    for rank, (found, names, trained) in enumerate(run_ranks(run_loop, 2)):
+        assert found == pytest.approx(total, rel=1e-6)
+        assert any(name.startswith("embed") for name in names) == (rank == 0)
+        assert any(name.startswith("head") for name in names) == (rank == 1)
+        assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in zip(trained, params, strict=True))
 
 
 def cut(rank, world_size):

@@ -103,6 +103,7 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     told(words, engine.backward, here(torch.ones((), requires_grad=True)))
     told("but a PipelineOutput was given; compute the loss in the criterion", engine.backward, output)
     told("To change the loss (scale it, add to it) do so in the criterion", lambda: engine.backward(loss / 2))
+    told("retain_graph=True has no meaning under a pipeline", lambda: engine.backward(loss, retain_graph=True))
     told("engine.criterion(...): target has 5 rows, and the batch has 8", engine.criterion, output, y[:5])
     words = "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split along their first dim"
     told(words, engine, x, here(torch.ones(3, 2)))
