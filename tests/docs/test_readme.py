@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch
 import halfmesh
 from halfmesh import compat
 from halfmesh.compat import composition_table, layout_table, mesh_sizes
-from tests.support.pages import check, find_blocks, import_snippet, read_page, shown_commands, snippet, stand_ins
+from tests.support.pages import check, find_blocks, read_page, shown_commands, snippet, stand_ins
 from tests.support.ranks import end_teams, run_ranks
 
 README = read_page("README.md")
@@ -126,47 +125,6 @@ def test_the_mistake_of_the_quickstart(run):
 
 
 # --- CONTRIBUTING ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pure(tmp_path, monkeypatch):
-    """The plugin of CONTRIBUTING, imported from its file as a user would."""
-    (tmp_path / "config.py").write_text(snippet("CONTRIBUTING.md", "config.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield import_snippet("CONTRIBUTING.md", "pure_amp.py", tmp_path)
-    halfmesh.AMP_PLUGINS.unregister("pure")
-    sys.modules.pop("pure_amp")
-
-
-def test_the_plugin_trains(pure):
-    given = stand_ins()
-    optimizer = torch.optim.SGD(given["model"].parameters(), lr=0.5)
-    losses = []
-    with halfmesh.initialize(
-        given["model"], optimizer, given["criterion"], given["dataloader"], config="config.py"
-    ) as engine:
-        for x, y in [*engine.dataloader] * 10:
-            engine.zero_grad()
-            output = engine(x)
-            loss = engine.criterion(output, y)
-            engine.backward(loss)
-            result = engine.step()
-            losses.append(loss.item())
-        assert (result.loss_scale, output.dtype) == (64.0, torch.float32)
-        assert {param.dtype for param in engine.model.parameters()} == {torch.float16}
-        assert engine.optimizer.param_groups[0]["params"][0] is engine.model[0].weight  # no masters
-    assert sum(losses[-15:]) < sum(losses[:15]) / 2
-
-
-def test_the_plugin_is_checked(pure):
-    cells = composition_table()
-    assert (cells["pure fp16"]["replicate"], cells["pure bf16"]["tensor"]) == ("yes", "rejected")
-    with pytest.raises(halfmesh.ConfigError, match=r"bf16.scale: bf16 has the range of fp32"):
-        halfmesh.load_config({"bf16": {"mode": "pure", "scale": 2.0}})
-    config = halfmesh.load_config({"fp16": {"mode": "pure"}, "parallel": {"tensor": 2}})
-    with pytest.raises(halfmesh.IncompatibleConfigError, match="pure has not been tried with tensor parallelism"):
-        compat.raise_for(compat.check(config, 2))
 
 
 @pytest.mark.distributed

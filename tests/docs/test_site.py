@@ -119,7 +119,7 @@ def test_messages_name_pages_by_the_title_that_they_have():
 
 
 def test_files_and_commands_that_pages_name_exist():
-    new = {"halfmesh/amp/pure_amp.py", "amp/pure_amp.py"}  # of the plugin that CONTRIBUTING writes
+    new = {"halfmesh/amp/pure_amp.py", "amp/pure_amp.py"}  # a plugin that CONTRIBUTING names
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES[:-1]:
         text = page.read_text()
