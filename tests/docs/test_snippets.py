@@ -320,8 +320,8 @@ def test_settings_of_torch_for_a_gpu(run):
 
 def test_the_report(run):
     run("report.md", "train.py", given=stand_ins())
-    run("report.md", "loop.py", given=stand_ins())
-    run("report.md", "page.py", given={})
+    with engine_of(stand_ins(), {"fp16": {"mode": "naive"}}) as engine:
+        run("report.md", "loop.py", given={"engine": engine, "halfmesh": halfmesh})
     first, second = (read_run(Path("runs", name)) for name in ("first", "second"))
     assert {"loss", "eval_loss", "samples_per_s", "memory_mib", "loss_scale"} <= set(first.series)
     assert {"loss", "lr", "loss_scale"} <= set(second.series)
