@@ -119,7 +119,7 @@ COMPILED = [
 
 
 @pytest.mark.slow
-@pytest.mark.promise("torch.compile", "`compile=True`, with the same weights", of="PyTorch", page="benchmarks.md")
+@pytest.mark.promise("torch.compile", "`compile=True`, with the same weights", of="PyTorch", page="compile.md")
 @pytest.mark.parametrize("cell", COMPILED, ids=str)
 def test_compiled_code_trains_as_without(cell):
     expected, *_ = run_cell(cell, run, replace(cell, compiled=""))[0]

@@ -150,6 +150,15 @@ def test_the_tables_of_names():
         assert getattr(halfmesh, name).entry_point_group == group, kind
 
 
+def test_the_figures_of_benchmarks_are_those_of_the_results():
+    measured = {
+        " ".join(re.findall(r"\d\.\d\d\d(?= )", " ".join([default, fused, peer])))
+        for _, default, fused, _, peer, *_ in find_rows(read_page("benchmarks/RESULTS.md"), "workload")
+    }
+    for row in find_rows(read_page("benchmarks.md"), "one process on a CPU, clipped at 1"):
+        assert " ".join(row[1:]) in measured
+
+
 def test_the_values_of_activation_checkpoint():
     values = [eval(row[0].strip("`")) for row in find_rows(read_page("memory.md"), "value")]
     enabled = [Settings(activation_checkpoint=value).activation_checkpoint.enabled for value in values]

@@ -130,7 +130,7 @@ def test_models_that_cannot_be_planned(models):
     "advice on batch size and data loading",
     "from `halfmesh plan`, and a warning of the throughput hook when training waits for the loader",
     of="PyTorch",
-    page="benchmarks.md",
+    page="planning.md",
 )
 def test_advice_on_the_choice():
     config = {"bf16": {"mode": "torch"}, "parallel": {"data": "fsdp"}}
