@@ -28,7 +28,7 @@ def on_config(config: Any) -> Any:
     """mkdocs' event: mkdocs.yml was read. Addresses come from pyproject.toml."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     config.site_url, config.repo_url = urls["Documentation"], urls["Source"]
-    config.edit_uri = "edit/main/docs/"
+    config.repo_name, config.edit_uri = "Source", "edit/main/docs/"
     return config
 
 
