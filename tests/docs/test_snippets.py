@@ -156,18 +156,13 @@ def test_loops_on_an_engine_that_is_there(run):
 
 
 def test_a_gan(run):
-    def engine_from(inputs, outputs, **config):
-        model = torch.nn.Linear(inputs, outputs)
-        loader = names["dataloader"] if outputs == 1 else None
-        adam = torch.optim.Adam(model.parameters(), lr=0.01)
-        return halfmesh.initialize(model, adam, torch.nn.BCEWithLogitsLoss(), loader, config)
-
-    names = stand_ins()
-    engines = {"generator": engine_from(4, 6, name="g"), "discriminator": engine_from(6, 1, name="d")}
-    before = [engine.full_state_dict()["weight"] for engine in engines.values()]
-    run("several-models.md", "gan.py", given={"torch": torch, **engines})
-    assert [engine.global_step for engine in engines.values()] == [15, 15]
-    assert not any(map(torch.equal, before, (engine.model.weight for engine in engines.values())))
+    given = {name: value for name, value in stand_ins().items() if name == "dataloader"}
+    given |= {"net_g": nn.Linear(4, 6), "net_d": nn.Linear(6, 1), "criterion": nn.BCEWithLogitsLoss()}
+    given |= {f"adam_{name}": torch.optim.Adam(given[f"net_{name}"].parameters(), lr=0.01) for name in "gd"}
+    before = [given[name].weight.clone() for name in ("net_g", "net_d")]
+    names = run("several-models.md", "gan.py", given={"torch": torch, "halfmesh": halfmesh, **given})
+    assert [names[name].global_step for name in ("generator", "discriminator")] == [15, 15]
+    assert not any(map(torch.equal, before, (given[name].weight for name in ("net_g", "net_d"))))
 
 
 def test_criteria(run):
