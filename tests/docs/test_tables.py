@@ -21,7 +21,7 @@ from halfmesh.parallel.sharding.fsdp import FSDPOptions
 from halfmesh.parallel.sharding.zero1 import Zero1Options
 from halfmesh.report.run import FILES
 from tests.support.models import make_engine
-from tests.support.pages import check, defaults, find_rows, read_page, shown_commands, stand_ins
+from tests.support.pages import DOCS, check, defaults, find_rows, read_page, shown_commands, stand_ins
 
 AMP = halfmesh.AMP_PLUGINS
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", None: "fp32"}
@@ -190,7 +190,9 @@ def test_what_the_page_of_commands_shows(run):
         assert check(command) == expected
 
 
-@pytest.mark.parametrize("page", ["loop.md", "migration/apex.md", "migration/libraries.md", "migration/pytorch.md"])
+@pytest.mark.parametrize(
+    "page", ["loop.md", *(f"migration/{path.name}" for path in sorted((DOCS / "migration").glob("*.md")))]
+)
 def test_methods_that_a_page_names_exist(page):
     given = stand_ins()
     model, optimizer, _ = halfmesh.convert_to_amp(given["model"], given["optimizer"])
