@@ -199,12 +199,6 @@ def test_parameters_on_two_devices(monkeypatch):
         start(model)
 
 
-@pytest.mark.promise(
-    "models too large in fp32",
-    "`naive` takes a model built in fp16; larger ones are sharded",
-    of="Colossal-AI",
-    page="memory.md",
-)
 def test_naive_takes_a_model_built_in_its_own_precision():
     engine = start(MLP().half(), config=FP16_NAIVE)
     assert {p.dtype for g in engine.optimizer.param_groups for p in g["params"]} == {torch.float32}

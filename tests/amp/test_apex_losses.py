@@ -174,7 +174,7 @@ def run_losses(
     return history
 
 
-@pytest.mark.promise("APEX's keys, levels and overrides")
+@pytest.mark.promise("APEX's levels and overrides")
 @pytest.mark.parametrize("num_losses", [1, 2])
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_two_losses_one_optimizer(opt_level, num_losses):

@@ -26,10 +26,7 @@ def recipe_of(**keys):
 
 
 @pytest.mark.promise(
-    "APEX's keys, levels and overrides",
-    "apex's property table, without apex installed",
-    of="Colossal-AI",
-    page="migration/apex.md",
+    "APEX's levels and overrides", "apex's property table, without apex", of="Colossal-AI", page="migration/apex.md"
 )
 def test_the_property_table_is_apexs():
     table = {level: tuple(vars(properties).values()) for level, properties in OPT_LEVELS.items()}
@@ -41,7 +38,6 @@ def test_the_property_table_is_apexs():
     }
 
 
-@pytest.mark.promise("APEX's keys, levels and overrides")
 @pytest.mark.parametrize(
     ("level", "keys", "recipe"),
     [

@@ -81,12 +81,7 @@ def fp8(**options):
 BF16 = {"bf16": {"mode": "torch"}}
 
 
-@pytest.mark.promise(
-    "fp8 by torchao",
-    "linear layers multiply in float8, bitwise as torchao's, in every layout",
-    of="PyTorch",
-    page="precision.md",
-)
+@pytest.mark.promise("fp8 by torchao", "bitwise torchao's products", of="PyTorch", page="precision.md")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_equal_to_torchao_by_hand(recipe):
     """Bit by bit. Its layers cast their input under CUDA's autocast only, so here hooks do."""

@@ -49,12 +49,6 @@ def test_arguments_that_are_kept(pattern, call):
     engine.close()
 
 
-@pytest.mark.promise(
-    "timesteps and rotary frequencies under `naive`",
-    "frequencies and `keep_fp32` stay in fp32; what the first call rounds is told",
-    of="PyTorch",
-    page="precision.md",
-)
 @pytest.mark.parametrize("mode", [("naive", {}), ("apex", {"opt_level": "O2"})])
 def test_frequencies_that_are_not_trained_stay_in_fp32(mode):
     class Odd(nn.Module):
@@ -123,7 +117,6 @@ def test_patterns_that_match_nothing_are_rejected():
         halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), lr=0.1), None, "naive", {"keep_fp32": ["s"]})
 
 
-@pytest.mark.promise("timesteps and rotary frequencies under `naive`")
 @pytest.mark.parametrize(
     ("precision", "name", "value", "text"),
     [

@@ -41,7 +41,7 @@ def run(scaler: LossScaler, overflows: list[bool]) -> list[float]:
     return history
 
 
-@pytest.mark.promise("static and dynamic loss scale, also under tensor and pipeline")
+@pytest.mark.promise("loss scaling under tensor and pipeline")
 def test_moves_as_the_rule_says():
     draw = random.Random(0)
     for _ in range(60):
@@ -94,7 +94,6 @@ def test_same_rule_as_torch_with_hysteresis_1(start, growth, backoff, interval):
         )
 
 
-@pytest.mark.promise("NAIVE's keys")
 def test_static_scale_never_moves():
     scaler = LossScaler(LossScale(initial=128.0, dynamic=False, growth_interval=1), CPU)
     assert run(scaler, [True, False, False, True]) == [128.0] * 4

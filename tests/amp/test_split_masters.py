@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from halfmesh.amp.split_masters import join_, split_
@@ -17,7 +16,6 @@ def every_kind() -> torch.Tensor:
     return torch.cat([bits, others]).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.promise("fewer bytes per parameter (Megatron's bf16 weights and the low 16 bits of masters)")
 def test_every_number_comes_back_bit_for_bit():
     masters = every_kind()
     weights = masters.clone()

@@ -55,13 +55,7 @@ def test_every_update_is_exactly_one(master):
     assert scales == [8.0 * 2 ** (step // 2) for step in range(20)]
 
 
-@pytest.mark.promise(
-    "unscale before clipping",
-    "always",
-    of="PyTorch",
-    page="config.md",
-)
-@pytest.mark.promise("clipping, accumulation and user constants in one config")
+@pytest.mark.promise("unscale before clipping", "always", of="PyTorch", page="config.md")
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 100.0], ids=["no_clip", "clip_bites", "clip_does_not"])
 @pytest.mark.parametrize("name", KINDS)
 def test_equals_unscale_clip_step_by_hand(name, max_norm):
@@ -157,12 +151,7 @@ def test_an_update_in_parts_is_bitwise_one_step(name, monkeypatch):
     assert_close(results[1], results[2], 0, 0)
 
 
-@pytest.mark.promise(
-    "20 bytes per parameter for Adam in fp16",
-    "16 and one bucket, reported before a run",
-    of="SageMaker",
-    page="planning.md",
-)
+@pytest.mark.promise("20 bytes per parameter for Adam in fp16", "16 and one bucket", of="SageMaker", page="planning.md")
 def test_one_master_gradient_at_a_time(monkeypatch):
     """While one part is stepped, no other part has an fp32 gradient, and its own fp16 gradient is gone."""
     monkeypatch.setattr(stepper, "bucket_bytes", lambda *_: 1)

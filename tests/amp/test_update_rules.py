@@ -145,12 +145,7 @@ def test_a_clip_is_forgotten_with_its_gradients():
     assert_close(params, by_hand(OPTIMIZERS["sgd"], 1)[0])
 
 
-@pytest.mark.promise(
-    "number of zeros in the gradient",
-    "`StepResult.num_zeros`",
-    of="Colossal-AI",
-    page="config.md",
-)
+@pytest.mark.promise("number of zeros in the gradient", "`StepResult.num_zeros`", of="Colossal-AI", page="config.md")
 def test_zeros_are_reported():
     params = make_params()
     recipe = Recipe(torch.float16, torch.float16, False, True, DYNAMIC, count_zeros=True)
@@ -161,7 +156,6 @@ def test_zeros_are_reported():
     assert update.step().num_zeros == 10
 
 
-@pytest.mark.promise("monitoring the loss scale")
 def test_verbose_logs_each_change_of_the_scale(caplog):
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(loss_scale=LossScale(8.0, growth_interval=2, verbose=True)))

@@ -63,7 +63,6 @@ def save_four_times(rank, world_size, folder):
     return counts, loaded
 
 
-@pytest.mark.promise("many ranks")
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_a_second_save_compares_digests_only_and_tells_what_is_new(tmp_path):

@@ -70,10 +70,7 @@ def gather(rank, world_size):
 
 
 @pytest.mark.promise(
-    "the whole model's state in memory",
-    "lifted: `engine.full_state_dict` gathers it from any layout, with the optimizer's if asked, on rank 0 or on all",
-    of="SageMaker",
-    page="checkpoints.md",
+    "the whole model's state in memory", "`engine.full_state_dict`", of="SageMaker", page="checkpoints.md"
 )
 @pytest.mark.sends
 @pytest.mark.distributed

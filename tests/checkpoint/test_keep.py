@@ -19,12 +19,6 @@ def now(engine):
     return [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
 
 
-@pytest.mark.promise(
-    "going on with another rate or schedule",
-    "`engine.load(folder, keep=...)`",
-    of="PyTorch",
-    page="checkpoints.md",
-)
 @pytest.mark.parametrize("kind", [kind for kind in SCHEDULERS if kind not in ("plateau", "own", "numpy")])
 def test_a_schedule_that_is_kept_goes_on_where_the_saved_one_was(kind, tmp_path, caplog):
     """As if this run had taken the updates, also after a load without `keep`, and updates of its own."""
@@ -54,7 +48,6 @@ def test_a_schedule_that_is_kept_goes_on_where_the_saved_one_was(kind, tmp_path,
     assert told(caplog) == []
 
 
-@pytest.mark.promise("going on with another rate or schedule")
 def test_each_of_the_two_may_be_kept_alone(tmp_path, caplog):
     saved = saved_run("linear", tmp_path)
     updates(new := run("linear", 12, lr=0.005, weight_decay=0.3))

@@ -120,7 +120,7 @@ FOUR = [("one", "none"), ("tp2_fsdp2", "naive"), ("pp2_zero1", "torch")]
 
 @pytest.mark.promise(
     "no full optimizer checkpoint under tensor parallelism",
-    "lifted: each layout loads what every other saved; a second job in the folder is rejected by name",
+    "lifted: any layout loads any checkpoint",
     of="SageMaker",
     page="checkpoints.md",
 )

@@ -41,7 +41,6 @@ def another_job(rank, world_size, folder):
     engine.save(folder)
 
 
-@pytest.mark.promise("no full optimizer checkpoint under tensor parallelism")
 @pytest.mark.distributed
 def test_a_second_job_is_rejected_by_name_on_all_ranks(tmp_path):
     """Until the first has closed its engine. Another engine of the same job is not rejected."""

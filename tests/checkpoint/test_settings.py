@@ -29,12 +29,6 @@ TOLD = {
 }
 
 
-@pytest.mark.promise(
-    "resuming with other settings",
-    "the checkpoint's are in force; a warning names each with both values",
-    of="PyTorch",
-    page="checkpoints.md",
-)
 @pytest.mark.parametrize("kind", TOLD)
 def test_each_setting_that_a_load_overwrites_is_told_once(kind, tmp_path, caplog):
     engine = saved_run(kind, tmp_path)

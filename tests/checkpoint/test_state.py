@@ -144,7 +144,6 @@ def test_a_model_given_in_half_precision_goes_on_after_close():
     assert moved >= {"first.weight", "again.weight", "last.weight"}  # what is near 1 moves by less than bf16 can show
 
 
-@pytest.mark.promise("weights are not inherited; loading before wrapping; changed shapes")
 def test_loads_of_changed_models():
     """Pruned after initialize, a layer that the optimizer never held, and that layer assigned: nothing is lost."""
     engine = make_engine({}, optimizer=lambda p: optim.SGD(p[:1], lr=0.1))

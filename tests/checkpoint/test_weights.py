@@ -112,10 +112,7 @@ def trainable_sgd(params):
 
 
 @pytest.mark.promise(
-    "weights are not inherited; loading before wrapping; changed shapes",
-    "lifted: weights carry over, whole state dicts load into every layout, frozen values come out as they went in",
-    of="SageMaker",
-    page="checkpoints.md",
+    "loading before wrapping", "lifted: full state dicts load into any layout", of="SageMaker", page="checkpoints.md"
 )
 @pytest.mark.distributed
 @pytest.mark.sends

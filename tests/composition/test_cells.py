@@ -32,7 +32,6 @@ TRAINED = [mode for mode in MODES if "apex" not in mode and mode != "naive_fp8"]
 """Modes that work with every kind of parallelism."""
 
 
-@pytest.mark.promise("tensor parallelism of chosen layers")
 @pytest.mark.promise("pipelines take the naive mode only")
 def test_every_pair_of_values_is_in_a_covering_cell_and_every_mode_with_every_model():
     possible = {pair for cell in product() for pair in groups(cell, 2)}

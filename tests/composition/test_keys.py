@@ -84,10 +84,7 @@ LAYOUTS = [
 
 
 @pytest.mark.promise(
-    "activation checkpointing and offloading, with the rest",
-    "the same weights, less memory",
-    of="SageMaker",
-    page="memory.md",
+    "activation checkpointing and offloading", "the same weights, less memory", of="SageMaker", page="memory.md"
 )
 @pytest.mark.parametrize("cell", LAYOUTS, ids=str)
 def test_the_same_bits(cell):
@@ -119,7 +116,7 @@ COMPILED = [
 
 
 @pytest.mark.slow
-@pytest.mark.promise("torch.compile", "`compile=True`, with the same weights", of="PyTorch", page="compile.md")
+@pytest.mark.promise("torch.compile", "`compile=True`, the same weights", of="PyTorch", page="compile.md")
 @pytest.mark.parametrize("cell", COMPILED, ids=str)
 def test_compiled_code_trains_as_without(cell):
     expected, *_ = run_cell(cell, run, replace(cell, compiled=""))[0]

@@ -70,10 +70,7 @@ def state(engine: Any) -> list[str]:
 
 
 @pytest.mark.promise(
-    "static and dynamic loss scale, also under tensor and pipeline",
-    "all ranks skip together, even if only one overflows",
-    of="SageMaker",
-    page="composition.md",
+    "loss scaling under tensor and pipeline", "all ranks skip together", of="SageMaker", page="composition.md"
 )
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_every_rank_skips(cell):

@@ -98,16 +98,10 @@ OTHERS = [
 @pytest.mark.promise("parameters shared by stages")
 @pytest.mark.promise("simple and interleaved pipeline schedules")
 @pytest.mark.promise(
-    "pipelines take the naive mode only",
-    "lifted: any mode but `apex`",
-    of="Colossal-AI",
-    page="pipeline.md",
+    "pipelines take the naive mode only", "lifted: any mode but `apex`", of="Colossal-AI", page="pipeline.md"
 )
 @pytest.mark.promise(
-    "fp16 does not go with ZeRO",
-    "lifted: `torch` and `naive` train under zero1 and fsdp to the weights of one process",
-    of="Colossal-AI",
-    page="sharding.md",
+    "fp16 does not go with ZeRO", "lifted: zero1 and fsdp equal one process", of="Colossal-AI", page="sharding.md"
 )
 @pytest.mark.parametrize(("cell", "seed"), SMALL)
 def test_trains_to_parity(cell, seed):

@@ -49,10 +49,7 @@ def test_config(name):
 
 
 @pytest.mark.promise(
-    "three modes, chosen in the config",
-    '`fp16 = dict(mode="torch")`, `"naive"`, `"apex"`, or the enum; the loop stays the same',
-    of="Colossal-AI",
-    page="config.md",
+    "three modes, chosen in the config", '`mode="torch"`, `"naive"`, `"apex"`', of="Colossal-AI", page="config.md"
 )
 @pytest.mark.parametrize("name", ["torch_bf16", "torch_fp16", "naive_fp16", "apex"])
 def test_only_the_precision_differs(name):

@@ -29,7 +29,6 @@ OPTIMIZERS = {
 CASES = [(name, {}) for name in OPTIMIZERS] + [("adam", FP16_TORCH), ("adam", BF16_NAIVE)]
 
 
-@pytest.mark.promise("20 bytes per parameter for Adam in fp16")
 @pytest.mark.parametrize(("name", "config"), CASES, ids=str)
 def test_bytes_are_counted_right(name, config):
     model = MLP()

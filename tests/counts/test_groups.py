@@ -23,12 +23,6 @@ def build() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
 
 
-@pytest.mark.promise(
-    "many ranks",
-    "at 1,024 ranks few groups, a few requests of each rank while one is late, and saves that compare digests",
-    of="SageMaker",
-    page="nodes.md",
-)
 @pytest.mark.parametrize("data", ["zero1", {"strategy": "fsdp", "hybrid": 8}], ids=["zero1", "hybrid"])
 def test_rank_0_of_1024_makes_few_groups(monkeypatch, data):
     calls: Counter[str] = Counter()

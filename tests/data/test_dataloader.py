@@ -149,10 +149,7 @@ def test_an_empty_stream():
 
 
 @pytest.mark.promise(
-    "`get_dataloader`, LinearWarmupLR, the loop",
-    "the same names",
-    of="Colossal-AI",
-    page="../README.md",
+    "`get_dataloader`, LinearWarmupLR, the loop", "the same names", of="Colossal-AI", page="../README.md"
 )
 def test_get_dataloader():
     def order(seed):

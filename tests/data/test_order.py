@@ -60,12 +60,7 @@ def through_engines(rank: int, world_size: int) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.promise(
-    "seeds",
-    "data order and initial weights are those of one process in every layout; your generators stay yours",
-    of="SageMaker",
-    page="loop.md",
-)
+@pytest.mark.promise("seeds", "data order and weights of one process", of="SageMaker", page="loop.md")
 def test_the_order_is_that_of_a_plain_loop_in_every_layout():
     """And the user's generators are afterwards where it leaves them, on each rank that drew what rank 0 drew."""
     first, second = run_ranks(through_engines, 2, timeout=120, fresh=True)  # workers take long to be freed

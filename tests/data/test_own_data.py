@@ -68,12 +68,6 @@ def own(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.promise(
-    "data that is sharded already",
-    "taken as it is",
-    of="PyTorch",
-    page="loop.md",
-)
 @pytest.mark.distributed
 def test_data_of_this_rank_is_taken_as_it_is():
     everyone = run_ranks(own, 2)
@@ -134,12 +128,6 @@ def warnings() -> Iterator[list[str]]:
         logging.getLogger("halfmesh").removeHandler(handler)
 
 
-@pytest.mark.promise(
-    "data ranks that train on the same batches",
-    "a warning",
-    of="SageMaker",
-    page="loop.md",
-)
 @pytest.mark.distributed
 def test_the_same_batches_on_each_rank_are_told_once():
     first, second = run_ranks(loops, 2)

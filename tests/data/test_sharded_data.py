@@ -177,12 +177,7 @@ def _iterate(loader: DataLoader) -> None:
         list(engine.dataloader)
 
 
-@pytest.mark.promise(
-    "DistributedSampler, `join`",
-    "any loader is sharded once; uneven ends do not hang",
-    of="SageMaker",
-    page="loop.md",
-)
+@pytest.mark.promise("DistributedSampler, `join`", "any loader is sharded once", of="SageMaker", page="loop.md")
 def test_every_kind_of_loader_is_sharded_once():
     """Training pads, so that both ranks have as many batches and nobody waits."""
     results = run_ranks(shards, 2, timeout=120)

@@ -59,7 +59,6 @@ def test_what_is_small_is_what_can_be_computed_by_hand(mode, of_weights):
     assert "the loss scale could be 16384 times larger" in finding
 
 
-@pytest.mark.promise("monitoring the loss scale")
 @pytest.mark.parametrize("mode", ["torch", "naive"])
 def test_a_larger_scale_loses_less(mode):
     report = report_of(layer(), static(mode, 2.0**13))
@@ -77,12 +76,6 @@ def test_a_scale_that_is_too_large():
     assert report.findings[0].startswith("inf or nan in outputs or gradients of 0")
 
 
-@pytest.mark.promise(
-    "dtypes of parameters, outputs and gradients",
-    "`engine.precision_report()`",
-    of="PyTorch",
-    page="health.md",
-)
 def test_the_table_and_the_dict():
     model = nn.Sequential()
     model.add_module("a_name_that_is_longer_than_what_fits_into_the_table", layer())

@@ -65,10 +65,7 @@ def run_into_nan(config, first=5, is_bad=lambda context: True, words=False):
 
 
 @pytest.mark.promise(
-    "inf or nan without a loss scale",
-    "told soon, counted from the first, on all ranks",
-    of="PyTorch",
-    page="health.md",
+    "inf or nan without a loss scale", "all ranks end with a diagnosis", of="PyTorch", page="health.md"
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_first_nan_is_told_soon_and_counted(name):

@@ -96,12 +96,7 @@ def test_seeds_of_python_numpy_and_torch(argument, expected):
     assert drawn == (random.random(), float(np.random.rand()), torch.rand(1).item())
 
 
-@pytest.mark.promise(
-    "launchers",
-    "torchrun, SLURM, Open MPI, the default parser with `--local-rank`",
-    of="Colossal-AI",
-    page="loop.md",
-)
+@pytest.mark.promise("launchers", "torchrun, SLURM, Open MPI", of="Colossal-AI", page="loop.md")
 def test_slurm_and_open_mpi_tell_the_place(variables, monkeypatch):
     variables(SLURM)
     assert launch_from_slurm({}, "host", 1, device="cpu").world_size == 1
@@ -115,7 +110,6 @@ def test_slurm_and_open_mpi_tell_the_place(variables, monkeypatch):
     assert len(joined) == 1
 
 
-@pytest.mark.promise("launchers")
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
@@ -191,7 +185,6 @@ def test_each_local_rank_gets_its_gpu(monkeypatch):
     assert current == [3, 2, 1]
 
 
-@pytest.mark.promise("launchers")
 def test_one_visible_gpu_is_taken_whatever_the_local_rank(monkeypatch):
     """As under srun --gpus-per-task=1."""
     pretend_gpus(monkeypatch, 1)
@@ -310,7 +303,6 @@ def use_torchrun_variables(rank, world_size, port):
     return [*facts, dist.is_initialized()]
 
 
-@pytest.mark.promise("launchers")
 @pytest.mark.distributed
 def test_torchruns_variables_make_a_group_that_the_owner_destroys():
     expected = [[rank, 2, 2, True, False] for rank in range(2)]

@@ -225,13 +225,7 @@ def test_two_nodes_train_as_one_process_and_tensor_ranks_stay_on_a_node(nodes, t
         assert within > 8 * across
 
 
-@pytest.mark.promise(
-    "a rank that fails, is killed or hangs (torchrun)",
-    "the others end within seconds, even while waiting for a device, and name the first one with its "
-    "place in the mesh; hung ranks print their stacks",
-    of="PyTorch",
-    page="nodes.md",
-)
+@pytest.mark.promise("a rank that fails or hangs", "all ranks end, and name it", of="PyTorch", page="nodes.md")
 def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoint(nodes, tmp_path):
     started = [nodes.start(number, command("halfmesh run --nnodes 2", "--set HALTS=1")) for number in range(2)]
     wait(nodes, lambda: nodes.said(1).count("halts") == 2)
@@ -249,7 +243,6 @@ def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoin
     check_weights(tmp_path)
 
 
-@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 def test_a_node_without_power_is_named_though_it_keeps_what_ranks_talk_through(nodes):
     """None of its addresses answers; torchrun on the other node waits for them longer than its ranks do."""
     for number in range(2):

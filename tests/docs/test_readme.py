@@ -56,7 +56,7 @@ def test_the_division_of_a_model():
 
 @pytest.mark.promise(
     "`hysterisis`, as the tutorial spells it",
-    "rejected, with \"did you mean 'hysteresis'?\"",
+    "rejected: \"did you mean 'hysteresis'?\"",
     of="Colossal-AI",
     page="config.md",
 )

@@ -338,10 +338,7 @@ def language_loss(output, ids):
 
 
 @pytest.mark.promise(
-    "a folder of Hugging Face from a sharded model",
-    "`engine.save_pretrained(folder)`",
-    of="SageMaker",
-    page="checkpoints.md",
+    "a folder of Hugging Face from a sharded model", "`engine.save_pretrained`", of="SageMaker", page="checkpoints.md"
 )
 @pytest.mark.parametrize(
     "parallel",

@@ -72,13 +72,7 @@ def test_the_table_of_all_config_keys():
     assert found == {key: default_of(key) for key in found}
 
 
-@pytest.mark.promise("NAIVE's keys")
-@pytest.mark.promise(
-    "TORCH's keys",
-    "those of GradScaler, with its defaults and rule",
-    of="Colossal-AI",
-    page="config.md",
-)
+@pytest.mark.promise("TORCH's keys", "those of GradScaler, with its defaults", of="Colossal-AI", page="config.md")
 def test_the_table_of_modes():
     rows = find_rows(read_page("config.md"), "mode")
     assert {row[0].strip("`") for row in rows} == set(AMP.names())

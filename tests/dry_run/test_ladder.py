@@ -46,12 +46,7 @@ def train(rank, world_size, path, rows):
     return seen, engine.context.dp_rank, changed > len(before) / 2
 
 
-@pytest.mark.promise(
-    "help in choosing",
-    "`halfmesh plan`: the simplest change of a config that fits, and what it costs",
-    of="SageMaker",
-    page="planning.md",
-)
+@pytest.mark.promise("help in choosing a layout", "`halfmesh plan`", of="SageMaker", page="planning.md")
 @pytest.mark.parametrize(
     ("room", "changes"),
     [
@@ -127,10 +122,7 @@ def test_models_that_cannot_be_planned(models):
 
 
 @pytest.mark.promise(
-    "advice on batch size and data loading",
-    "from `halfmesh plan`, and a warning of the throughput hook when training waits for the loader",
-    of="PyTorch",
-    page="planning.md",
+    "advice on batch size and data loading", "`halfmesh plan`, the throughput hook", of="PyTorch", page="planning.md"
 )
 def test_advice_on_the_choice():
     config = {"bf16": {"mode": "torch"}, "parallel": {"data": "fsdp"}}

@@ -33,7 +33,7 @@ def with_strategies(axes, data_ranks=2):
     return [axes, *(f"{axes} parallel.data.strategy={name}".strip() for name in names)]
 
 
-@pytest.mark.promise("help in choosing")
+@pytest.mark.promise("help in choosing a layout")
 def test_layouts_from_the_simplest_to_the_most_invasive():
     tensor, context, pipeline = (f"parallel.{name}.size" for name in ("tensor", "context", "pipeline"))
     experts = [f"parallel.expert.size={size}" for size in (2, 4)]

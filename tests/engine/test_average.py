@@ -128,18 +128,11 @@ def train(rank: int, world_size: int, cells: list[Any], folder: Path) -> list[di
     return found
 
 
-@pytest.mark.promise("averaged weights (`torch.optim.swa_utils`)")
 def test_it_follows_the_masters_in_one_process(tmp_path):
     """And not weights in half precision; after every few updates, and with buffers or without."""
     train(0, 1, ALONE, tmp_path)
 
 
-@pytest.mark.promise(
-    "averaged weights (`torch.optim.swa_utils`)",
-    "`engine.averaged_model`: of the masters, in every layout, saved and resharded",
-    of="PyTorch",
-    page="precision.md",
-)
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_every_layout_averages_its_whole_weights(tmp_path):

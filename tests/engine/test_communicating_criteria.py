@@ -39,12 +39,6 @@ def build() -> Any:
     return model, (torch.randn(16, 8), torch.randint(4, (16,))), Centred()
 
 
-@pytest.mark.promise(
-    "criteria that communicate",
-    "`set_context`",
-    of="PyTorch",
-    page="loop.md",
-)
 @pytest.mark.distributed
 @rows(
     Row("replicate", build, {}, updates=3),

@@ -57,12 +57,7 @@ def train(model, optimizer, criterion, data, max_norm=0.0):
     return results
 
 
-@pytest.mark.promise(
-    "precision without the engine",
-    "`convert_to_amp(model, optimizer, criterion, mode, config)`",
-    of="Colossal-AI",
-    page="precision.md",
-)
+@pytest.mark.promise("precision without the engine", "`convert_to_amp`", of="Colossal-AI", page="precision.md")
 @pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16", "naive_bf16", "apex_o1", "apex_o2"])
 def test_parity_with_a_plain_fp32_loop(name):
     model, optimizer, criterion = converted(name)

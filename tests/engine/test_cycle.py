@@ -33,15 +33,12 @@ HALVES = (slice(0, 4), slice(4, 8))
 
 @pytest.mark.promise(
     "accumulation, and its rest at the end of an epoch",
-    "stepped with its own divisor",
+    "the rest is divided by its own length",
     of="PyTorch",
     page="loop.md",
 )
 @pytest.mark.promise(
-    "clipping, accumulation and user constants in one config",
-    "`clip_grad_norm`, `gradient_accumulation`, UPPERCASE names",
-    of="Colossal-AI",
-    page="loop.md",
+    "clipping and user constants in the config", "`clip_grad_norm`, UPPERCASE names", of="Colossal-AI", page="loop.md"
 )
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])
 def test_accumulation_equals_the_big_batch(mode):
@@ -221,12 +218,6 @@ def _each(step, number):
     step(last=(number + 1) % 4 == 0)
 
 
-@pytest.mark.promise(
-    "a loop that counts its accumulated batches itself",
-    "warned at the second such step, with both fixes",
-    of="Colossal-AI",
-    page="loop.md",
-)
 @pytest.mark.parametrize("own_loader", [False, True])
 @pytest.mark.parametrize(
     ("stepping", "accumulation", "tells"),
@@ -251,7 +242,6 @@ def test_a_loop_that_counts_its_batches_itself_is_told_once(stepping, accumulati
     assert ("Delete the `if`" in caplog.text) == ("gradient_accumulation=1" in caplog.text) == (tells < math.inf)
 
 
-@pytest.mark.promise("a loop that counts its accumulated batches itself")
 @pytest.mark.parametrize("own_loader", [False, True])
 def test_several_forwards_or_losses_of_a_batch_are_no_batches(own_loader, caplog):
     """Two views and one loss; a batch with two losses; one in chunks; a batch that is passed over; a leftover."""

@@ -66,12 +66,7 @@ def test_the_count_of_updates_can_be_set(tmp_path):
     assert engine.save(tmp_path).name == "step-00000101"
 
 
-@pytest.mark.promise(
-    "fp32, fp16, bf16",
-    "matrix products run in the requested dtype",
-    of="PyTorch",
-    page="config.md",
-)
+@pytest.mark.promise("fp32, fp16, bf16", "matrix products run in that dtype", of="PyTorch", page="config.md")
 @pytest.mark.parametrize("mode", MODES)
 def test_matrix_products_run_in_the_dtype_asked_for(mode):
     engine = make_engine(MODES[mode])
@@ -107,12 +102,7 @@ class Looks(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.promise(
-    "regions without autocast in a model",
-    "honoured",
-    of="PyTorch",
-    page="config.md",
-)
+@pytest.mark.promise("regions without autocast in a model", "stay without autocast", of="PyTorch", page="config.md")
 @pytest.mark.parametrize("mode", ["torch_fp16", "apex_o1"])
 def test_scopes_of_autocast_are_honoured_and_left_as_they_were(mode):
     """The model's own; after a call, after an error, and within a scope of the user's."""
@@ -163,7 +153,6 @@ class OwnLoss(MLP):
         return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
 
 
-@pytest.mark.promise("NAIVE's keys")
 def test_a_scale_that_is_too_large_for_an_fp16_loss_backs_off_or_is_rejected():
     """A static one would make every gradient inf. Of the criterion's loss in fp32 any scale is fine."""
     engine = make_engine({"fp16": {"mode": "naive", "hysteresis": 1}}, model=OwnLoss())

@@ -105,12 +105,6 @@ CELLS: dict[int, list[tuple[dict[str, Any], str, int]]] = {
 }
 
 
-@pytest.mark.promise(
-    "evaluation sets that ranks do not divide",
-    "each sample once, under fsdp too; a set with no batch for some rank is rejected",
-    of="PyTorch",
-    page="sharding.md",
-)
 @pytest.mark.parametrize("ranks", CELLS)
 def test_a_loop_sees_each_sample_once(ranks):
     expected = evaluated(0, 1, CELLS[ranks])

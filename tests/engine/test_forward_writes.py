@@ -100,12 +100,6 @@ def on_data_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
     return {(how, name): train(make(how), config) for how in (*SAME, *UNLIKE) for name, config in LAYOUTS.items()}
 
 
-@pytest.mark.promise(
-    "weights that forward writes",
-    "kept where all ranks write the same, else an error with names",
-    of="PyTorch",
-    page="sharding.md",
-)
 @pytest.mark.distributed
 def test_data_ranks_keep_the_same_writes_and_reject_others():
     for found in run_ranks(on_data_ranks, 2):

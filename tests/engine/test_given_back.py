@@ -61,12 +61,6 @@ def other(folder):
         engine.save(folder)
 
 
-@pytest.mark.promise(
-    "an `initialize` that fails",
-    "gives model and optimizer back",
-    of="PyTorch",
-    page="loop.md",
-)
 @pytest.mark.parametrize(
     ("mode", "how"),
     [

@@ -42,7 +42,6 @@ def first_group(make: Make, steps: int, rate: float = 1.0) -> list[float]:
     return [rates[0] for rates in rates_of(make(optimizer), optimizer, steps)]
 
 
-@pytest.mark.promise("`get_dataloader`, LinearWarmupLR, the loop")
 def test_linear() -> None:
     up = [1 / 5, 2 / 5, 3 / 5, 4 / 5]
     down = [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0, 0]

@@ -69,12 +69,6 @@ def check(rank: int, world_size: int, configs: list[dict[str, Any]]) -> None:
             engine.close()
 
 
-@pytest.mark.promise(
-    "other methods than forward",
-    "`engine.call`: as in one process, in every layout that can",
-    of="PyTorch",
-    page="loop.md",
-)
 def test_methods_compute_in_the_mode():
     check(0, 1, [{}, FP16_TORCH, BF16_TORCH, FP16_NAIVE, APEX["O1"], APEX["O2"]])
 
@@ -88,7 +82,6 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.promise("other methods than forward")
 @pytest.mark.distributed
 def test_methods_compute_as_in_one_process():
     run_ranks(check, 2, LAYOUTS)

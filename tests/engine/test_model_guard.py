@@ -24,12 +24,6 @@ CASTS = {"torch_bf16": "computes in float32, and not in bfloat16", "naive_bf16":
 # --- model(x) in place of engine(x) -----------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(
-    "`model(x)`, `model.zero_grad()`, state dicts of shards",
-    "a warning; an error where gradients of a cycle are lost",
-    of="Colossal-AI",
-    page="loop.md",
-)
 @pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16", "apex_o1"])
 def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
     engine = make_engine(MODES[mode])
@@ -93,7 +87,6 @@ def test_calls_that_are_meant_so_are_not_told(caplog):
 GONE = "gradients that engine.backward left for this update are gone"
 
 
-@pytest.mark.promise("`model(x)`, `model.zero_grad()`, state dicts of shards")
 @pytest.mark.parametrize("mode", ["none", "naive_bf16"])
 def test_gradients_that_vanish_within_a_cycle_are_an_error(mode):
     engine = make_engine(MODES[mode] | {"gradient_accumulation": 2})
@@ -150,7 +143,6 @@ def asks_for_states(rank, world_size, folder):
     return found
 
 
-@pytest.mark.promise("`model(x)`, `model.zero_grad()`, state dicts of shards")
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_states_that_are_parts_are_told_once(tmp_path):

@@ -128,7 +128,7 @@ def tails(rank: int, world_size: int, config: Any) -> dict[str, Any]:
 
 @pytest.mark.promise(
     "batches that microbatches do not divide",
-    "run in other microbatches, or are rejected; never a hang",
+    "run in other microbatches, or rejected",
     of="SageMaker",
     page="pipeline.md",
 )

@@ -76,10 +76,7 @@ def what_happens(rank: int, world_size: int) -> dict[int, tuple[list[str], list[
 
 
 @pytest.mark.promise(
-    "outputs are sent on request",
-    "`keep_outputs`, `eval_outputs`",
-    of="SageMaker",
-    page="pipeline.md",
+    "outputs are sent on request", "`keep_outputs`, `eval_outputs`", of="SageMaker", page="pipeline.md"
 )
 @pytest.mark.distributed
 @pytest.mark.sends

@@ -187,12 +187,6 @@ def parts_later(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.promise(
-    "ranks that compute one batch get the same inputs",
-    "inputs and targets are compared over stages and tensor ranks",
-    of="SageMaker",
-    page="pipeline.md",
-)
 def test_batches_that_part_later_are_noticed():
     for found in run_ranks(parts_later, 2):
         for changed in ("targets", "inputs"):

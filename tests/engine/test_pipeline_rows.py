@@ -183,12 +183,6 @@ def test_the_first_batch_that_is_split_is_tried_and_nothing_is_compiled_for_it()
         assert graphs_compiled == 1
 
 
-@pytest.mark.promise(
-    "models that mix the rows of a batch, in a pipeline",
-    "rejected before the first update, with the module",
-    of="PyTorch",
-    page="pipeline.md",
-)
 def test_mixed_rows_are_rejected_and_rows_by_themselves_are_trained():
     first, second = run_ranks(train, 2)
     for name in MIXED:

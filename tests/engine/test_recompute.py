@@ -103,7 +103,6 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("activation checkpointing and offloading, with the rest")
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_bf16", "apex_o1"])
 def test_each_mode_trains_as_without(mode):
     config = MODES[mode] | {"gradient_accumulation": 2, "clip_grad_norm": 0.5}
@@ -160,7 +159,7 @@ def bytes_of(keys: Any) -> int:
     return bytes_left(lambda: engine(x))
 
 
-@pytest.mark.promise("activation checkpointing and offloading, with the rest")
+@pytest.mark.promise("activation checkpointing and offloading")
 @pytest.mark.parametrize("mode", [{}, MODES["naive_bf16"]], ids=str)
 def test_saved_bytes(mode):
     off, full, *others = (bytes_of(mode | keys) for keys in ({}, FULL, SELECTIVE, EVERY, PATTERNS))

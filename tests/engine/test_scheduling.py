@@ -39,12 +39,7 @@ def halving(optimizer):
 
 
 @pytest.mark.promise("accumulation, and its rest at the end of an epoch")
-@pytest.mark.promise(
-    "`clip_master_grads`",
-    "`engine.clip_grad_norm_(max_norm)`, or the config",
-    of="SageMaker",
-    page="loop.md",
-)
+@pytest.mark.promise("`clip_master_grads`", "`engine.clip_grad_norm_`", of="SageMaker", page="loop.md")
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])
 def test_clip_grad_norm_on_the_engine(mode):
     """The last cycle is a short one."""
@@ -154,12 +149,7 @@ def test_an_epoch_ends_for_a_loop_that_counts_its_batches(accumulation):
     assert engine.lr_scheduler.last_epoch == 2
 
 
-@pytest.mark.promise(
-    "schedulers need the inner optimizer",
-    "lifted: a scheduler of your own optimizer works",
-    of="SageMaker",
-    page="loop.md",
-)
+@pytest.mark.promise("schedulers need the inner optimizer", "lifted: yours works", of="SageMaker", page="loop.md")
 def test_a_scheduler_given_as_an_object_keeps_working_on_masters():
     model = MLP()
     optimizer = adamw(model.parameters())

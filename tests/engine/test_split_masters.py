@@ -97,7 +97,6 @@ def held_bytes(engine: Any) -> int:
     return memory(*engine.model.parameters(), *[x for x in state if x.dim()], *masters, *kept)
 
 
-@pytest.mark.promise("fewer bytes per parameter (Megatron's bf16 weights and the low 16 bits of masters)")
 @pytest.mark.parametrize(("masters", "expected"), [("split", 12), ("float32", 14)])
 def test_bytes_between_updates(masters, expected):
     engine = make_engine(NAIVE[masters], optimizer=adamw)
@@ -303,12 +302,6 @@ def in_layout(rank: int, world_size: int, layout: str, folder: Path) -> dict[str
     return found
 
 
-@pytest.mark.promise(
-    "fewer bytes per parameter (Megatron's bf16 weights and the low 16 bits of masters)",
-    '`masters="split"`: the same training, 12 bytes with Adam; checkpoints load both ways',
-    of="PyTorch",
-    page="precision.md",
-)
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize("layout", CELLS)

@@ -63,7 +63,6 @@ def targets(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@pytest.mark.promise("ranks that compute one batch get the same inputs")
 def test_targets_are_compared_over_a_tensor_group():
     differs = "the 2 ranks of a tensor group were given different targets"
     for found in run_ranks(targets, 2):

@@ -90,12 +90,7 @@ def check(trained: Any, mode: str, change: Any) -> None:
     assert difference(trained[1], model) < TOLERANCES[mode]
 
 
-@pytest.mark.promise(
-    "gradients of your own between backward and step",
-    "after `engine.unscale_gradients()` they are those of fp32, and no overflow is hidden",
-    of="PyTorch",
-    page="loop.md",
-)
+@pytest.mark.promise("your own changes to gradients", "`engine.unscale_gradients()`", of="PyTorch", page="loop.md")
 @pytest.mark.parametrize(
     ("mode", "change"),
     [
@@ -137,7 +132,6 @@ def in_layouts(rank: int, world_size: int) -> None:
         engine.close()
 
 
-@pytest.mark.promise("gradients of your own between backward and step")
 @pytest.mark.distributed
 def test_layouts_with_whole_gradients():
     run_ranks(in_layouts, 2)
@@ -172,7 +166,7 @@ def test_layouts_without():
 # -- inf and nan, and the order of calls ------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("gradients of your own between backward and step")
+@pytest.mark.promise("your own changes to gradients")
 @pytest.mark.parametrize("config", [FP16_TORCH, {"fp16": FP16_NAIVE["fp16"] | {"hysteresis": 1}}])
 def test_a_clip_by_value_hides_no_overflow(config):
     engine = make_engine(config)

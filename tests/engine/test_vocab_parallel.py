@@ -38,10 +38,7 @@ LATER = [Row("halves of backward", gpt, config(True, HALVES), 4, slow=True)] if 
 
 
 @pytest.mark.promise(
-    "a vocabulary larger than the hidden states",
-    "logits stay sharded; the loss is that of one process, and what else reads them is rejected",
-    of="SageMaker",
-    page="tensor-parallel.md",
+    "a vocabulary larger than the hidden states", "logits stay sharded", of="SageMaker", page="tensor-parallel.md"
 )
 @rows(
     Row("tensor", gpt, config()),

@@ -57,7 +57,6 @@ def go_on(rank: int, world_size: int, make: Any, parallel: Any, saved: Any, fold
     return {"weights": full["model"], "average": averaged, "state": full["optimizer"]["state"]}
 
 
-@pytest.mark.promise("optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded")
 @pytest.mark.parametrize(
     ("make", "parallel"),
     [
@@ -159,7 +158,6 @@ def held_and_sent(rank: int, world_size: int, parallel: Any, widths: Sequence[in
     return sum(value.numel() for value in state if value.dim()), sent[0]
 
 
-@pytest.mark.promise("optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded")
 def test_owners_have_equal_shares_and_slices_are_sent_once():
     """Of 8 matrices each of 4 ranks steps a large one or three small ones. zero1 sends no more than it does for other
     optimizers; fsdp sends the slices of gradients and weights that are elsewhere, and back those of new weights."""

@@ -70,12 +70,6 @@ def by_hand(write: Any, steps: int = 1) -> nn.Module:
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(
-    "writes into masters outside of a step (schedule-free, swaps)",
-    "the model, saves and all ranks have them",
-    of="PyTorch",
-    page="precision.md",
-)
 @pytest.mark.parametrize(
     ("mode", "write", "steps"),
     [
@@ -253,7 +247,6 @@ def in_layouts(rank: int, world_size: int, folder: Path) -> list[dict[str, torch
     return found
 
 
-@pytest.mark.promise("writes into masters outside of a step (schedule-free, swaps)")
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_layouts_train_on_as_one_process(tmp_path):

@@ -52,7 +52,6 @@ def test_all_examples_are_known():
     assert {name for name in SMALL if "/" not in name} <= set(re.findall(r"\(\.\./examples/([\w/]+\.py)\)", gallery))
 
 
-@pytest.mark.promise("three modes, chosen in the config")
 @pytest.mark.slow
 @needs_digits
 def test_precision():
@@ -149,10 +148,7 @@ def test_checkpoint(tmp_path):
 
 
 @pytest.mark.promise(
-    "the loop with autocast and GradScaler",
-    "one key",
-    of="PyTorch",
-    page="../examples/README.md",
+    "the loop with autocast and GradScaler", "one config key", of="PyTorch", page="../examples/README.md"
 )
 @pytest.mark.slow
 @needs_digits

@@ -52,7 +52,6 @@ def under_torchrun(case: Case, folder, *options: str) -> str:
     return output
 
 
-@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path):
     """An error within `with initialize(...)`. The other rank's, that the connection was lost, comes before it.
 
@@ -70,14 +69,13 @@ def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path):
     assert "[rank0]: Traceback" not in output
 
 
-@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 def test_torchrun_shows_who_was_killed(tmp_path):
     _, _, root = under_torchrun(Case(KILL), tmp_path).partition("Root Cause")
     assert "rank      : 1 (local_rank: 1)\n" in root
     assert "SIGKILL" in root
 
 
-@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
+@pytest.mark.promise("a rank that fails or hangs")
 @pytest.mark.slow
 def test_torchrun_shows_who_hung_and_where(tmp_path):
     """Also with a checkpoint, whose handler of SIGTERM lets a rank that hangs go on."""
@@ -89,7 +87,6 @@ def test_torchrun_shows_who_hung_and_where(tmp_path):
     assert "Root Cause" in output
 
 
-@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 @pytest.mark.slow
 def test_a_rank_that_waits_for_its_device_is_ended_by_a_thread(tmp_path):
     """Rank 0 blocks in C, where nothing is raised, when rank 1 fails: as in the synchronisation of a stream."""
@@ -172,7 +169,6 @@ finally:
 """
 
 
-@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "words"),
@@ -244,7 +240,6 @@ def test_a_rank_of_multiprocessing_that_ends_early_without_close_takes_no_other_
     assert (process.returncode, "rank 1 has done its work" in output) == (0, True), output
 
 
-@pytest.mark.promise("calls on some ranks only (`if rank == 0: engine.save(...)`)")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_whatever_goes_wrong_the_others_name_the_rank(name, outcomes):
@@ -296,7 +291,6 @@ with halfmesh.launch_from_torch({"timeout": 10.0, "parallel": {"data": "fsdp"}},
 """
 
 
-@pytest.mark.promise("a rank that fails, is killed or hangs (torchrun)")
 @pytest.mark.slow
 def test_ranks_that_call_the_engine_unequally_often_say_where_they_are_and_how_often(tmp_path):
     """An episode of rank 0 has a call more: before the time limit, and in the errors that it ends with."""

@@ -107,12 +107,6 @@ def interrupted(rank, world_size, folder):
     return ended.value.code, ended.value.folder.name, signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.promise(
-    "Ctrl-C",
-    "with the key `checkpoint` the update is finished and saved; the second one ends the run",
-    of="PyTorch",
-    page="checkpoints.md",
-)
 @pytest.mark.distributed
 def test_ranks_agree_on_the_update_that_ctrl_c_finishes(tmp_path):
     one, other = run_ranks(interrupted, 2, str(tmp_path), timeout=100)
@@ -193,7 +187,6 @@ def assert_same_weights(first, second, tolerance=0.0):
     assert max((value - second[name]).abs().max().item() for name, value in first.items()) <= tolerance
 
 
-@pytest.mark.promise("Ctrl-C")
 @pytest.mark.slow
 def test_ctrl_c_at_one_process_ends_it_with_status_130(tmp_path):
     """It reaches the DataLoader's workers, too."""

@@ -63,12 +63,6 @@ def unlike_calls(rank, world_size, folder):
     return found, words, waited
 
 
-@pytest.mark.promise(
-    "calls on some ranks only (`if rank == 0: engine.save(...)`)",
-    "an error on all ranks, before anything is sent",
-    of="Colossal-AI",
-    page="loop.md",
-)
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_ranks_that_do_not_call_the_same_are_told_and_nothing_is_sent(tmp_path):
@@ -141,7 +135,6 @@ def agree_in_threads(size, late_s, calls=("engine.save",), told=dict):
     return counts, found, store
 
 
-@pytest.mark.promise("many ranks")
 def test_requests_to_the_store_are_a_few_for_each_rank():
     counts, found, store = agree_in_threads(64, 0.0, ["engine.save"] * 3)
     assert found == [["nothing"] * 64] * 3

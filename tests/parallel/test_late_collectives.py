@@ -109,7 +109,6 @@ def test_nothing_is_read_or_written_before_its_time(layout, mode, two_ranks):
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.promise("many ranks")
 @pytest.mark.parametrize(("limit", "most", "size"), [(10**6, 6, 6 * 524), (1200, 3, 1200), (1, 2, 2 * 524)])
 def test_few_bytes_are_in_flight_under_zero1(limit, most, size, two_ranks, monkeypatch):
     """Buckets of 524 bytes at most, in fp32; two of them may always be in flight."""

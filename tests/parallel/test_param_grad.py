@@ -110,12 +110,6 @@ def looked_at(rank, world_size):
     return found
 
 
-@pytest.mark.promise(
-    "`param.grad` between backward and step",
-    "available in every layout; a warning or error where it cannot be used",
-    of="PyTorch",
-    page="loop.md",
-)
 def test_gradients_are_those_of_one_process():
     for found in run_ranks(looked_at, 2):
         assert all(most < (1e-6 if mode == "none" else 2e-3) for (_, mode), most in found.items()), found
@@ -158,7 +152,6 @@ def clipped(rank, world_size):
         assert len(texts) == (clips and rank == 0), texts
 
 
-@pytest.mark.promise("`param.grad` between backward and step")
 def test_torchs_clip_grad_norm_is_right_or_told():
     """With the whole norm under fsdp, too. Multiplied by a loss scale gradients are not what they look like."""
     run_ranks(clipped, 2)
@@ -276,6 +269,5 @@ def scattered(rank, world_size):
         assert norm > 0.1
 
 
-@pytest.mark.promise("`param.grad` between backward and step")
 def test_zero1_rejects_to_compute_with_gradients_that_are_elsewhere():
     run_ranks(scattered, 2)

@@ -63,7 +63,6 @@ def mid_run(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.promise("frozen layers, from the start or later")
 @pytest.mark.distributed
 def test_unlike_in_the_middle_of_a_run():
     assert random.Random(0).choice([2, 4]) != random.Random(1).choice([2, 4])
@@ -88,12 +87,6 @@ def alike(rank: int, world_size: int, config: dict[str, Any]) -> dict[str, torch
     return close_whole(engine)
 
 
-@pytest.mark.promise(
-    "frozen layers, from the start or later",
-    "any, alike on all ranks; a difference is rejected with ranks and name",
-    of="PyTorch",
-    page="several-models.md",
-)
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_alike_in_the_middle_of_a_run():

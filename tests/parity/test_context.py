@@ -145,8 +145,7 @@ PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("head",)}}
 
 @pytest.mark.promise(
     "sequences longer than a device holds",
-    "each rank computes its tokens; losses, gradients and outputs are those of whole sequences, or the "
-    "model is rejected",
+    "context parallelism equals one process",
     of="SageMaker",
     page="context-parallel.md",
 )

@@ -49,7 +49,6 @@ def quarter(param: nn.Parameter) -> None:
     param.grad.div_(4)
 
 
-@pytest.mark.promise("activation checkpointing and offloading, with the rest")
 @rows(
     Row("accumulated in one process", gpt, ACCUMULATED, ranks=1),
     Row("three data ranks", gpt, ACCUMULATED | {"parallel": SMALL}, ranks=3),

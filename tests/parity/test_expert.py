@@ -108,12 +108,8 @@ SMALL = {"strategy": "zero1", "bucket_mb": 0.005}
 
 
 @pytest.mark.promise(
-    "mixture-of-experts layers larger than a device holds",
-    "experts are sharded; losses, norms and weights are those of one process",
-    of="SageMaker",
-    page="expert-parallel.md",
+    "experts larger than a device", "expert parallelism equals one process", of="SageMaker", page="expert-parallel.md"
 )
-@pytest.mark.promise("gradients of a weight are reduced once")
 @rows(
     Row("two groups, accumulated", mixture, expert(gradient_accumulation=2), 4),
     Row("two groups, zero1, summed", summed, expert(data=SMALL, loss_reduction="sum"), 4),

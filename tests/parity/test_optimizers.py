@@ -112,12 +112,6 @@ def test_trains_as_one_process(row):
     row.prove()
 
 
-@pytest.mark.promise(
-    "optimizers that need whole matrices (Muon, LAMB, LARS, Adafactor), sharded",
-    "each matrix is stepped by the rank that owns it, as in one process; saved and resharded",
-    of="PyTorch",
-    page="several-models.md",
-)
 @rows(
     *(row("muon and adamw", layout) for layout in ("fsdp", "pipeline")),
     row("muon and adamw", "tensor", gradient_accumulation=2),

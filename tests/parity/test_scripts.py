@@ -110,7 +110,6 @@ def train(kind: str, engine: Any) -> tuple[list[float], dict[str, torch.Tensor]]
     return losses, model.state_dict()
 
 
-@pytest.mark.promise("existing scripts")
 @pytest.mark.parametrize("kind", ["lstm", "transformer"])
 def test_it_trains_as_before_the_conversion(kind):
     (losses, weights), (expected, plain) = train(kind, engine=True), train(kind, engine=False)
@@ -137,7 +136,6 @@ def layouts(kind: str, plan: Any, partition: Any) -> list[Row]:
     return [Row(f"{kind}, {next(iter(one['parallel']))}", partial(build, kind), one) for one in settings]
 
 
-@pytest.mark.promise("existing scripts")
 @rows(*layouts("lstm", LSTM_PLAN, LSTM_PARTITION), *layouts("transformer", "auto", TRANSFORMER_PARTITION))
 def test_it_trains_as_one_process(row):
     row.prove()

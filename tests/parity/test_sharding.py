@@ -156,7 +156,6 @@ def staged(data: str) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.promise("gradients of a weight are reduced once")
 @pytest.mark.promise("fp16 does not go with ZeRO")
 @rows(
     Row("odd, zero1", odd, ZERO1, optimizer=ADAMW, updates=3),

@@ -103,13 +103,6 @@ def with_slow(names: list[str], quick: set[str]) -> Any:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.promise(
-    "existing scripts",
-    "nanoGPT's script, mnist, imagenet (data ranks), and the word model's LSTM and Transformer train as "
-    "before in one process, and by config alone on 2 data ranks, tensor 2, pipeline 2 and fsdp",
-    of="Colossal-AI",
-    page="loop.md",
-)
 @pytest.mark.parametrize("name", with_slow([*PAIRS], PAIRS.keys() - {"clm"}))  # whose imports take 10 s
 def test_in_one_process_fp32_is_the_same(name):
     option, setting = PAIRS[name].full
@@ -135,7 +128,6 @@ def test_half_precision_that_the_script_did_not_have(name, setting):
 ON_TWO = [(name, "replicate") for name, pair in PAIRS.items() if pair.data_ranks is not None]
 
 
-@pytest.mark.promise("existing scripts")
 @pytest.mark.parametrize(("name", "strategy"), [*ON_TWO, pytest.param("mae", "fsdp", marks=pytest.mark.slow)])
 def test_on_two_data_ranks_as_on_two_processes_before(name, strategy):
     pair = PAIRS[name]
@@ -168,7 +160,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.promise("existing scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "parallel"), LAYOUTS, ids=[f"{name}, {next(iter(axes))}" for name, axes in LAYOUTS])
 def test_a_layout_trains_as_one_process(name, parallel, monkeypatch):

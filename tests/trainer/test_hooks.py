@@ -129,12 +129,6 @@ class Fails(halfmesh.Hook):
 TRACKERS = [("wandb", WandbHook, 0, 1), ("mlflow", MLflowHook, "FINISHED", "FAILED")]
 
 
-@pytest.mark.promise(
-    "TensorBoard, Weights & Biases, MLflow",
-    "only rank 0 writes; a missing package is an error on all ranks; your own run is left open",
-    of="Colossal-AI",
-    page="logging.md",
-)
 @pytest.mark.parametrize(("package", "hook", "good", "bad"), TRACKERS)
 def test_trackers(monkeypatch, package, hook, good, bad):
     monkeypatch.setitem(sys.modules, package, tracker := Calls())
@@ -153,7 +147,6 @@ def test_trackers(monkeypatch, package, hook, good, bad):
     assert (tracker.calls[0], tracker.calls[-1]) == (("begin", {}), ("finish", bad))
 
 
-@pytest.mark.promise("TensorBoard, Weights & Biases, MLflow")
 @pytest.mark.parametrize(("package", "hook"), [row[:2] for row in TRACKERS])
 def test_a_run_of_the_users_own_is_left_open(monkeypatch, package, hook):
     tracker = Calls()
@@ -164,7 +157,6 @@ def test_a_run_of_the_users_own_is_left_open(monkeypatch, package, hook):
     assert [call[0] for call in tracker.calls] == ["begin", 3, 3]
 
 
-@pytest.mark.promise("TensorBoard, Weights & Biases, MLflow")
 @pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed(monkeypatch, tmp_path, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -203,7 +195,6 @@ def tracked(rank, world_size):
     return begins, str(raised.value)
 
 
-@pytest.mark.promise("TensorBoard, Weights & Biases, MLflow")
 @pytest.mark.distributed
 def test_rank_0_alone_tracks():
     first, second = run_ranks(tracked, 2)

@@ -55,10 +55,7 @@ def measured(rank, world_size, cells, evaluated):
 
 
 @pytest.mark.promise(
-    "evaluation in the same precision",
-    "each sample once, in every layout (under fsdp and expert with a batch for each rank)",
-    of="PyTorch",
-    page="trainer.md",
+    "evaluation in the same precision", "each sample once, in every layout", of="PyTorch", page="trainer.md"
 )
 @pytest.mark.distributed
 @pytest.mark.sends

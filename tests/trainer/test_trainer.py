@@ -99,12 +99,7 @@ def same_as_by_hand(rank, world_size, cells):
     return same
 
 
-@pytest.mark.promise(
-    "the Trainer with hooks",
-    "bitwise the same as the loop by hand",
-    of="Colossal-AI",
-    page="trainer.md",
-)
+@pytest.mark.promise("the Trainer with hooks", "bitwise equal to the loop by hand", of="Colossal-AI", page="trainer.md")
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_fit_is_the_loop_by_hand_bit_by_bit():
@@ -144,13 +139,7 @@ def test_records_hold_what_the_update_was():
     assert first["grad_norm"] > 1e-3
 
 
-@pytest.mark.promise(
-    "monitoring the loss scale",
-    "readable at any time, changes logged; a warning below 1 or above `2**24`; a collapsing scale ends the "
-    "run with a diagnosis; the precision report shows the room above it",
-    of="PyTorch",
-    page="health.md",
-)
+@pytest.mark.promise("monitoring the loss scale", "warnings, logs and a diagnosis", of="PyTorch", page="health.md")
 @pytest.mark.parametrize(
     ("scale", "warned"),
     [(2.0**-2, ["the loss scale is 0.25, below 1"]), (2.0**25, ["is 3.35544e+07, above 2**24"]), (2.0**10, [])],

@@ -66,7 +66,6 @@ def make(rank, world_size, layouts):
     return found
 
 
-@pytest.mark.promise("seeds")
 @pytest.mark.promise("`model_creation(dtype)`")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -72,7 +72,6 @@ def dtypes(rank, world_size):
     return found
 
 
-@pytest.mark.promise("models too large in fp32")
 @pytest.mark.distributed
 def test_masters_of_a_model_in_half_precision_are_wide_and_buffers_as_wanted():
     for found in run_ranks(dtypes, 2):
@@ -135,12 +134,7 @@ def test_other_attributes_weak_references_and_ties():
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.promise(
-    "`model_creation(dtype)`",
-    "`halfmesh.model_creation`, in half precision and sharded",
-    of="SageMaker",
-    page="memory.md",
-)
+@pytest.mark.promise("`model_creation(dtype)`", "`halfmesh.model_creation`", of="SageMaker", page="memory.md")
 def test_model_creation_in_another_dtype():
     with halfmesh.model_creation("bfloat16"):
         eager = build()

@@ -30,12 +30,6 @@ def count_reductions(rank, world_size):
     return sent, sum(param.numel() for param in engine.model.parameters())
 
 
-@pytest.mark.promise(
-    "gradients of a weight are reduced once",
-    "over data and context ranks together; those of experts over the ranks that hold the same",
-    of="SageMaker",
-    page="sharding.md",
-)
 def test_one_all_reduce_of_gradients_in_an_update():
     for sent, numel in run_ranks(count_reductions, 4):
         assert [size for size, _ in sent] == [4]

@@ -204,7 +204,6 @@ def reject_each(rank, world_size):
     return said
 
 
-@pytest.mark.promise("sequences longer than a device holds")
 @pytest.mark.distributed
 def test_what_would_train_otherwise_is_rejected():
     for said in run_ranks(reject_each, 2, timeout=120):

@@ -162,11 +162,7 @@ SHAPES = [(3, 4), (2, 4), (6, 4), (5, 4), (3, 2, 4), (3, 4), (6, 1, 4), (7, 4), 
 
 
 @pytest.mark.promise(
-    "a model is traced and cut automatically",
-    "cut at named modules; `forward` may branch on shapes, per call; what cannot be traced is rejected "
-    "with its statement, and the model is unchanged",
-    of="SageMaker",
-    page="pipeline.md",
+    "a model is traced and cut automatically", "cut at named modules", of="SageMaker", page="pipeline.md"
 )
 def test_branches_by_shapes_are_those_of_each_call():
     model = make(branches)

@@ -111,12 +111,6 @@ CASES = {
 SLOW = ("checkpointed and compiled", "pipeline", "tensor")
 
 
-@pytest.mark.promise(
-    "float8 all-gather under FSDP2",
-    "where torchao offers it (tensorwise scales), with no key and to the same bits",
-    of="PyTorch",
-    page="precision.md",
-)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_the_same_bits_as_gathered_wide(name):
     ranks, parallel, more = CASES[name]
@@ -164,7 +158,6 @@ def gather_once(rank, world_size, names):
     return found
 
 
-@pytest.mark.promise("float8 all-gather under FSDP2")
 def test_bytes_that_are_gathered():
     """A byte for each number of a weight that only products in float8 use."""
     names = [name for name in BYTES if name != "offloaded" or ranks_on() == "gloo-cpu"]

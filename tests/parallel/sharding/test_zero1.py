@@ -85,12 +85,7 @@ def held(rank, world_size):
     return found
 
 
-@pytest.mark.promise(
-    "optimizer state sharding",
-    "zero1 and fsdp",
-    of="SageMaker",
-    page="sharding.md",
-)
+@pytest.mark.promise("optimizer state sharding", "zero1 and fsdp", of="SageMaker", page="sharding.md")
 def test_state_and_masters_are_one_part_of_it():
     assert run_ranks(held, 2) == [{"fp32": [4 / 2, 0], "naive_fp16": [4 / 2, 4 / 2]}] * 2
 

@@ -157,7 +157,7 @@ def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.mark.promise(
     "tensor parallelism of chosen layers",
-    "patterns with styles, plans for classes; your own plan is tried out before the first update",
+    "patterns with styles, checked before training",
     of="SageMaker",
     page="tensor-parallel.md",
 )
