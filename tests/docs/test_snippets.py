@@ -95,9 +95,6 @@ def test_python_and_yaml_are_one_config(run, capsys):
     assert compat.check(names["config"], 4) == []
     assert "1000 zero1 0.004" in capsys.readouterr().out
     assert (names["longer"].gradient_accumulation, names["config"].gradient_accumulation) == (8, 4)
-    Path("elsewhere.py").write_text("max_grad_norm = 1.0\nzero = dict(level=2)\n")
-    ((command, expected),) = shown_commands("config.md")
-    assert check(command) == expected
 
 
 def test_a_launch_under_slurm(run, monkeypatch):
