@@ -87,8 +87,8 @@ def without_halfmesh():
     )
     script = snippet("quickstart.md", "train.py")
     assert after in script
-    script = script.replace(after, before).replace(" after {engine.global_step} updates", "").replace("engine.close()", "")
-    return script.replace("    if engine.context.rank == 0:", "    if True:")
+    script = script.replace(after, before).replace("if engine.context.rank == 0:", "if True:")
+    return script.replace(" after {engine.global_step} updates", "").replace("engine.close()", "")
 
 
 def run_loop(rank, world_size, folder, name):
