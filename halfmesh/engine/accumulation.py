@@ -287,7 +287,8 @@ class MixedPrecisionState:
 
         You can write into masters between updates, and so can the optimizer (`eval()` of a schedule-free one). The
         model has these values from the next `engine(...)`, `engine.eval()`, save or `close` on; the masters have what
-        you write into the model from the next step on. Different values in both are an error.
+        you write into the model from the next step on. Different values in both are an error. Under zero1 and fsdp
+        masters are this rank's shards: write on every rank, also where they are empty.
 
         Raises:
             InputError: between backward and step, where masters have no gradients yet, and with masters="split".

@@ -29,7 +29,12 @@ def deferred_init() -> Iterator[None]:
     """Models built within have shapes and no memory; `initialize` makes the values that this rank holds.
 
     The values are the same in every layout, and in one process: each random tensor has its own seed, drawn from torch's
-    generator. They are not those of an ordinary build, but have the same distribution.
+    generator. They are not those of an ordinary build, but have the same distribution. `torch.empty` gives zeros.
+
+    Tensors with outside values (`torch.tensor([...])`, `torch.from_numpy`) keep rank 0's; do not change their source
+    before `initialize` returns. Tensors in plain attributes are created at once, with each rank's own seeds: make
+    random ones buffers. Modules with weak references to their parameters (nn.LSTM) get new parameters, created whole on
+    each rank before sharding; all other parameters stay the same objects.
 
     Example:
         with halfmesh.deferred_init():
