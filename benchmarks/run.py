@@ -48,7 +48,7 @@ COLUMNS = (
     "A/A",
     "best peer",
     "host reads",
-    "bytes a parameter",
+    "bytes per parameter",
 )
 
 
@@ -65,18 +65,19 @@ class Case:
     def name(self) -> str:
         where = f"2 ranks, {self.layout}" if self.layout else "1 rank"
         clipped = f", clipped at {self.clip:g}" if self.clip else ""
-        return f"{WORKS[self.work].title}; {self.mode or 'fp32'}{clipped}; {where}"
+        return f"{WORKS[self.work].title.partition(':')[0]}; {self.mode or 'fp32'}{clipped}; {where}"
 
     @property
     def precision(self) -> str:
         return self.mode.rpartition(" ")[2] or "fp32"
 
 
+WORKLOADS = ("mlp", "transformer", "vit")
 CASES = [
-    *(Case(work, mode) for work in ("mlp", "transformer", "vit") for mode in ("", "TORCH bf16")),
-    *(Case(work, "NAIVE bf16", 1.0) for work in ("mlp", "transformer", "vit")),
+    *(Case(work, mode) for work in WORKLOADS for mode in ("", "TORCH bf16")),
+    *(Case(work, "NAIVE bf16", 1.0) for work in WORKLOADS),
     Case("mlp", "", 1.0),
-    *(Case(work, "TORCH fp16", 1.0) for work in ("mlp", "transformer", "vit")),
+    *(Case(work, "TORCH fp16", 1.0) for work in WORKLOADS),
     *(Case("transformer", mode, layout="DDP") for mode in ("", "TORCH bf16")),
     *(Case("transformer", layout=layout) for layout in layouts.LAYOUTS if layout != "DDP"),
 ]
@@ -137,32 +138,33 @@ def measure(case: Case, seconds: float) -> tuple[list[str], list[str]]:
 
 # -- the page ------------------------------------------------------------------------------------------------------
 
-DEFINITIONS = """# Benchmarks
+_TITLES = "\n".join("- **{}**:{}.".format(*WORKS[work].title.split(":", 1)) for work in WORKLOADS)
+DEFINITIONS = f"""# Benchmarks
 
-Written by `make bench`. All rows are of one commit and one machine, see below.
+How long a step of halfmesh takes compared with a hand-written loop and with other libraries: below 1, halfmesh is
+faster. `make bench` writes this page on your machine; [Benchmarks](../docs/benchmarks.md) discusses the figures.
 
-- **A workload** is training steps of one fixed batch: forward, loss, backward, AdamW. *TORCH* is autocast, in fp16 with
-  a dynamic loss scale; *NAIVE* is a model in bf16 with fp32 masters. *2 ranks* are two processes on this machine, over
-  gloo.
-- **The default loop** is what one would write by hand, with torch's default flags: `torch.amp`, DistributedDataParallel
-  (with `no_sync()`), ZeroRedundancyOptimizer, `fully_shard`, `parallelize_module`, `torch.distributed.pipelining`; for
-  NAIVE a copy to masters and back for each tensor. On a CPU such an AdamW steps one tensor after the other.
-- **fused=True** is the same loop with that flag of AdamW, and for NAIVE one call that copies all tensors.
-- **Ratios** are halfmesh's time over that of the loop: below 1 halfmesh is faster. All contenders live in one process
-  and take turns; each time is divided by the loop's *in the same round*. The median of the rounds, and in brackets the
-  quartiles.
-- **A/A** is the default loop a second time, against itself: the noise. Smaller differences mean nothing.
+- Each workload trains on one fixed batch: forward, loss, backward, AdamW.
+{_TITLES}
+- *TORCH* is autocast, with a dynamic loss scale in fp16. *NAIVE* is a bf16 model with fp32 masters. *2 ranks* are two
+  processes on this machine, over gloo.
+- **The default loop** is the loop one writes by hand with torch's default flags. It uses `torch.amp`, DDP with
+  `no_sync()`, ZeroRedundancyOptimizer, `fully_shard`, `parallelize_module` and `torch.distributed.pipelining`. For
+  NAIVE it copies each tensor to the masters and back.
+- **fused=True** is the same loop with this flag of AdamW, and one call for all copies of NAIVE.
+- **Ratios** are halfmesh's time divided by the loop's time in the same round. All contenders share a process and take
+  turns. A cell shows the median and the quartiles of the rounds.
+- **A/A** is the default loop against itself. Differences below its noise mean nothing.
 - **The best peer** is the fastest of accelerate, Lightning Fabric and (with clipping) DeepSpeed, against the default
-  loop. All of them compute the same loss in the same precision, or are left out. On a CPU fp16 is forced: by itself
-  accelerate changes it to fp32, and Fabric to bf16.
-- **Host reads** are values of tensors that Python gets in the median step of halfmesh; on a GPU each waits for it.
-- **Bytes a parameter** are held after a step (weights, gradients, masters, optimizer state), and at the peak within one
-  (activations, too); in brackets the default loop's. Of several ranks, on one of them."""
+  loop. Peers that compute another loss or precision are left out. On a CPU, fp16 is forced: accelerate would switch
+  to fp32 and Fabric to bf16.
+- **Host reads** are tensor values that Python reads in the median step. On a GPU, each waits.
+- **Bytes per parameter** are held between steps, and at the peak; the default loop's are in brackets. With several
+  ranks they are those of one rank."""
 LIMITS = """## What was not measured
 
-- GPUs. CPUs emulate fp16 products, which makes them slow: there the engine's part of a step all but vanishes in the
-  larger models.
-- Several machines, real networks and more than 2 ranks."""
+- GPUs. CPUs emulate fp16 products slowly, which hides the engine's part of a step in the larger models.
+- Several machines, real networks, more than 2 ranks."""
 
 
 def render(rows: dict[str, Sequence[str]], machine: dict[str, str], notes: Sequence[str]) -> list[str]:

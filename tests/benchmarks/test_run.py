@@ -58,7 +58,7 @@ def test_the_page_keeps_rows_of_the_same_commit_only(monkeypatch, tmp_path, caps
     monkeypatch.setattr("sys.argv", ["benchmarks", "--only", "nothing"])
     with pytest.raises(SystemExit):
         run.main()
-    assert "no workload is named so; there are:\nMLP: " in capsys.readouterr().err
+    assert "no workload is named so; there are:\nMLP; " in capsys.readouterr().err
 
 
 def test_the_committed_page_is_what_its_figures_render_to():
