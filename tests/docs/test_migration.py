@@ -169,26 +169,6 @@ def test_the_loop_before_and_after_on_two_processes():
         assert difference(after, before) < 2e-4
 
 
-def test_a_loop_that_draws_its_own_batches(run):
-    Path("config.py").write_text("BATCHES_PER_UPDATE = 4\n")
-    names = run("migration/pytorch.md", "launch.py")
-    assert names["engine"].config.gradient_accumulation == 4
-
-
-def test_the_whole_script_resumes(tmp_path, monkeypatch, capsys):
-    """In two goes it prints what it prints in one."""
-    code = snippet("migration/pytorch.md", "whole.py")
-    printed = []
-    for folder, goes in (("one", (4,)), ("two", (2, 4))):
-        (tmp_path / folder).mkdir()
-        monkeypatch.chdir(tmp_path / folder)
-        for epochs in goes:
-            exec(code, stand_ins() | {"NUM_EPOCHS": epochs})
-        printed.append(re.findall(r"epoch (\d): accuracy (\S+), best (\S+)", capsys.readouterr().out))
-    assert printed[0] == printed[1]
-    assert [epoch for epoch, _, _ in printed[0]] == list("0123")
-
-
 def clip(engine, x, y):
     engine.backward(engine.criterion(engine(x), y))
     torch.nn.utils.clip_grad_norm_(engine.model.parameters(), 1e-3)
