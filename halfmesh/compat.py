@@ -168,9 +168,14 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
         yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
     elif world_size % product:
         below = world_size // product * product
+        start = f"torchrun --standalone --nproc-per-node {product} train.py"
         ranks = " or ".join(str(n) for n in (below, below + product) if n)
         advice = f"choose sizes whose product does, or start {ranks} ranks"
-        yield Finding("parallel", f"{given} = {product} does not divide the {world_size} ranks; {advice}")
+        if world_size == 1:
+            words = f"{given} = {product} ranks, but there is 1; start them with `{start}`, or with `halfmesh run`"
+        else:
+            words = f"{given} = {product} does not divide the {world_size} ranks; {advice}"
+        yield Finding("parallel", words)
     else:
         data_ranks = world_size // product
         averaged = data_ranks * math.prod(size for name, size in sizes.items() if AXES.get(name).splits_loss)

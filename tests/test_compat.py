@@ -100,6 +100,12 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
             "does, or start 6 or 9 ranks",
         ),
         (
+            {"tensor": 2},
+            1,
+            "parallel: tensor=2 x pipeline=1 = 2 ranks, but there is 1; start them with "
+            "`torchrun --standalone --nproc-per-node 2 train.py`, or with `halfmesh run`",
+        ),
+        (
             {"tensor": 2, **TWO_STAGES},
             2,
             "parallel: tensor=2 x pipeline=2 = 4 does not divide the 2 ranks; choose sizes whose product "

@@ -113,31 +113,34 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": 3}, "model: a torch.nn.Module .* is needed, but a int was given"),
-        ({"model": lambda: "no model"}, "model: a torch.nn.Module .* is needed, but a str was given"),
+        ({"model": 3}, "model: expected a torch.nn.Module .*, but got an int"),
+        ({"model": lambda: "no model"}, "model: expected a torch.nn.Module .*, but got a str"),
         ({"model": nn.DataParallel(MLP())}, r"wrapped in DataParallel; pass the plain model \(model.module\)"),
         ({"model": half_on_meta()}, "model: last.weight, last.bias are on the meta device, without values"),
-        ({"model": complex_model()}, "model: c are complex; .*view_as_real"),
+        ({"model": complex_model()}, "model: c are complex, .*view_as_real"),
         (
             {"model": last_layer_in_half(), "config": FP16_TORCH},
-            r"2 parameter.* float16 .* they have to be float32 or float64: .* fp16 = dict\(mode='naive'\)",
+            r"2 parameter.* float16 .* they must be in float32 or float64: .* fp16 = dict\(mode='naive'\)",
         ),
         (
             {"model": MLP().bfloat16(), "config": FP16_NAIVE},
-            "they have to be float16 or float32: .*build the model in float16 or float32, or set bf16 = dict",
+            "they must be in float16 or float32: .*build the model in float16 or float32, or set bf16 = dict",
         ),
-        ({"optimizer": 0.1}, "optimizer: a torch.optim.Optimizer .* is needed, but a float was given"),
+        ({"optimizer": 0.1}, "optimizer: expected a torch.optim.Optimizer .*, but got a float"),
         (
             {"optimizer": sgd(MLP(seed=3).parameters())},
-            r"holds 9 parameters not of the model: param_groups\[0\]",
+            r"holds 9 parameters that the model does not have: param_groups\[0\]",
         ),
-        ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__, .*or pass the inner one"),
-        ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .*SGD, Adam, AdamW.*with LBFGS in a loop without"),
+        ({"optimizer": Wrapper}, r"Wrapper does not call .*Optimizer.__init__, .*pass the inner one"),
+        ({"optimizer": optim.LBFGS}, "LBFGS.step needs 'closure', .*SGD, Adam, AdamW.*with LBFGS without"),
         ({"optimizer": lambda p: NeedsClosure(p, lr=0.1)}, "NeedsClosure.step needs 'closure', to compute the loss"),
-        ({"criterion": "cross_entropy"}, "criterion: a callable .* is needed, but a str was given"),
+        ({"criterion": "cross_entropy"}, "criterion: expected a callable .*, but got a str"),
         ({"criterion": nn.MSELoss}, r"the class MSELoss was given, not a criterion; write MSELoss\(\)"),
-        ({"loader": [(1, 2)]}, "dataloader: a torch.utils.data.DataLoader is needed, but a list was given"),
-        ({"loader": TensorDataset(*make_data())}, "but a TensorDataset was given; halfmesh.get_dataloader"),
+        (
+            {"loader": [(1, 2)]},
+            "dataloader: expected a torch.utils.data.DataLoader, but got a list; for a dataset, write",
+        ),
+        ({"loader": TensorDataset(*make_data())}, "but got a TensorDataset; .* halfmesh.get_dataloader"),
         ({"lr_scheduler": STEP_LR(sgd(MLP().parameters()))}, "lr_scheduler: it was built on another optimizer"),
         ({"lr_scheduler": PLATEAU}, "ReduceLROnPlateau.step needs a metric.* lr_interval='manual'"),
         (
@@ -159,7 +162,7 @@ def optimizers_on_ranks(rank, world_size):
 @pytest.mark.distributed
 def test_an_optimizer_that_reduces_gradients_is_rejected_on_several_ranks():
     for muon, its_adamw, prodigy in run_ranks(optimizers_on_ranks, 2):
-        assert "DistMuon reduces gradients or weights over ranks itself; halfmesh does" in muon
+        assert "DistMuon reduces gradients or weights over ranks itself, which halfmesh already does" in muon
         assert "data='zero1' shards its state" in its_adamw
         assert prodigy == "nothing"
     assert optimizers_on_ranks(0, 1) == ["nothing"] * 3, "in one process nothing is reduced twice"
@@ -170,7 +173,7 @@ def test_loaders_of_timm():
     timm_loader = pytest.importorskip("timm.data.loader")
     several = timm_loader.MultiEpochsDataLoader(TensorDataset(*make_data(8)), batch_size=4)
     around = timm_loader.PrefetchLoader(several, device=torch.device("cpu"))
-    words = r"(?s)dataloader: MultiEpochsDataLoader goes on with one iterator .*persistent_workers=True"
+    words = r"(?s)dataloader: MultiEpochsDataLoader keeps one iterator .*persistent_workers=True"
     for options in ({"loader": several}, {"eval_dataloader": several}, {"loader": around}):
         with pytest.raises(InputError, match=words):
             start(**options)
@@ -220,14 +223,18 @@ def test_a_device_without_the_dtype(monkeypatch):
         Recipe(torch.bfloat16, autocast=True),
         Recipe(torch.float16, autocast=True),
     )
-    assert find(gpu, bf16).startswith("device cuda:1: it has no matrix products in bfloat16")
+    assert find(gpu, bf16).startswith(
+        "device cuda:1: it has no bfloat16 matrix products (compute capability below 8.0)"
+    )
     assert find(gpu, fp16) is find(torch.device("cpu"), bf16) is None
 
 
 @pytest.mark.parametrize("make", [optim.Adam, optim.RMSprop])
 def test_an_eps_that_half_precision_loses(make):
     o3 = {"fp16": {"mode": "apex", "opt_level": "O3"}}
-    with pytest.raises(InputError, match=r"eps=1e-08 of param_groups\[0\] is zero in float16.*set eps=1e-4 or so"):
+    with pytest.raises(
+        InputError, match=r"eps=1e-08 of param_groups\[0\] rounds to zero in float16.*set eps to about"
+    ):
         start(optimizer=make, config=o3)
     start(optimizer=lambda p: make(p, eps=1e-4), config=o3)
     start(optimizer=make, config=FP16_NAIVE)  # which has masters
@@ -256,12 +263,12 @@ def test_no_config_is_fp32_but_that_of_a_launch_is_not_forgotten():
         return halfmesh.initialize(MLP(), sgd, device="cpu", **options)
 
     assert make().config == halfmesh.load_config({})
-    with pytest.raises(InputError, match="it holds 9 parameters not of the model"):
+    with pytest.raises(InputError, match="it holds 9 parameters that the model does not have"):
         halfmesh.initialize(nn.ReLU(), adamw(MLP().parameters()))
     with halfmesh.launch_from_torch({}, device="cpu", verbose=False):
         make()
     with halfmesh.launch_from_torch(FP16_NAIVE, device="cpu", verbose=False) as launch:
-        with pytest.raises(InputError, match="has launched with one, which it would not use; pass the"):
+        with pytest.raises(InputError, match="launched with; pass the"):
             make()
         assert make(config={}).config.fp16 is None
         assert make(config=launch).config.fp16 is not None
@@ -288,6 +295,14 @@ def test_callables_are_called_after_the_config_is_checked():
     assert engine.lr_scheduler.optimizer is engine.optimizer
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("train_dataloader", "dataloader"), ("loss_fn", "criterion"), ("lr_schedular", "lr_scheduler")]
+)
+def test_an_unknown_argument_names_the_one_that_is_meant(name, meant):
+    with pytest.raises(TypeError, match=f"has no argument '{name}'; did you mean '{meant}'"):
+        halfmesh.initialize(MLP(), sgd, **{name: None})
+
+
 def test_the_plan_is_printed(caplog):
     with caplog.at_level("INFO", "halfmesh"):
         config = FP16_NAIVE | {"gradient_accumulation": 4, "clip_grad_norm": 1}
@@ -299,7 +314,7 @@ def test_the_plan_is_printed(caplog):
         "pp 1 x dp 1 x tp 1 on cpu",
         "8 per rank x 1 data rank x 4 accumulated = 32 samples per update",
         "AdamW (fused by fused='auto', no host read), clip norm 1",
-        f"{numel * 20 / 1024:.1f} KiB per rank besides activations",
+        f"{numel * 20 / 1024:.1f} KiB per rank without activations",
     ):
         assert part in caplog.text
 
@@ -309,5 +324,5 @@ def test_quantised_weights_are_rejected_with_the_reason():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)).requires_grad_(False)
     quantisation.quantize_(model, quantisation.Int8WeightOnlyConfig(), lambda module, name: name == "0")
     optimizer = torch.optim.SGD(model[1].requires_grad_(True).parameters(), lr=0.1)
-    with pytest.raises(InputError, match=r"0.weight are made of other tensors \(Int8Tensor: quantised weights\)"):
+    with pytest.raises(InputError, match=r"0.weight are quantized weights \(Int8Tensor\), which"):
         halfmesh.initialize(model, optimizer, nn.MSELoss(), None, NAIVE_BF16, device="cpu")

@@ -129,8 +129,8 @@ class Accumulation:
         if self.reduction == "weighted":
             if not isinstance(loss, (tuple, list)) or len(loss) != 2:
                 raise InputError(
-                    f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} "
-                    "was given; return the summed loss and the number it is to be divided by"
+                    "loss_reduction='weighted' takes (sum, weight) from the criterion, but got a "
+                    f"{type(loss).__name__}; return the summed loss and the number to divide it by"
                 )
             loss, weight = loss
         _check_scalar(loss)
@@ -220,9 +220,9 @@ class Accumulation:
             self._ends_here = self.is_last_microbatch = True
         if not self.is_last_microbatch:
             raise InputError(
-                f"{call} was called before engine.backward(loss) of a cycle's last microbatch (after {self.position}): "
-                "gradients are incomplete; call it then, or with last=True to end the cycle here, as at the end of "
-                "your own loader (to clip you can also set clip_grad_norm in the config)"
+                f"{call} was called before the last engine.backward(loss) of a cycle (after microbatch "
+                f"{self.position}), when gradients are incomplete. Call it after that, or with last=True to end the "
+                "cycle here, as at the end of your own loader. To clip, you can also set clip_grad_norm in the config"
             )
 
     def reject_unfinished(self, call: str) -> None:
@@ -230,8 +230,8 @@ class Accumulation:
         self.reject_averaged(call)
         if self.update.has_gradients:
             raise InputError(
-                f"{call} was called after microbatch {self.position} and before the update, whose gradients it does "
-                "not hold; call it after a step that returned a StepResult, or end the cycle first with "
+                f"{call} was called in the middle of a cycle, after microbatch {self.position}: the gradients so far "
+                "would be lost. Call it after a step that returned a StepResult, or end the cycle first with "
                 "engine.step(last=True)"
             )
 
@@ -239,16 +239,16 @@ class Accumulation:
         """Raise InputError if the model holds averaged weights."""
         if self.averaged:
             raise InputError(
-                f"{call} was called within `with average.applied():`, where the model holds the averaged weights in "
-                "place of those that are trained; call it after that block"
+                f"{call} was called inside `with average.applied():`, where the model holds the averaged weights, not "
+                "the trained ones; call it after that block"
             )
 
 
 def _check_scalar(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
         raise InputError(
-            f"backward takes the loss tensor, but a {type(loss).__name__} was given; for a criterion that returns "
-            "(sum, weight) set loss_reduction='weighted'"
+            f"backward takes the loss tensor, but got a {type(loss).__name__}; if the criterion returns (sum, weight), "
+            "set loss_reduction='weighted'"
         )
     if loss.numel() != 1:
         raise InputError(
@@ -257,8 +257,8 @@ def _check_scalar(loss: Any) -> None:
         )
     if not loss.requires_grad:
         raise InputError(
-            "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
-            "parameter that requires gradients was used; compute it from what engine(...) returned"
+            "the loss has no graph to run backward through: it was computed under torch.no_grad(), was detached, or "
+            "uses no parameter that requires gradients; compute it from what engine(...) returned"
         )
 
 
@@ -296,7 +296,7 @@ class MixedPrecisionState:
         self._update.master_weights.reject_split("master_params()")
         if self._update.has_gradients:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
             raise InputError(
-                "master_params() was called between backward and step, where masters have no gradients yet; to clip "
-                "call engine.clip_grad_norm_(max_norm), or clip_grad_norm of the optimizer that convert_to_amp gave"
+                "master_params() was called between backward and step, when masters have no gradients yet; to clip, "
+                "call engine.clip_grad_norm_(max_norm), or clip_grad_norm of the optimizer that convert_to_amp returned"
             )
         return (param for group in self._update.optimizer.param_groups for param in group["params"])

@@ -61,7 +61,7 @@ def resolve_compiled(
         checkpoints: modules are recomputed in backward; these may be compiled, but not as part of a larger graph.
     """
     if any(is_compiled(module) for module in model.modules()):
-        return (), ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
+        return (), ["compile: the model is already compiled; pass it uncompiled, or remove compile"]
     blocks = called_blocks(model, partition)
     if blocks and (options.scope == "blocks" or (options.scope == "auto" and (ranks > 1 or checkpoints))):
         return blocks, []
@@ -70,7 +70,7 @@ def resolve_compiled(
     return (), [
         f"compile: {type(model).__name__} has no repeated blocks that could be compiled (two or more modules of one "
         "class, with modules of their own, in a ModuleList or Sequential); "
-        + ("use scope='model'" if partition is None else "leave compile out, or the pipeline")
+        + ("use scope='model'" if partition is None else "remove compile, or the pipeline")
     ]
 
 
@@ -174,8 +174,8 @@ class GraphSteps(EngineHook):
         if self._accumulation.has_backward:
             raise InputError(
                 f"the model was called between engine.backward and engine.step, but {self._name} makes CUDA graphs, "
-                "and the next call of a graph may overwrite gradients that are still needed; add the losses of an "
-                "update, for one backward, evaluate after engine.step, or use mode='max-autotune-no-cudagraphs'"
+                "whose next call may overwrite gradients that are still needed. Add up the losses of an update for one "
+                "backward; evaluate after engine.step; or use mode='max-autotune-no-cudagraphs'"
             )
 
     def after_step(self, result: StepResult) -> None:
@@ -198,8 +198,8 @@ def resolve_recomputed(
         problems.append(_no_blocks(model, partition))
     if inside := [name for name in names if _is_below(name, compiled)]:
         problems.append(
-            f"activation_checkpoint: {shorten(inside)} would be inside compiled code, which is entered and left as a "
-            "whole; choose whole blocks ('full', or patterns of blocks), or leave compile out"
+            f"activation_checkpoint: {shorten(inside)} would be inside compiled code, which runs as a whole; choose "
+            "whole blocks ('full', or patterns of blocks), or remove compile"
         )
     return ((), problems) if problems else (tuple(names), [])
 

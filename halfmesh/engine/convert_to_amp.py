@@ -78,8 +78,8 @@ def convert_to_amp(
         recipe = dataclasses.replace(recipe, wide_gradients=False)
     if isinstance(model, nn.Module) and any(map(recording_of, model.parameters())):
         raise InputError(
-            "model: its parameters were made under halfmesh.deferred_init(), and have no values; pass the model to "
-            "initialize, which makes them, or build it as usual"
+            "model: its parameters were made under halfmesh.deferred_init() and have no values yet; pass the model to "
+            "initialize, which makes them, or build it without deferred_init"
         )
     params = model.parameters() if isinstance(model, nn.Module) else iter(())
     device = next((param.device for param in params), torch.device("cpu"))
@@ -195,7 +195,7 @@ class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
             InputError: not a scalar with a graph, an unknown `loss_id`, or after `close`.
         """
         if self._closed:
-            raise InputError("this optimizer is closed; step the one that was given, or call convert_to_amp again")
+            raise InputError("this optimizer is closed; step your original optimizer, or call convert_to_amp again")
         self._accumulation.backward(loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id)
 
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
@@ -208,8 +208,8 @@ class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
         reject_closure("optimizer.step", closure)
         if not self._accumulation.has_backward:
             raise InputError(
-                "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
-                "in place of loss.backward()"
+                "step() was called before backward(loss): there are no gradients to step with. Replace loss.backward() "
+                "by optimizer.backward(loss)"
             )
         return self._accumulation.step()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ..errors import InputError, bullet_list, shorten
+from ..errors import InputError, bullet_list, counted, shorten
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..utils.optimizer_state import kinds_of
@@ -73,8 +73,8 @@ def build(model: Callable[[], Any]) -> nn.Module:
     except Exception as error:
         name = getattr(model, "__qualname__", type(model).__name__)
         raise InputError(
-            f"model: the callable {name} raised {type(error).__name__}: {error}. It is called without arguments, under "
-            "halfmesh.deferred_init(); if that is the reason, build the model first and pass the model itself"
+            f"model: the callable {name} raised {type(error).__name__}: {error}. halfmesh calls it without arguments, "
+            "under deferred_init(); if that is the reason, build the model first and pass the model itself"
         ) from error
     return built
 
@@ -106,7 +106,12 @@ def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
     if not views:
         return
     if problems := list(_find_problems(model, views)):
-        raise InputError(bullet_list("the model was built without memory, and cannot get its values:", problems))
+        raise InputError(
+            bullet_list(
+                "the model was built without memory (deferred_init), and these tensors cannot get their values:",
+                problems,
+            )
+        )
     new: dict[int, torch.Tensor] = {}
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,13 +161,16 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _find_problems(model: nn.Module, views: Mapping[str, View]) -> Iterator[str]:
     hooked = [name for name, tensor in named_tensors(model) if name in views and has_grad_hooks(tensor)]
     if hooked:
-        yield f"{shorten(hooked)} have hooks on the gradient, which would be lost; register them after initialize"
+        yield f"{shorten(hooked)} have gradient hooks, which would be lost; register them after initialize"
     by_memory: dict[Any, list[str]] = {}
     for name, view in views.items():
         by_memory.setdefault((id(view.recording), view.memory), []).append(name)
     for names in by_memory.values():
         if len(names) > 1:
-            yield f"{shorten(names)} are views of one memory; make each a separate parameter, or build as usual"
+            yield (
+                f"{shorten(names)} share one memory; make each a separate parameter, or build the model without "
+                "deferred_init"
+            )
 
 
 def reject_early_state(optimizer: Any) -> None:
@@ -171,8 +179,8 @@ def reject_early_state(optimizer: Any) -> None:
     state = [value for entry in held.values() for value in entry.values()]
     if any(isinstance(v, torch.Tensor) and (v.is_meta or recording_of(v) is not None) for v in state):
         raise InputError(
-            f"optimizer: {kinds_of(optimizer)} made its state from weights that have no values yet; take one "
-            "whose state is made by its first step, or build the model as usual"
+            f"optimizer: {kinds_of(optimizer)} made its state from weights that have no values yet; use one that "
+            "makes its state in its first step, or build the model without deferred_init"
         )
 
 
@@ -197,7 +205,7 @@ class Materializer:
         context: ParallelContext,
         check: Callable[[str, torch.Tensor], str | None],
     ) -> None:
-        self.description = f"made where they are held, one of {len(tensors)} tensors at a time"
+        self.description = f"made on the ranks that hold them, one of {counted(len(tensors), 'tensor')} at a time"
         self.cuts: Mapping[Any, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._context, self._check = context, check
@@ -239,16 +247,18 @@ def make_materializer(
     views = {name: view for name, tensor in named_tensors(model) if (view := recorded(tensor)) is not None}
     same_on_ranks(
         list(views),
-        what="{ranks} built other tensors without memory than rank 0; build the model under halfmesh.deferred_init() "
-        "on all ranks, or on none",
+        what="{ranks} built other tensors under halfmesh.deferred_init() than rank 0; use it on all ranks, or on none",
     )
     if not views:
         return None
     recordings = list({id(view.recording): view.recording for view in views.values()}.values())
     same_on_ranks(
         [] if context.size == 1 else [recording.digest() for recording in recordings],
-        what="{ranks} would make other values than rank 0: what the build asks of random numbers, or takes from "
-        "outside (numpy, a file), differs; give torch, python and numpy the same seeds on all ranks, or build as usual",
+        what=(
+            "{ranks} would make other weights than rank 0: the random numbers, or values from outside (numpy, a "
+            "file), that the build uses differ; seed torch, python and numpy the same on all ranks, or build the "
+            "model without deferred_init"
+        ),
     )
     for recording in recordings:
         recording.is_over = True

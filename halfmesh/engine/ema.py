@@ -77,7 +77,7 @@ class WeightAverage:
         """Include the last update, of this number, unless it was skipped. No host read."""
         if self.decay is None:
             _log.warning(
-                "the checkpoint has an average of the weights, which this run does not continue; call "
+                "the checkpoint has an average of the weights that this run has not resumed; call "
                 "engine.averaged_model(decay) before the first step"
             )
             self.values.clear()
@@ -150,7 +150,7 @@ class AveragedModel:
     def decay(self, decay: float) -> None:
         if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay <= 1:
             raise InputError(
-                f"decay={show(decay)} is not the share of the average that each update keeps; give 0 <= decay <= 1"
+                f"decay={show(decay)} must be between 0 and 1: it is the fraction of the average that each update keeps"
             )
         self._average.decay = float(decay)
 

@@ -17,7 +17,7 @@ from ..checkpoint import export
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
-from ..errors import InputError, NonFiniteError, reject_closure
+from ..errors import InputError, NonFiniteError, counted, reject_closure
 from ..utils.engine_hook import Hooks, Progress
 from .accumulation import Accumulation, MixedPrecisionState
 from .ema import AveragedModel
@@ -85,7 +85,7 @@ class Engine(MixedPrecisionState):
     def __repr__(self) -> str:
         """The configuration, as `initialize` prints it, and the updates that were made."""
         model = type(self.model).__name__
-        return f"Engine of {model}, after {self.global_step} updates\n{str(self.plan).partition(chr(10))[2]}"
+        return f"Engine of {model}, after {counted(self.global_step, 'update')}\n{str(self.plan).partition(chr(10))[2]}"
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -200,8 +200,8 @@ class Engine(MixedPrecisionState):
             told()
         if not accumulation.has_backward and not (last and accumulation.index):
             raise InputError(
-                "engine.step() was called before engine.backward(loss): there is nothing to step with (loss.backward() "
-                "does not count)"
+                "engine.step() was called before engine.backward(loss): there are no gradients to step with. Replace "
+                "loss.backward() by engine.backward(loss)"
             )
         updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
         if updates and lr is not None:
@@ -470,7 +470,7 @@ class Engine(MixedPrecisionState):
         """
         self._reject_if_closed()
         if self._preemption is None:
-            raise InputError("engine.preempt(): the config does not say where to save; set checkpoint='checkpoints'")
+            raise InputError("engine.preempt(): the config has no folder to save to; set checkpoint='checkpoints'")
         self._preemption.request_stop()
 
     def save_weights(
@@ -558,8 +558,8 @@ class Engine(MixedPrecisionState):
         self._reject_if_closed()
         if self._average.decay is not None:
             raise InputError(
-                f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
-                f"{self._average.decay}; set the decay of what the first call returned"
+                f"engine.averaged_model({decay}): this engine already averages its weights, with "
+                f"decay={self._average.decay}; set the decay of what the first call returned"
             )
         with self._guard:
             return AveragedModel(self, decay, every, buffers)
@@ -611,7 +611,7 @@ class Engine(MixedPrecisionState):
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
-            "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
+            "initialize returns one Engine, not a tuple as in Colossal-AI: write `engine = initialize(...)` and use "
             "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
         )
 
@@ -645,5 +645,5 @@ class Engine(MixedPrecisionState):
 
 def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:
     if loader is None:
-        raise InputError(f"no {name} was given to initialize; pass one, or iterate a loader of your own")
+        raise InputError(f"no {name} was given to initialize; pass one, or iterate your own loader")
     return loader

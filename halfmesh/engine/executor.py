@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _FEW = (
-    "the evaluation loader has no batch for some of the %d data ranks, and each forward needs all of them (fsdp, "
-    "expert); evaluate more samples, smaller batches, without drop_last, or on fewer ranks"
+    "the evaluation loader has no batch for some of the %d data ranks, but each forward needs all of them (fsdp, "
+    "expert); use more samples, a smaller batch size, drop_last=False, or fewer ranks"
 )
-_DIRECT = "the model itself was called in training, in place of the engine: %s. Write engine(x) in place of model(x)"
+_DIRECT = "the model itself was called in training, not the engine: %s. Replace model(x) by engine(x)"
 _PARTS = (
-    "%s.state_dict() has this rank's part only; to save all of it call engine.save(path) on every rank, or "
-    "engine.save_weights(path) for the model's weights alone; engine.full_state_dict() returns it; all of them before "
-    "the engine is closed"
+    "%s.state_dict() has only this rank's part. To save all of it, call engine.save(path) on every rank, or "
+    "engine.save_weights(path) for the weights alone; engine.full_state_dict() returns it. Call them before the engine "
+    "is closed"
 )
 
 
@@ -89,8 +89,8 @@ class DirectExecutor:
         """
         if self._sequences is not None and torch.is_grad_enabled():
             raise InputError(
-                f"engine.call({name!r}): under parallel.context only forward is trained with each rank's tokens; call "
-                "it under torch.no_grad(), or compute what trains in forward"
+                f"engine.call({name!r}): under parallel.context only forward can be trained; call this method under "
+                "torch.no_grad(), or move what trains into forward"
             )
         return partial(self._call, self._data.method(self._model, name))
 
@@ -169,13 +169,15 @@ class ModelGuard:
             return
         recipe, dtype = self._recipe, dtype_name(self._recipe.compute_dtype)
         if self._shares_batch:
-            does = "ranks that compute a batch together draw its dropout from each rank's own generators"
+            does = "ranks that compute one batch together draw different dropout"
         elif recipe.param_dtype is not None:
-            does = f"its inputs are not cast to {dtype}, which its weights are in, nor its outputs back"
+            does = f"its inputs are not cast to {dtype}, the dtype of its weights, and its outputs are not cast back"
         elif any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             return
         else:
-            does = f"it computes in float32, and not in {dtype} as the config says (engine.autocast() is the scope)"
+            does = (
+                f"it computes in float32, not in {dtype} as the config says (engine.autocast() is the scope that does)"
+            )
         self._warn(_DIRECT, does)
 
 

@@ -30,41 +30,40 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _ALIKE = (
-    "freeze and unfreeze the same parameters on every rank; draw what to freeze with the same seed on all of them, as "
-    "in random.Random(0)"
+    "freeze and unfreeze the same parameters on every rank; if you choose them at random, use the same seed on all "
+    "ranks, as in random.Random(0)"
 )
 
-_SCALED = "where they are still multiplied by the loss scale"
+_SCALED = "when they are still multiplied by the loss scale"
 _UNDIVIDED = (
-    "where they still have to be divided (a cycle of fewer batches than gradient_accumulation, or weighted losses)"
+    "when they still have to be divided (a cycle of fewer batches than gradient_accumulation, or weighted losses)"
 )
-_SHARDED = "where each rank has its shards of them only, so that a norm over them is not the model's"
+_SHARDED = "when each rank holds only its shards of them, so a norm over them is not the model's"
 _STRAY = (
-    "%s already have gradients before the first engine.backward of an update. A direct loss.backward(), or another "
-    "engine, left them there. %s. Call engine.zero_grad() first; and for every loss that trains these parameters call "
-    "engine.backward(loss)"
+    "%s already have gradients before the first engine.backward of an update, from a direct loss.backward() or from "
+    "another engine. %s. Call engine.zero_grad() first, and engine.backward(loss) for every loss that trains these "
+    "parameters"
 )
 _CHANGED = (
-    "gradients were changed between engine.backward and engine.step (of %s), %s; to clip them use clip_grad_norm in "
-    "the config, or engine.clip_grad_norm_(max_norm), to change them otherwise call engine.unscale_gradients() first, "
-    "and in place of loss.backward() call engine.backward(loss)"
+    "the gradients of %s were changed between engine.backward and engine.step, %s. To clip them, set clip_grad_norm "
+    "in the config or call engine.clip_grad_norm_(max_norm). To change them in another way, call "
+    "engine.unscale_gradients() first. Replace any loss.backward() by engine.backward(loss)"
 )
 _VANISHED = (
-    "the gradients that engine.backward left for this update are gone: zero_grad() of the model or the optimizer was "
-    "called before the step. Call engine.zero_grad(), which does nothing within an accumulation cycle"
+    "the gradients of this update are gone: zero_grad() of the model or the optimizer was called between "
+    "engine.backward and engine.step. Call engine.zero_grad() instead, which does nothing inside an accumulation cycle"
 )
 _INSTEAD = (
-    "Compute with a changed copy (weight = torch.renorm(self.weight, ...)), or write after engine.step(), under "
+    "Compute with a changed copy (weight = torch.renorm(self.weight, ...)), or write after engine.step() under "
     "torch.no_grad(), as in param.copy_(...)"
 )
 _WRITTEN = (
-    "the model's forward writes into %s, but under parallel.data='fsdp' it has gathered copies of the weights, which "
-    f"are freed after it: what is written is lost. {_INSTEAD}; or take another data strategy",
-    "forward, or the loop, has written into %s through .data, which torch does not count: model and fp32 masters "
-    "differ, and the update overwrites what was written. Write under torch.no_grad(), as in self.weight.copy_(...)",
-    "the weights %s differ between ranks that should hold the same: forward, or the loop, has written into them what "
-    f"depends on a rank's own batch or random numbers. {_INSTEAD}, the same on all ranks (engine.context.all_reduce "
-    "averages values)",
+    "the model's forward writes into %s, but under parallel.data='fsdp' these are gathered copies, which are freed "
+    f"after forward: the writes are lost. {_INSTEAD}; or use another data strategy",
+    "forward, or the loop, wrote into %s through .data, which bypasses the fp32 masters: model and masters differ, "
+    "and the next update overwrites the write. Write under torch.no_grad() instead, as in self.weight.copy_(...)",
+    "the weights %s differ between ranks that should hold the same: forward, or the loop, wrote values that depend on "
+    f"a rank's batch or random numbers. {_INSTEAD}, the same on all ranks (engine.context.all_reduce(..., op='mean'))",
 )
 """Of weights that are lost, lost in the masters, and unlike."""
 _LOOKS = 2
@@ -123,7 +122,7 @@ class GradientGuard:
         """Raise InputError if a rank does not have the whole gradients of its parameters."""
         if self._partial:
             raise InputError(
-                f"engine.unscale_gradients(): {self._partial} a rank has only its part of each gradient. Clip with "
+                f"engine.unscale_gradients(): {self._partial} each rank holds only a part of each gradient. Clip with "
                 "clip_grad_norm in the config or engine.clip_grad_norm_(max_norm), or use parallel.data='replicate'"
             )
 
@@ -223,7 +222,7 @@ class SameTrained:
             except RuntimeError as error:
                 raise InputError(
                     f"requires_grad was changed on {context.rank_names.name(context.rank)}, but not on all ranks that "
-                    f"hold the same parameters: some did not come to compare it ({error}); {_ALIKE}"
+                    f"hold the same parameters: some did not take part in the comparison ({error}); {_ALIKE}"
                 ) from error
         reducer.set_params(masters.trained)
         # A parameter that is frozen within a cycle takes part until its end: the next backward covers again.

@@ -33,30 +33,31 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _HOOKED = (
-    "hooks on %s run in backward, where gradients are multiplied by the loss scale: a clamp, clip or noise in a hook "
-    "has another effect than in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; clip "
-    "with clip_grad_norm in the config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
+    "hooks on %s see gradients multiplied by the loss scale: a clamp, clip or noise in a hook does not do what it does "
+    "in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; clip with clip_grad_norm in the "
+    "config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
 )
 _COUNTED = (
-    "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them itself. "
-    "Delete the `if` around engine.step() and call it for each batch; or set gradient_accumulation=1 and divide the "
-    "loss by %d yourself"
+    "the loop calls engine.step() once per %d batches, but gradient_accumulation=%d already counts batches, so updates "
+    "average too many. Delete the `if` and call engine.step() after every batch; or set gradient_accumulation=1 and "
+    "divide the loss by %d yourself"
 )
 _SAME = (
-    "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. Shard "
-    "the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed what draws them by rank; a "
-    "DataLoader that is given to initialize is sharded"
+    "all %d data ranks got the same inputs in the first update: they seem to train on the same batches. Pass your "
+    "DataLoader to initialize, which shards it; or shard the data yourself (batches[dp_rank::dp_size], of "
+    "engine.context), or seed it by rank"
 )
 _UNLIKE = (
-    "the buffers %s change during training, on each data rank from its own batches: the ranks' models differ in them. "
-    "halfmesh averages running_mean and running_var only; all-reduce others in the model"
+    "the buffers %s change during training on each data rank, so they may differ between ranks. halfmesh averages only "
+    "running_mean and running_var; all-reduce other buffers in the model"
 )
 _SLOW = (
-    "matrix products are in fp32 without TF32, at about an eighth of its speed. To use it, which rounds their factors "
-    "to 10 bits of mantissa, call torch.set_float32_matmul_precision('high') before; bf16 is faster still"
+    "matrix products run in fp32 without TF32, at about an eighth of its speed. "
+    "torch.set_float32_matmul_precision('high'), before initialize, turns TF32 on, which rounds factors to 10 bits of "
+    "mantissa; bf16 is faster still"
 )
-_MEMORY = "This engine plans with"
-_UPDATES = "takes the same updates from half the DataLoader's batch_size"
+_MEMORY = "This engine needs"
+_UPDATES = "makes the same updates with half the DataLoader's batch_size"
 
 
 def tell_of_slow_products(recipe: Recipe, device: torch.device) -> None:
@@ -160,8 +161,8 @@ def add_memory_note(
     if any(note.startswith(_MEMORY) for note in getattr(error, "__notes__", ())):
         return
     less = [f"{key}: {does}" for key, does in _find_smaller(plan, config, context) if _can_run(config, key, context)]
-    less.append("halfmesh plan looks for the simplest changes that fit, without a device")
-    error.add_note(bullet_list(f"{_MEMORY} {plan.rows['memory']}. What would need less:", less))
+    less.append("`halfmesh plan` finds the simplest changes that fit, without a GPU")
+    error.add_note(bullet_list(f"{_MEMORY} {plan.rows['memory']}. These changes need less:", less))
 
 
 def _find_smaller(plan: EffectivePlan, config: Config, context: ParallelContext) -> Iterator[tuple[str, str]]:
@@ -170,12 +171,12 @@ def _find_smaller(plan: EffectivePlan, config: Config, context: ParallelContext)
     if pipeline.size > 1:
         yield f"parallel.pipeline.microbatches={2 * (pipeline.microbatches or 1)}", "makes each half as large"
     elif config.global_batch_size is not None:
-        yield f"global_batch_size={config.global_batch_size}", f"{_UPDATES}, as it does already"
+        yield f"global_batch_size={config.global_batch_size}", f"already {_UPDATES}"
     elif rows != 1:
         yield f"gradient_accumulation={2 * config.gradient_accumulation}", _UPDATES
     if torch.is_grad_enabled():  # else it is an evaluation, which keeps no activations
         if not config.activation_checkpoint.enabled or config.activation_checkpoint.selective:
-            yield "activation_checkpoint=full", "computes activations again in backward"
+            yield "activation_checkpoint=full", "recomputes activations in backward"
         if not config.activation_offload:
             yield "activation_offload=true", "keeps activations in host memory until backward"
     now = DATA_STRATEGIES.get(config.parallel.data.strategy)

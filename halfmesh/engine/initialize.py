@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn, optim
@@ -27,7 +29,7 @@ from ..data.sharding import ShardedLoader
 from ..debug.nonfinite import NonFiniteProbes
 from ..debug.probes import Criterion
 from ..distributed.failures import recorded_for_torchrun
-from ..errors import IncompatibleConfigError, InputError, problem_list
+from ..errors import IncompatibleConfigError, InputError, did_you_mean, problem_list
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import Reduction
@@ -50,6 +52,8 @@ from .parallelize import ParallelModel, Plans, make_plans
 from .summary import make_plan
 
 _log = get_logger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -65,6 +69,23 @@ class _Given:
     sharded: bool
 
 
+_MEANT = {"train_dataloader": "dataloader", "train_loader": "dataloader", "loss_fn": "criterion"}
+
+
+def _suggests_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, whose TypeError about an unknown argument names the argument that is meant."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in kwargs.keys() - known:
+            raise TypeError(f"{function.__name__}() has no argument {name!r}{did_you_mean(name, known, _MEANT)}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_suggests_names
 def initialize(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: optim.Optimizer | Sequence[optim.Optimizer] | Callable[..., Any],
@@ -109,7 +130,7 @@ def initialize(
     Raises:
         ConfigError: mistakes in the config.
         IncompatibleConfigError: an unsupported combination, or one that does not fit model or device.
-        InputError: arguments of the wrong kind; or no config, though this process has launched with one.
+        InputError: arguments of the wrong kind; or no config, although this process launched with one.
     """
     given = _Given(model, join_optimizers(optimizer), criterion, dataloader, eval_dataloader, lr_scheduler, sharded)
     with recorded_for_torchrun():
@@ -136,7 +157,8 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         context = ParallelContext(setup.dims, device, group, settings.timeout)
         same_on_ranks(
             {key: getattr(settings, key) for key in type(settings).model_fields},
-            what="the ranks were given different configs ({ranks} another one than rank 0); start all with the same",
+            what="the ranks have different configs ({ranks} another one than rank 0); start all ranks with the same "
+            "config",
         )
         loaders = [
             None if loader is None else ShardedLoader(loader, context, training, sharded=training and given.sharded)
@@ -164,13 +186,13 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
                 engine.load(folder)
     except BaseException as error:
         if plans.axes or plans.strategy.shards_state:
-            error.add_note("model and optimizer were sharded by then: build new ones before you call initialize again")
+            error.add_note("model and optimizer are already sharded: build new ones before you call initialize again")
         ends.__exit__(type(error), error, None)
         raise
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
         _log.warning(
-            "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, and so to "
-            "those in checkpoints; pass the uncompiled model, and set compile = True in the config"
+            "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, also in "
+            "checkpoints; pass the uncompiled model, and set compile = True in the config"
         )
     if group is not None:
         group.join(context)  # not earlier: a rejected call closes nothing

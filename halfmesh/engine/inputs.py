@@ -50,41 +50,47 @@ def find_problems(model: Any, optimizer: Any, criterion: Any, recipe: Recipe, de
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         yield f"criterion: the class {criterion.__name__} was given, not a criterion; write {criterion.__name__}()"
     if criterion is not None and not callable(criterion):
-        yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
+        yield f"criterion: expected a callable (outputs, targets) -> loss, but got {_kind(criterion)}"
 
 
 def find_model_problems(model: Any, recipe: Recipe, device: torch.device) -> Iterator[str]:
     """Problems of the model under this recipe on `device`."""
     if not isinstance(model, nn.Module):
-        yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
+        yield f"model: expected a torch.nn.Module (or a callable that returns one), but got {_kind(model)}"
         return
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         wrapper = type(model).__name__
-        yield f"model: it is wrapped in {wrapper}; pass the plain model (model.module): the engine averages gradients"
+        yield (
+            f"model: it is wrapped in {wrapper}; pass the plain model (model.module): the engine averages gradients "
+            "itself"
+        )
         return
     owners = [*model.modules(), *(getattr(hook, "__self__", None) for hook in call_hooks(model))]
     if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):
         yield (
-            "model: this rank holds a part of it for another engine, also after close; build the model again, and "
-            "load into it what full_state_dict() of that engine returned"
+            "model: another engine sharded it, and this rank holds only a part, also after close; build the model "
+            "again, and load into it what full_state_dict() of that engine returned"
         )
         return
     params = dict(model.named_parameters())
     if complex_params := [name for name, p in params.items() if p.is_complex()]:
-        yield f"model: {shorten(complex_params)} are complex; keep each as a real parameter (torch.view_as_real)"
+        yield (
+            f"model: {shorten(complex_params)} are complex, which is not supported; keep each as a real parameter "
+            "(torch.view_as_real)"
+        )
     compound = {name: tensor for name, tensor in chain(params.items(), model.named_buffers()) if is_compound(tensor)}
     if compound:
         kind = type(next(iter(compound.values()))).__name__
         yield (
-            f"model: {shorten(list(compound))} are made of other tensors ({kind}: quantised weights), which the engine "
-            "neither casts nor saves; pass the model as it was before quantize_, with that part frozen"
+            f"model: {shorten(list(compound))} are quantized weights ({kind}), which the engine can neither cast nor "
+            "save; pass the model as it was before quantize_, with that part frozen"
         )
         return
     sharded = [name for name, p in params.items() if hasattr(p.data, "__tensor_flatten__")]
     if sharded:
         yield (
-            f"model: {shorten(sharded)} are {type(params[sharded[0]].data).__name__}s: the model was sharded already; "
-            "pass it as it was before fully_shard or parallelize_module, the config says how to shard it"
+            f"model: {shorten(sharded)} are {type(params[sharded[0]].data).__name__}s: the model is already sharded; "
+            "pass it as it was before fully_shard or parallelize_module: the config says how to shard it"
         )
     devices = sorted({str(p.device) for p in params.values() if recorded(p) is None})
     if "meta" in devices:
@@ -100,8 +106,8 @@ def find_model_problems(model: Any, recipe: Recipe, device: torch.device) -> Ite
         )
     if recipe.cast_lists == "apex" and any(is_compiled(module) for module in model.modules()):
         yield (
-            "model: it is compiled, and O1's casts do not reach into compiled code; pass it uncompiled, or use "
-            "mode='torch' or opt_level='O2'"
+            "model: it is compiled, and O1 cannot cast inside compiled code; pass it uncompiled, or use mode='torch' "
+            "or opt_level='O2'"
         )
     if recipe.linear is not None:
         yield from recipe.linear.find_problems(model, device)
@@ -119,8 +125,8 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
         if isinstance(optimizer, (list, tuple)):
             given = f"a list of [{', '.join(type(one).__name__ for one in optimizer)}]"
         yield (
-            "optimizer: a torch.optim.Optimizer over model.parameters(), a list of several, or a callable "
-            f"`params -> Optimizer`, is needed, but {given} was given"
+            "optimizer: expected a torch.optim.Optimizer over model.parameters(), a list of several, or a callable "
+            f"`params -> Optimizer`, but got {given}"
         )
         return
     parts = parts_of(optimizer)
@@ -139,9 +145,10 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Re
         parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except AttributeError:
         yield (
-            f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so neither masters "
-            "nor checkpoints can follow it; one that steps another optimizer has to share its param_groups, and have a "
-            "state_dict() and a load_state_dict() of its state, as timm's Lookahead has; or pass the inner one"
+            f"optimizer: {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so halfmesh can "
+            "neither keep masters for it nor save it. If it wraps another optimizer, pass the inner one, or give it "
+            "the inner one's param_groups, and a state_dict() and load_state_dict() with its state, as timm's "
+            "Lookahead has"
         )
         return
     name, classes = type(optimizer).__name__, _classes(type(optimizer))
@@ -150,28 +157,29 @@ def _find_part_problems(optimizer: optim.Optimizer, model: nn.Module, recipe: Re
     if needed or any(_NEEDS_CLOSURE.search(ast.unparse(step)) for step in steps):
         yield (
             f"optimizer: {name}.step needs {needed[0] if needed else 'closure'!r}, to compute the loss several times "
-            "in an update; the engine steps once, after backward. Use one whose step needs no argument (SGD, Adam, "
-            f"AdamW), or train with {name} in a loop without an engine"
+            "per update, but the engine steps once, after backward. Use one whose step needs no argument (SGD, Adam, "
+            f"AdamW), or train with {name} without an engine"
         )
     on_several = dist.is_initialized() and dist.get_world_size() > 1  # alone it has nothing to reduce
     reduces = on_several and any(_REDUCES.search(ast.unparse(part)) for body in classes for part in body)
     if reduces or type(optimizer).__module__.startswith("torch.distributed"):
         yield (
-            f"optimizer: {name} reduces gradients or weights over ranks itself; halfmesh does. Pass the optimizer for "
-            "one process (Muon in place of DistMuon); parallel.data='zero1' shards its state over the ranks"
+            f"optimizer: {name} reduces gradients or weights over ranks itself, which halfmesh already does. Pass the "
+            "optimizer for one process (Muon, not DistMuon); parallel.data='zero1' shards its state over the ranks"
         )
     if is_stepped(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield (
-            "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "
-            "back the optimizer that was passed), or build a new optimizer"
+            "optimizer: another engine or convert_to_amp is using it; call close() on that first, or build a new "
+            "optimizer"
         )
         return
     yield from _find_lost_eps(optimizer, recipe)
     foreign = foreign_params(optimizer, model.parameters())
     if foreign:
         yield (
-            f"optimizer: it holds {counted(len(foreign), 'parameter')} not of the model: {shorten(list(foreign))}; "
-            "build it from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
+            f"optimizer: it holds {counted(len(foreign), 'parameter')} that the model does not have: "
+            f"{shorten(list(foreign))}; build it from model.parameters() of the model you pass, or pass a callable "
+            "`params -> Optimizer`"
         )
 
 
@@ -202,9 +210,9 @@ def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:
         eps = group.get("eps")
         if isinstance(eps, float) and 0 < eps < smallest:
             yield (
-                f"optimizer: eps={eps:g} of param_groups[{index}] is zero in {dtype_name(recipe.param_dtype)}, and the "
-                "optimizer divides by it where a gradient is zero: the weights would be nan; set eps=1e-4 or so, or "
-                "keep fp32 masters (opt_level='O2' or mode='naive')"
+                f"optimizer: eps={eps:g} of param_groups[{index}] rounds to zero in {dtype_name(recipe.param_dtype)}, "
+                "and the optimizer divides by it where a gradient is zero: weights would become nan; set eps to about "
+                "1e-4, or keep fp32 masters (opt_level='O2' or mode='naive')"
             )
 
 
@@ -218,22 +226,22 @@ def find_other_problems(
         loader = loader_in(loader)
         if not isinstance(loader, DataLoader):
             yield (
-                f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given; "
-                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) makes one of a dataset; of an object "
-                "that wraps one pass the inner one"
+                f"{name}: expected a torch.utils.data.DataLoader, but got {_kind(loader)}; for a dataset, write "
+                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True); if it wraps a DataLoader, pass the "
+                "inner one"
             )
         elif _goes_on(loader):
             yield (
-                f"{name}: {type(loader).__name__} goes on with one iterator in every epoch, which can be neither "
-                "sharded nor resumed; pass a DataLoader with persistent_workers=True, which keeps its workers, too "
-                "(with timm's create_loader: use_multi_epochs_loader=False)"
+                f"{name}: {type(loader).__name__} keeps one iterator over all epochs, which can be neither sharded "
+                "nor resumed; pass a DataLoader with persistent_workers=True, which also keeps its workers (with "
+                "timm's create_loader: use_multi_epochs_loader=False)"
             )
     if lr_scheduler is None:
         return
     schedulers = lr_scheduler if isinstance(lr_scheduler, list) else [lr_scheduler]
     given = (*parts_of(optimizer), optimizer) if isinstance(optimizer, optim.Optimizer) else (optimizer,)
     if any(getattr(scheduler, "optimizer", optimizer) not in given for scheduler in schedulers):
-        yield "lr_scheduler: it was built on another optimizer than the one passed; build it on that one"
+        yield "lr_scheduler: it was built on another optimizer; build it on the optimizer you pass to initialize"
     if any(isinstance(s, optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers) and config.lr_interval != "manual":
         yield (
             "lr_scheduler: ReduceLROnPlateau.step needs a metric, which the engine does not have; set "
@@ -241,8 +249,8 @@ def find_other_problems(
         )
     if config.lr_interval == "epoch" and dataloader is None:
         yield (
-            "lr_scheduler: lr_interval='epoch' advances it when engine.dataloader ends, but no dataloader was passed; "
-            "pass it to initialize, or set lr_interval='manual'"
+            "lr_scheduler: lr_interval='epoch' advances it when engine.dataloader ends, but no dataloader was given "
+            "to initialize; pass one, or set lr_interval='manual'"
         )
 
 
@@ -258,8 +266,8 @@ def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
     if device.type != "cuda" or recipe.compute_dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(False):
         return None
     return (
-        f"device {device}: it has no matrix products in bfloat16, which torch would emulate slowly (its compute "
-        "capability is below 8.0); use fp16"
+        f"device {device}: it has no bfloat16 matrix products (compute capability below 8.0), and torch would emulate "
+        "them slowly; use fp16"
     )
 
 
@@ -274,8 +282,8 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe) -> Ite
     naive = f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')" if dtype in HALF else ""
     names = " or ".join(sorted(map(dtype_name, allowed)))
     yield (
-        f"model: {counted(len(odd), 'parameter')} in {dtype_name(dtype)} ({shorten(odd)}), but they have to be "
-        f"{names}: without fp32 masters small updates are lost; build the model in {names}{naive}"
+        f"model: {counted(len(odd), 'parameter')} in {dtype_name(dtype)} ({shorten(odd)}), but they must be in "
+        f"{names}: without fp32 masters, small updates are lost; build the model in {names}{naive}"
     )
 
 
@@ -290,7 +298,8 @@ def _goes_on(loader: DataLoader[Any]) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"a{'n' * (name[0].lower() in 'aeiou')} {name}"
 
 
 # -- the start ---------------------------------------------------------------------------------------------------------
@@ -318,8 +327,10 @@ def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimize
     for what, value in mine.items():
         same_on_ranks(
             value,
-            what=f"{what} must be the same on all ranks, but names, shapes, dtypes or settings on {{ranks}} differ "
-            "from rank 0's; build the same model and optimizer on every rank",
+            what=(
+                f"{what} must be the same on all ranks, but names, shapes, dtypes or settings on {{ranks}} differ "
+                "from rank 0; build the same model and optimizer on every rank"
+            ),
         )
     names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
     same_trained(names, bytes(trained), None, context.rank_names)

@@ -19,7 +19,7 @@ from ..data.sharding import ShardedLoader, loader_in
 from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, coordinates_of, find_process
 from ..distributed.failures import recorded_for_torchrun
 from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
-from ..errors import InputError, LaunchError
+from ..errors import InputError, LaunchError, counted
 from ..parallel.mesh import ParallelContext
 from ..parallel.registries import DATA_STRATEGIES
 from ..utils.log import get_logger
@@ -167,9 +167,9 @@ def ensure_process_group(config: Config, device: torch.device, names: RankNames,
         wait_for_threads_at_exit()
         if backend == GLOO_NCCL and dist.get_world_size() > 1 and "cpu:" not in (there := dist.get_backend_config()):
             raise LaunchError(
-                f"parallel.data={config.parallel.data.strategy!r} sums gradients in host memory, which the process "
-                f"group that exists does not ({there}): make it with init_process_group({GLOO_NCCL!r}), or leave that "
-                "to initialize"
+                f"parallel.data={config.parallel.data.strategy!r} sums gradients in host memory, which your process "
+                f"group cannot do ({there}): create it with init_process_group({GLOO_NCCL!r}), or let initialize "
+                "create it"
             )
         return next((group for group in _shared if group.is_there), None)
     process = find_process()
@@ -192,8 +192,8 @@ def reject_forgotten() -> None:
     fp32, with data parallelism alone."""
     if any(launch.config != Config() for launch in _launched):
         raise InputError(
-            "initialize was given no config, but this process has launched with one, which it would not use; pass the "
-            "launch: initialize(..., config=launch), or config={} for fp32 and data parallelism"
+            "initialize got no config, and would ignore the one that this process launched with; pass the launch, as "
+            "in initialize(..., config=launch), or config={} for fp32 and data parallelism"
         )
 
 
@@ -226,8 +226,8 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
     if index >= gpus:
         origin = f"local rank {local_rank}" if chosen.index is None else f"device={str(device)!r}"
         raise LaunchError(
-            f"{origin} needs GPU {index}, but this process sees {gpus} (numbered from 0); start at most {gpus} "
-            "process(es) per machine, or give device='cpu'"
+            f"{origin} needs GPU {index}, but this process sees {gpus} (numbered from 0); start at most "
+            f"{counted(gpus, 'rank')} per machine, or pass device='cpu'"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -237,8 +237,8 @@ def count_updates(dataloader: Any, setup: Setup, device: torch.device, sharded: 
     """See `Launch.updates_per_epoch`. It needs no process group."""
     if not isinstance(loader_in(dataloader), DataLoader):
         raise InputError(
-            f"updates of an epoch are those of a torch DataLoader, but a {type(dataloader).__name__} was given; pass "
-            "the one that initialize gets"
+            f"updates_per_epoch takes a torch DataLoader, but got a {type(dataloader).__name__}; pass the one that you "
+            "give initialize"
         )
     context = ParallelContext(setup.dims, device)
     if not dist.is_initialized():
@@ -248,8 +248,8 @@ def count_updates(dataloader: Any, setup: Setup, device: torch.device, sharded: 
     if batches is None:
         dataset = type(loader.given.dataset).__name__
         raise InputError(
-            f"the updates of an epoch are not known: {dataset}, or its sampler, has no length; "
-            "give the dataset a __len__, or count the whole run in updates (max_steps)"
+            f"the number of updates per epoch is unknown: {dataset}, or its sampler, has no length; give the dataset a "
+            "__len__, or set the length of the run in updates (max_steps)"
         )
     return -(-batches // setup.accumulate(batch_size(dataloader)).config.gradient_accumulation)
 
@@ -271,9 +271,11 @@ def get_default_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", help="the address of rank 0 (not needed under torchrun)")
     parser.add_argument("--port", type=int, help="the port of rank 0 (not needed under torchrun)")
-    parser.add_argument("--world_size", "--world-size", type=int, help="how many processes there are in all")
-    parser.add_argument("--rank", type=int, help="the number of this process, from 0")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="the number of this process on its machine")
+    parser.add_argument("--world_size", "--world-size", type=int, help="the number of processes on all machines")
+    parser.add_argument("--rank", type=int, help="the rank of this process, from 0")
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help="the rank of this process on its machine, from 0"
+    )
     parser.add_argument("--backend", help="the communication backend (default: nccl for CUDA, gloo for the CPU)")
     return parser
 
@@ -297,7 +299,7 @@ def _launch(
     _set_seeds(loaded.seed)
     if verbose:
         how = dist.get_backend() if dist.is_initialized() else "no process group"
-        get_logger().info("world of %d (%s), device %s, seed %d", process.world_size, how, chosen, loaded.seed)
+        get_logger().info("world size %d (%s), device %s, seed %d", process.world_size, how, chosen, loaded.seed)
     _launched[:] = [Launch(loaded, chosen, process.rank, process.world_size, process.local_rank, group)]
     return _launched[0]
 

@@ -47,8 +47,8 @@ def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: 
     if any(map(_makes_scheduler, given)):
         if len(given) != len(optimizers):
             raise InputError(
-                f"lr_scheduler: a list of {len(given)} was given for {counted(len(optimizers), 'optimizer')}; give one "
-                "for each, in the same order (None for one whose learning rate stays), or one function for all"
+                f"lr_scheduler: a list of {len(given)} was given for {counted(len(optimizers), 'optimizer')}; pass one "
+                "for each, in the same order (None to leave a learning rate unchanged), or one function for all"
             )
         given = list(map(call, given, optimizers))
     return [scheduler for scheduler in given if scheduler is not None] or None
@@ -180,7 +180,7 @@ class _WarmupLR(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int, last_epoch: int) -> None:
         if total_steps < 1:
-            raise InputError(f"total_steps={total_steps}: expected at least 1, in optimizer steps, not epochs")
+            raise InputError(f"total_steps={total_steps}: expected 1 or more, counted in optimizer steps, not epochs")
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
         super().__init__(optimizer, last_epoch)  # last: it sets the optimizer's learning rates

@@ -33,16 +33,17 @@ _log = get_logger(__name__)
 _RTOL, _RTOL_HALF = 5e-4, 2e-2  # far above rounding, in fp32 and in half precision
 _ATOL = 1e-6  # terms of both signs may cancel out
 _OTHER_WAYS = (
-    "A criterion with class weights or ignore_index has to return (sum, weight), with loss_reduction='weighted': "
+    "A criterion with class weights or ignore_index must return (sum, weight), with loss_reduction='weighted': "
     "`F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')` and `(target != i).sum()`, or with "
     "class weights `weight[target[target != i]].sum()`. One that compares the samples of a batch (a contrastive loss) "
-    "cannot be split into microbatches: train it without parallel.pipeline"
+    "cannot be split into microbatches: train without parallel.pipeline"
 )
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOT_BY_ROWS = (
     "Either the forward mixes the rows of a batch (attention or a softmax over them, statistics of the batch, experts "
     "with a capacity, a graph): train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'. Or an "
-    "argument that is the same for all samples has as many rows as the batch: name it in parallel.pipeline.non_split"
+    "argument that is the same for all samples happens to have as many rows as the batch: name it in "
+    "parallel.pipeline.non_split"
 )
 
 
@@ -126,7 +127,10 @@ class BatchLoss:
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
             full = float(total) / float(weight)
         except Exception as error:  # the criterion may accept microbatches of this size only
-            _log.info("the criterion could not be compared on the whole batch (%s)", error)
+            _log.info(
+                "could not check that the criterion gives the same loss on microbatches as on the whole batch (%s)",
+                error,
+            )
             return nan
         rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
         size = max(abs(full), sum(map(abs, losses)) / divisor)
@@ -178,9 +182,9 @@ def _reject_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
         seen.add(node)
         if id(getattr(node, "variable", None)) in params or node.name() == "_UnpackBackward":
             raise InputError(
-                "the criterion's loss depends on the model otherwise than through its output (a penalty on weights, a "
-                "term that a layer keeps), but this rank has the last stage only. Let the model return such a term "
-                "with its output; for a penalty on weights use the optimizer's weight_decay"
+                "the criterion uses more of the model than its output (a penalty on weights, a term that a layer "
+                "keeps), but this rank has only the last stage. Return such a term with the model's output; for a "
+                "penalty on weights, use the optimizer's weight_decay"
             )
         todo += [following for following, _ in node.next_functions]
 
@@ -196,7 +200,7 @@ def reject_other_loss(made: float, full: float, count: int, reduction: LossReduc
     elif reduction == "sum" and isclose(full * count, made, rel_tol=_RTOL_HALF):
         way = "The criterion is a mean over the samples: set loss_reduction='mean'"
     raise InputError(
-        f"the criterion gives {full:.6g} for the whole batch, but its {count} microbatches make {made:.6g} "
+        f"the criterion gives {full:.6g} for the whole batch, but {made:.6g} for its {count} microbatches "
         f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {way}"
     )
 
@@ -239,9 +243,9 @@ def reject_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
             found = min(filter(None, gather_objects(_find_module(model, run, limit))), default=None)
             where = f" The first module whose output differs is {found[1]}, or code before it." if found else ""
             raise InputError(
-                f"{type(model).__name__} computes other outputs for the first {len(single)} microbatches together than "
-                f"one by one (they differ by {max(gaps):.2g} of their norm), so a pipeline would train on another loss "
-                f"than one process.{where} {_NOT_BY_ROWS}"
+                f"{type(model).__name__} computes different outputs for the first {len(single)} microbatches together "
+                f"and one by one (by {max(gaps):.2g} of their norm): a pipeline would train on another loss than one "
+                f"process.{where} {_NOT_BY_ROWS}"
             )
 
 

@@ -116,10 +116,9 @@ def _find_limited_rows(model: nn.Module) -> Iterator[str]:
     limited = [name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm is not None]
     if limited:
         yield (
-            f"{shorten(limited)}: max_norm makes forward write into the rows that are looked up. Each rank looks up "
-            "other ones, so that the ranks' weights would differ, and under fsdp what is written is lost; build it "
-            "without max_norm, and limit the rows where they are used (rows * (limit / rows.norm(dim=-1, "
-            "keepdim=True)).clamp(max=1))"
+            f"{shorten(limited)}: max_norm makes forward write into the rows it looks up. Each rank looks up different "
+            "rows, so the ranks' weights would differ, and fsdp would lose the writes; build it without max_norm, and "
+            "limit the rows after the lookup (rows * (limit / rows.norm(dim=-1, keepdim=True)).clamp(max=1))"
         )
 
 
@@ -141,8 +140,8 @@ def reject_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
     for (one, mine), (other, theirs) in combinations(axes.items(), 2):
         if both := mine.splits.keys() & theirs.splits.keys():
             raise InputError(
-                f"parallel.{one} and parallel.{other} both split {counted(len(both), 'parameter')}; leave one of them "
-                "out, or give them other layers"
+                f"parallel.{one} and parallel.{other} both split {counted(len(both), 'parameter')}; remove one of "
+                "them, or give them different layers"
             )
 
 

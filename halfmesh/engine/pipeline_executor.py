@@ -98,8 +98,8 @@ class PipelineExecutor:
     def method(self, name: str) -> NoReturn:
         """Refuse to call the method `name` of the model."""
         raise InputError(
-            f"engine.call({name!r}): under parallel.pipeline this rank has a stage of the model, and only forward is "
-            "cut into stages; call it on a whole model that loads engine.full_state_dict(), or train without a pipeline"
+            f"engine.call({name!r}): under parallel.pipeline this rank holds one stage, and only forward is split into "
+            "stages; call it on a whole model that loads engine.full_state_dict(), or train without a pipeline"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,12 +142,12 @@ class PipelineExecutor:
         """Reject anything but an unused loss of this pipeline."""
         if not isinstance(loss, PipelineLoss):
             raise InputError(
-                f"backward under a pipeline takes what engine.criterion(output, ...) returned, but a "
-                f"{type(loss).__name__} was given; compute the loss in the criterion, from the output of engine(...) "
-                "in training mode"
+                "backward under a pipeline takes what engine.criterion(output, ...) returned, but got a "
+                f"{type(loss).__name__}; compute the loss in the criterion, from the output of engine(...) in training "
+                "mode"
             )
         if loss.is_ready or loss.output.batch is None:
-            raise InputError("engine.backward(loss) was called twice for one output; call engine(...) again before")
+            raise InputError("engine.backward(loss) was called twice for one output; call engine(...) again first")
         return loss
 
     def backward(
@@ -155,7 +155,7 @@ class PipelineExecutor:
     ) -> None:
         """Run the schedule."""
         if retain_graph:
-            raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
+            raise InputError("retain_graph=True cannot be used under a pipeline, which frees each graph as it runs")
         forward: _Forward = loss.output.batch
         last: BatchLoss = loss.call
         self._reject_changes(forward, last)
@@ -238,8 +238,8 @@ class PipelineExecutor:
         if not is_same or forward.given.was_changed() or criterion.given.was_changed():
             what = "an input or a target was changed in place" if is_same else "the model's mode or attributes changed"
             raise InputError(
-                f"{what} between engine(...) and engine.backward(loss), which computes the forward, too, under a "
-                "pipeline; call backward first (or change a copy)"
+                f"{what} between engine(...) and engine.backward(loss), which also runs forward under a pipeline; call "
+                "backward first (or change a copy)"
             )
 
     def _split(self, call: Call) -> _Forward:
@@ -251,11 +251,11 @@ class PipelineExecutor:
         given = self._given(call=call)
         if any(tensor.requires_grad for tensor in given.tensors):
             raise InputError(
-                "an input of engine(...) requires gradients, which only the first stage could give it under a "
-                "pipeline; detach it, or make what needs them a layer of the model"
+                "an input of engine(...) requires gradients, which a pipeline does not compute; detach it, or make "
+                "what needs them a layer of the model"
             )
         if not given.rows:
-            raise InputError("engine(...) was given no tensor with a batch dim, to split into microbatches")
+            raise InputError("engine(...) got no tensor with a batch dim to split into microbatches")
         count = self._count(given.rows)
         calls = given.split([given.rows // count] * count)
         known = self._pipeline.look_up(calls[0])
@@ -263,8 +263,8 @@ class PipelineExecutor:
         if isinstance(output, torch.Tensor) and output.dim() == 0:
             raise InputError(
                 "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last "
-                "stage; let it return its outputs, give initialize a criterion, and write loss = engine.criterion("
-                "output, target)"
+                "stage; return the model's outputs, give initialize a criterion, and write loss = "
+                "engine.criterion(output, target)"
             )
         compares = count > 1 and self._pipeline.params.tries and is_checked(self._split_batches + 1)
         full = self._pipeline.look_up(call).stages[-1] if compares and self._pipeline.can_run(call) else None
@@ -295,8 +295,8 @@ class PipelineExecutor:
         if count is None:
             of_two = " with 2 samples or more in each, which BatchNorm needs" if least == 2 else ""
             raise InputError(
-                f"a batch of {rows} samples cannot be split into {wanted} microbatches, nor into another number that "
-                f"parallel.pipeline.schedule takes{of_two}; give the loader drop_last=True"
+                f"a batch of {rows} samples cannot be split into {wanted} microbatches, or any other number that "
+                f"parallel.pipeline.schedule allows{of_two}; give the loader drop_last=True"
             )
         return count
 

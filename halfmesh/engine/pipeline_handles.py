@@ -58,11 +58,11 @@ class PipelineOutput(Handle):
     """The result of `engine(...)` in training under a pipeline: the model's output, once backward has run."""
 
     _help = (
-        "the output of engine(...) is not computed before engine.backward(loss) under a pipeline, and the model's own "
-        "loss (output.loss) is on the last stage only. Give a criterion to initialize, write loss = engine.criterion("
-        "output, target), and compute inside the criterion what you need of the output; with parallel = "
-        "dict(pipeline=dict(..., keep_outputs=True)) it can be used after backward. In evaluation (engine.eval(), or "
-        "torch.no_grad()) engine(...) returns the real output at once"
+        "under a pipeline the output of engine(...) is computed by engine.backward(loss), and the model's own loss "
+        "(output.loss) is only on the last stage. Give initialize a criterion, write loss = engine.criterion(output, "
+        "target), and compute inside the criterion what you need from the output; with parallel = "
+        "dict(pipeline=dict(..., keep_outputs=True)) you can use it after backward. In evaluation (engine.eval() or "
+        "torch.no_grad()), engine(...) returns the real output at once"
     )
 
     def __init__(self, batch: Any) -> None:
@@ -90,9 +90,8 @@ class PipelineLoss(Handle):
     rank, once backward has run. Reading it needs no communication."""
 
     _help = (
-        "the loss is not computed before engine.backward(loss) under a pipeline; call that first, then read it "
-        "(loss.item()). To change the loss (scale it, add to it) do so in the criterion; to accumulate set "
-        "gradient_accumulation"
+        "under a pipeline the loss is computed by engine.backward(loss); call that first, then read it (loss.item()). "
+        "To change the loss (scale it, add to it), do so in the criterion; to accumulate, set gradient_accumulation"
     )
 
     def __init__(self, output: PipelineOutput, call: Any) -> None:
@@ -107,8 +106,8 @@ class LastStageOutput(Handle):
     """An output in evaluation, on a rank that does not have it (`eval_outputs="last"`)."""
 
     _help = (
-        "only the ranks with the last stage have the output (parallel.pipeline.eval_outputs='last'): use it where "
-        "engine.context.is_last_stage is true, or set eval_outputs='all'"
+        "only the ranks with the last stage have the output (parallel.pipeline.eval_outputs='last'): use it only if "
+        "engine.context.is_last_stage, or set eval_outputs='all'"
     )
 
 

@@ -102,7 +102,7 @@ class Checkpointed:
             if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
                 raise InputError(
                     f"activation_checkpoint: {type(self._module).__name__} was called with {name}, which the "
-                    "recomputation would fill again; call the model with use_cache=False"
+                    "recomputation would fill twice; call the model with use_cache=False"
                 )
 
     # -- buffers -----------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Constant:
         if digest(self.tensor) != self.digest:
             raise InputError(
                 f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
-                "changed after the model was built; leave it as it is until initialize has returned, or copy it"
+                "changed after the model was built; do not change it before initialize returns, or copy it"
             )
         return self.tensor
 
@@ -204,8 +204,9 @@ class Recording(FakeTensorMode):
             return func(*args, **kwargs)
         if ours and self.is_over:
             raise InputError(
-                f"a tensor of shape {tuple(ours[0].shape)} has no value: it was made under halfmesh.deferred_init(), "
-                "and initialize has not seen it; make copies of a model, criteria and data outside, or after initialize"
+                f"a tensor of shape {tuple(ours[0].shape)} has no value: it was made under halfmesh.deferred_init() "
+                "and not passed to initialize; make criteria, data and copies of a model outside deferred_init, or "
+                "after initialize"
             )
         if leaves_of((args, kwargs), torch.UntypedStorage):
             raise _unknown(tuple(found[0].shape))
@@ -256,8 +257,8 @@ class Recording(FakeTensorMode):
 
 def _unknown(shape: tuple[int, ...]) -> InputError:
     return InputError(
-        f"a tensor of shape {shape} got its memory in a way that cannot be recorded (torch.load, safetensors, "
-        "`tensor.data = ...`, a conjugated view); load after the model is built, or build it as usual"
+        f"a tensor of shape {shape} got its memory in a way that deferred_init cannot record (torch.load, safetensors, "
+        "`tensor.data = ...`, a conjugated view); load after the model is built, or build it without deferred_init"
     )
 
 

@@ -101,7 +101,7 @@ def parse_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if found is None:
-        raise InputError(f"{text!r} is no amount of memory; write 80GB, 80GiB or 80e9")
+        raise InputError(f"{text!r} is not an amount of memory; write 80GB, 80GiB or 80e9")
     number, letter, binary = found.groups()
     if text.strip().isdecimal() and int(text) < 1e6:
         raise InputError(f"{text!r} is {text.strip()} bytes; did you mean {text.strip()}GB?")
@@ -142,7 +142,7 @@ def make_plan(
         batch += f" = {total} samples per update{' (global_batch_size)' if config.global_batch_size else ''}"
     known = sum(size or 0 for size in asdict(held).values())
     memory = (
-        f"{readable(known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
+        f"{readable(known)} per rank without activations: parameters {readable(held.parameters)}, masters "
         f"{readable(held.masters)}, gradients {readable(held.gradients)}, optimizer state "
         f"{'?' if held.optimizer is None else readable(held.optimizer)}"
     )
@@ -191,7 +191,7 @@ def _precision(
     masters = ", fp32 masters" if recipe.master_weights else ""
     if recipe.split_masters:
         has_some = bool(update.master_weights.masters)
-        masters += ", of which 16 bits are in the parameters" if has_some else ": fsdp's shards, not split"
+        masters += ", of which 16 bits are in the parameters" if has_some else ", not split: they are fsdp's shards"
     linear = "" if recipe.linear is None else f", {recipe.linear.describe(model, context.device)}"
     return f"mode {mode}, compute {dtype_name(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
 
@@ -216,7 +216,7 @@ def _layout(
     parallel = config.parallel
     mesh = in_words(context.sizes, context.dims.views) + f" on {context.device.type}"
     if context.size == 1:
-        return {"layout": f"{mesh}; one process holds all of the model{parallel_model.data.text}"}
+        return {"layout": f"{mesh}; one process holds the whole model{parallel_model.data.text}"}
     came = {part.source.param: part.model_param for part in parallel_model.data.shards if part.source is not None}
     held = dict(model.named_parameters())
     params = {name: came.get(param, param) for name, param in held.items()}
@@ -227,7 +227,7 @@ def _layout(
         layouts += [row.pop("layout")] if "layout" in row else []
         rows |= row
     is_sharded = parallel_model.data.shards_model
-    text = ", ".join(layouts or ([] if is_sharded else ["every rank holds all of the model"]))
+    text = ", ".join(layouts or ([] if is_sharded else ["every rank holds the whole model"]))
     text = (text + parallel_model.data.text).removeprefix(", ")
     if context.dp_size > 1:
         text += f", {parallel_model.data.exchange}"
@@ -266,7 +266,7 @@ def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
         fused = "fused" if all(group.get("fused") for group in part.param_groups) else "not fused"
         fused += " by fused='auto'" if part in switched else ""
         fused += ", no host read" if stepper.fuses_unscale else ""
-        fused += ", whole matrices by their owners" if part in state.parallel_model.plans.whole_steps else ""
+        fused += ", whole matrices on one rank each" if part in state.parallel_model.plans.whole_steps else ""
         kinds.append(f"{type(part).__name__} ({fused})")
     words = [" and ".join(kinds)]
     if max_norm:
@@ -278,5 +278,5 @@ def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
     trainable = sum(param.requires_grad for param in state.model.parameters())
     left = trainable - sum(shard.param.requires_grad for shard in masters.trained)
     if left:
-        words.append(f"{counted(left, 'trainable parameter')} left out")
+        words.append(f"{counted(left, 'trainable parameter')} not in the optimizer")
     return ", ".join(words)

@@ -175,7 +175,7 @@ class DataStrategy:
         """A line of the effective plan: the shards that each data rank holds, or steps."""
         asked = self.inputs.options.strategy
         is_whole = asked != "replicate" and self.inputs.mean_over == 1
-        return f" ({asked} has nothing to shard over one data rank)" if is_whole else ""
+        return f" ({asked}: nothing to shard with 1 data rank)" if is_whole else ""
 
     @property
     def exchange(self) -> str:

@@ -125,12 +125,12 @@ def test_naive_is_o2_without_fp32_batchnorm_and_torch_is_close_to_o1():
 
 
 def test_models_that_a_level_cannot_take_are_rejected():
-    with pytest.raises(InputError, match=r"they have to be float32: .*build the model in float32"):
+    with pytest.raises(InputError, match=r"they must be in float32: .*build the model in float32"):
         make_engine(apex("O2"), model=MLP().half())
     assert make_engine(apex("O3"), model=MLP().half()).model.first.weight.dtype == HALF
     part = MLP()
     part.last = torch.compile(part.last, backend="eager")
-    with pytest.raises(InputError, match="it is compiled, and O1's casts do not reach into compiled code"):
+    with pytest.raises(InputError, match="it is compiled, and O1 cannot cast inside compiled code"):
         make_engine(apex("O1"), model=part)
     make_engine(apex("O2"), model=part)
 
@@ -139,7 +139,7 @@ def test_master_params_have_no_gradients_before_the_step():
     engine = make_engine(apex("O2"))
     x, y = make_data(8)
     engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip call engine.clip_grad_norm_"):
+    with pytest.raises(InputError, match=r"when masters have no gradients yet; to clip, call engine\.clip_grad_norm_"):
         engine.master_params()
     engine.step()
 

@@ -119,7 +119,7 @@ def test_told_to_end_by_a_call(tmp_path):
     with pytest.raises(Preempted):
         loop(made(tmp_path), lambda engine: engine.preempt() if engine.global_step == 3 else None)
     assert steps_in(tmp_path) == [3]
-    with pytest.raises(InputError, match=r"engine.preempt\(\): the config does not say where to save"):
+    with pytest.raises(InputError, match=r"engine\.preempt\(\): the config has no folder to save"):
         made(None).preempt()
 
 

@@ -42,7 +42,7 @@ def test_states_that_do_not_fit_are_rejected():
     x, y = make_data(8)
     engine.backward(engine.criterion(engine(x), y))
     engine.step()
-    assert "state_dict() was called after microbatch 1 of 2" in said(engine.state_dict)
+    assert "state_dict() was called in the middle of a cycle, after microbatch 1 of 2" in said(engine.state_dict)
     for state, words in (
         ({"epoch": 1}, "not the state of an engine: pass what engine"),
         (engine.model.state_dict(), "(a model's goes into model.load_state_dict)"),
@@ -116,7 +116,7 @@ def test_a_closed_engine_and_a_second_one_over_the_same_objects():
     for _ in range(2):
         engine = halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), FP16_NAIVE)
         with pytest.raises(
-            InputError, match="optimizer: it belongs to another engine or to convert_to_amp; close that first"
+            InputError, match=r"optimizer: another engine or convert_to_amp is using it; call close\(\) on that first"
         ):
             halfmesh.initialize(model, optimizer, config=FP16_NAIVE)
         train(engine)

@@ -93,7 +93,7 @@ def test_what_is_rejected(args, model, words):
     ("change", "words"),
     [
         ("clip_grad_nrm=1", "clip_grad_nrm: unknown key; did you mean"),
-        ("parallel.tensor=2", "= 2 does not divide the 1 ranks; choose sizes"),
+        ("parallel.tensor=2", "= 2 ranks, but there is 1; start them with `torchrun"),
     ],
 )
 def test_a_config_that_cannot_run(change, words):

@@ -70,5 +70,5 @@ def test_amounts_of_memory(text, size):
 
 @pytest.mark.parametrize("text", ["80GBB", "-3GB"])
 def test_what_is_no_amount_of_memory(text):
-    with pytest.raises(InputError, match="is no amount of memory; write 80GB"):
+    with pytest.raises(InputError, match="is not an amount of memory; write 80GB"):
         parse_bytes(text)

@@ -194,7 +194,7 @@ def test_one_visible_gpu_is_taken_whatever_the_local_rank(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "device", "message"),
     [
-        (2, None, r"local rank 2 needs GPU 2, but this process sees 2 .* at most 2 process\(es\) .* device='cpu'"),
+        (2, None, r"local rank 2 needs GPU 2, but this process sees 2 .* at most 2 ranks .* device='cpu'"),
         (2, "cuda:7", r"device='cuda:7' needs GPU 7, but this process sees 2"),
         (0, "cuda", r"local rank 2 needs GPU 2, but this process sees 0 .* device='cpu'"),
     ],

@@ -245,10 +245,10 @@ def test_parameters_that_come_later_and_settings(tmp_path):
 def test_mistakes(tmp_path):
     engine = start()
     for decay in (1.01, -0.1, True, "0.9", float("nan")):
-        assert "is not the share of the average that each update keeps" in said(engine.averaged_model, decay), decay
+        assert "is the fraction of the average that each update keeps" in said(engine.averaged_model, decay), decay
     assert "every=0: expected a whole number, 1 or more" in said(engine.averaged_model, 0.9, every=0)
     average = engine.averaged_model(0.9)
-    assert "averages its weights already, with decay=0.9" in said(engine.averaged_model, 0.99)
+    assert "averages its weights, with decay=0.9" in said(engine.averaged_model, 0.99)
     step_on(engine, X, Y)
     state, loss = engine.state_dict(), engine.criterion(engine(X), Y)
     with average.applied():
@@ -259,13 +259,13 @@ def test_mistakes(tmp_path):
             ("load_state_dict", state),
             ("close",),
         ):
-            words = f"engine.{name}() was called within `with average.applied():`"
+            words = f"engine.{name}() was called inside `with average.applied():`"
             assert words in said(getattr(engine, name), *arguments)
-        with pytest.raises(InputError, match=r"average\.applied\(\) was called within"), average.applied():
+        with pytest.raises(InputError, match=r"average\.applied\(\) was called inside"), average.applied():
             pass
     engine.backward(engine.criterion(engine(X), Y))
     with average.applied():
-        assert "engine.step() was called within" in said(engine.step)
+        assert "engine.step() was called inside" in said(engine.step)
     engine.close()
     assert "this engine is closed" in said(average.save_weights, tmp_path / "average.pt")
 
@@ -301,6 +301,6 @@ def test_loads_where_only_one_side_has_an_average(tmp_path, caplog):
     resumed.save(tmp_path / "saved on")
     assert equal(saved(resumed.averaged_model(DECAY), tmp_path / "resumed.pt"), expected)
     ignored = start({"resume": str(tmp_path / "saved on")}, seed=1)
-    assert "has an average of the weights, which this run does not continue" not in caplog.text
+    assert "has an average of the weights that this run has not resumed" not in caplog.text
     advance(ignored, 2)
-    assert caplog.text.count("has an average of the weights, which this run does not continue") == 1
+    assert caplog.text.count("has an average of the weights that this run has not resumed") == 1

@@ -165,7 +165,7 @@ def test_models_that_are_compiled_already_or_have_no_blocks():
     compiled_layer = MLP()
     compiled_layer.first.compile(backend="eager")
     for model in (torch.compile(MLP(), backend="eager"), compiled_layer):
-        with pytest.raises(IncompatibleConfigError, match="the model is compiled already; pass it uncompiled, or"):
+        with pytest.raises(IncompatibleConfigError, match="the model is already compiled; pass it uncompiled, or"):
             make_engine(COMPILE, model=model)
     with pytest.raises(IncompatibleConfigError, match=r"MLP has no repeated blocks .*; use scope='model'"):
         make_engine(BLOCKS)

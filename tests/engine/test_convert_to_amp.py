@@ -29,7 +29,7 @@ from tests.support.models import (
 from tests.support.ranks import here, run_ranks
 
 FULL, HALF = torch.float32, torch.float16
-NOTHING = "there is nothing to step with"
+NOTHING = "there are no gradients to step with"
 
 
 def converted(name, make_optimizer=sgd, **given):
@@ -189,7 +189,7 @@ def told(call: Any, words: str) -> None:
 def test_misuse():
     model, optimizer, criterion = converted("torch_fp16")
     x, y = make_data(4)
-    told(optimizer.step, r"step\(\) was called before backward\(loss\).*in place of loss.backward\(\)")
+    told(optimizer.step, r"step\(\) was called before backward\(loss\).*Replace loss\.backward\(\)")
     criterion(model(x), y).backward()  # unscaled: it would be divided by the scale
     told(optimizer.step, NOTHING)
     told(lambda: optimizer.clip_grad_norm(1.0), "clip_grad_norm was called before backward")
@@ -218,7 +218,7 @@ def test_misuse():
     other = converted("apex_o1", num_losses=2)[1].state_dict()
     told(lambda: optimizer.load_state_dict(other), r"saved with 2 loss scales, and this run trains with 1;")
     for theirs in (optimizer, optimizer.optimizer):  # a cell of a notebook that is run twice
-        words = "it belongs to another engine or to convert_to_amp; close that first"
+        words = "another engine or convert_to_amp is using it"
         told(lambda own=theirs: convert_to_amp(model, own, None, "naive"), words)
         told(lambda own=theirs: halfmesh.initialize(model.module, own, None, None, {}, device="cpu"), words)
     model, optimizer, criterion = converted("apex_o2")
@@ -234,9 +234,13 @@ def test_misuse():
         ({"mode": "apex", "dtype": "bfloat16"}, IncompatibleConfigError, "apex has no bf16; use bf16 = dict(mode="),
         ({"dtype": "fp16"}, InputError, "dtype='fp16' is not the dtype of a precision; allowed: 'float16', 'bfloat16'"),
         ({"dtype": "bfloat16", "amp_config": {"init_scale": 2.0}}, ConfigError, "the loss is not scaled; remove init"),
-        ({"model": 3}, InputError, "model: a torch.nn.Module (or a callable that returns one) is needed, but a int"),
-        ({"optimizer": None}, InputError, "optimizer: a torch.optim.Optimizer over model.parameters()"),
-        ({"optimizer": sgd(MLP().parameters())}, InputError, "not of the model"),
+        (
+            {"model": 3},
+            InputError,
+            "model: expected a torch.nn.Module (or a callable that returns one), but got",
+        ),
+        ({"optimizer": None}, InputError, "optimizer: expected a torch.optim.Optimizer over model.parameters()"),
+        ({"optimizer": sgd(MLP().parameters())}, InputError, "that the model does not have"),
         ({"criterion": nn.MSELoss}, InputError, "the class MSELoss was given, not a criterion; write MSELoss()"),
         ({"amp_config": {"mode": "naive"}}, TypeError, "multiple values for keyword argument 'mode'"),
     ],

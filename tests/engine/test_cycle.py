@@ -237,7 +237,7 @@ def test_a_loop_that_counts_its_batches_itself_is_told_once(stepping, accumulati
         engine.zero_grad()
         engine.backward(engine.criterion(engine(x), y))
         stepping(engine.step, number)
-        told = caplog.text.count("engine.step() came after 4 batches")
+        told = caplog.text.count("engine.step() once per 4 batches")
         assert told == (number >= tells), "at the second step after so many"
     assert ("Delete the `if`" in caplog.text) == ("gradient_accumulation=1" in caplog.text) == (tells < math.inf)
 

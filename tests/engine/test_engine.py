@@ -177,10 +177,10 @@ def test_a_scale_that_is_too_large_for_an_fp16_loss_backs_off_or_is_rejected():
     ("loss", "reduction", "message"),
     [
         (lambda o, y: nn.functional.cross_entropy(o, y, reduction="none"), "mean", r"scalar loss, .* is \(8,\)"),
-        (lambda o, y: 1.0, "mean", "takes the loss tensor, but a float was given"),
-        (lambda o, y: (o.sum(), 8), "mean", r"a tuple was given; for a criterion that returns \(sum, weight\)"),
+        (lambda o, y: 1.0, "mean", "takes the loss tensor, but got a float"),
+        (lambda o, y: (o.sum(), 8), "mean", r"a tuple; if the criterion returns \(sum, weight\)"),
         (lambda o, y: o.sum().detach(), "mean", "the loss has no graph to run backward through"),
-        (lambda o, y: o.sum(), "weighted", r"takes \(sum, weight\) from the criterion, but a Tensor was given"),
+        (lambda o, y: o.sum(), "weighted", r"takes \(sum, weight\) from the criterion, but got a Tensor"),
     ],
 )
 def test_losses_that_cannot_be_used(loss, reduction, message):

@@ -125,7 +125,7 @@ def limits(rank: int, world_size: int) -> tuple[int, int, float]:
     for kind, rows in (("samples", 1), ("batches", 1), ("drop last", 3)):
         engine = make_engine(world_size, FSDP, rows, kind)
         engine.eval()
-        with pytest.raises(InputError, match=r"no batch for some of the 2 data ranks, .* evaluate more samples"):
+        with pytest.raises(InputError, match=r"no batch for some of the 2 data ranks, .* use more samples"):
             next(iter(engine.eval_dataloader))  # also of a rank that would ask for one batch only
         engine.train()
         train(engine)

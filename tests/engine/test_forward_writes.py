@@ -110,7 +110,7 @@ def test_data_ranks_keep_the_same_writes_and_reject_others():
             elif how in UNLIKE:
                 assert result.startswith(f"step 1: the weights 0.{UNLIKE[how]} differ between ranks"), result
             elif layout == "naive" and how in ("data", "pre-hook"):
-                assert "written into 0.weight through .data, which torch does not count" in result, result
+                assert "wrote into 0.weight through .data, which bypasses the fp32 masters" in result, result
             else:
                 close = 2e-2 if layout == "naive" else 1e-6
                 torch.testing.assert_close(result, by_hand(make(how)), rtol=close, atol=close)
@@ -153,7 +153,7 @@ def test_clamping_through_data_after_a_step_is_told_where_masters_would_undo_it(
             loop()
             assert all(bool((value.abs() <= 0.051).all()) for value in full_weights(engine).values())
         else:
-            with pytest.raises(InputError, match=r"^forward, or the loop, has written into 0.rows, .* through .data"):
+            with pytest.raises(InputError, match=r"^forward, or the loop, wrote into 0.rows, .* through .data"):
                 loop()
             assert engine.global_step == 9
 

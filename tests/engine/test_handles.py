@@ -52,11 +52,11 @@ def resolved(handle, value):
 @pytest.mark.parametrize(
     ("make", "uses", "message"),
     [
-        (loss, OF_BOTH | OF_LOSSES, r"the loss is not computed before engine.backward\(loss\)"),
+        (loss, OF_BOTH | OF_LOSSES, r"the loss is computed by engine\.backward\(loss\)"),
         (
             lambda: PipelineOutput(None),
             OF_BOTH | OF_OUTPUTS | {"logits": lambda h: h.logits, "setitem": lambda h: h.__setitem__(0, 1)},
-            r"the output of engine\(...\) is not computed before .*keep_outputs=True",
+            r"the output of engine\(\.\.\.\) is computed by .*keep_outputs=True",
         ),
         (LastStageOutput, OF_BOTH | OF_OUTPUTS, r"only the ranks with the last stage have the output.*is_last_stage"),
     ],
@@ -103,7 +103,9 @@ def test_an_output_that_was_not_kept():
 
 
 def test_the_models_own_loss():
-    with pytest.raises(HandleError, match=r"own loss .output.loss. is on the last stage.*engine.criterion\(output"):
+    with pytest.raises(
+        HandleError, match=r"own loss .output.loss. is only on the last stage.*engine.criterion\("
+    ):
         _ = PipelineOutput(None).loss
     with pytest.raises(HandleError, match=r"does not run the pipeline; write engine.backward\(loss\)"):
         loss().backward()

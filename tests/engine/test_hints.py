@@ -15,14 +15,14 @@ from tests.support.fake_gpu import fake_gpu
 from tests.support.models import MLP, make_engine, sgd, train
 from tests.support.ranks import run_ranks
 
-BATCH = "gradient_accumulation=2: takes the same updates from half the DataLoader's batch_size"
-GLOBAL = "global_batch_size=16: takes the same updates from half the DataLoader's batch_size, as it does already"
+BATCH = "gradient_accumulation=2: makes the same updates with half the DataLoader's batch_size"
+GLOBAL = "global_batch_size=16: already makes the same updates with half the DataLoader's batch_size"
 MICROBATCHES = "parallel.pipeline.microbatches=4: makes each half as large"
-CHECKPOINT = "activation_checkpoint=full: computes activations again in backward"
+CHECKPOINT = "activation_checkpoint=full: recomputes activations in backward"
 OFFLOAD = "activation_offload=true: keeps activations in host memory until backward"
 ZERO1 = "parallel.data.strategy=zero1: shards masters and optimizer state over the data ranks"
 FSDP = "parallel.data.strategy=fsdp: shards model, gradients and optimizer state over the data ranks"
-PLAN = "halfmesh plan looks for the simplest changes that fit, without a device"
+PLAN = "`halfmesh plan` finds the simplest changes that fit, without a GPU"
 NAIVE = {"fp16": {"mode": "naive", "loss_scale": 8.0}}
 SELECTIVE = {"activation_checkpoint": {"patterns": ["first"], "selective": True}}
 
@@ -79,14 +79,14 @@ def lines(given):
     """Of the one note: the title, and the points."""
     (note,), memory = given
     title, *points = note.split("\n  - ")
-    assert title == f"This engine plans with {memory}. What would need less:"
+    assert title == f"This engine needs {memory}. These changes need less:"
     return points
 
 
 @pytest.mark.parametrize("where", ["forward", "criterion", "backward", "step"])
 def test_it_says_what_the_plan_needs_and_what_would_need_less(where):
     given = notes(NAIVE, where)
-    assert "per rank besides activations: parameters 1.0 KiB, masters 2.1 KiB, gradients" in given[1]
+    assert "per rank without activations: parameters 1.0 KiB, masters 2.1 KiB, gradients" in given[1]
     assert lines(given) == [BATCH, CHECKPOINT, OFFLOAD, PLAN]
 
 
@@ -159,7 +159,7 @@ def settings(monkeypatch):
 
 def advice(caplog, recipe=FP32):
     tell_of_slow_products(recipe, torch.device("cuda"))
-    return "matrix products are in fp32 without TF32" in caplog.text
+    return "matrix products run in fp32 without TF32" in caplog.text
 
 
 def test_a_gpu_without_tf32_gets_advice(settings, caplog):

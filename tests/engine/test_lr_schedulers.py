@@ -82,5 +82,5 @@ def test_resume_is_exact_and_groups_keep_their_own_base_rate(name: str) -> None:
 
 
 def test_no_steps_are_rejected() -> None:
-    with pytest.raises(InputError, match=r"total_steps=0: expected at least 1, in optimizer steps"):
+    with pytest.raises(InputError, match=r"total_steps=0: expected 1 or more, counted in optimizer steps"):
         LinearWarmupLR(make_optimizer(1.0), 0, 0)

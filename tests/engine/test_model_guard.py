@@ -17,8 +17,8 @@ from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
 HALVES = (slice(0, 4), slice(4, 8))
-DIRECT = "the model itself was called in training, in place of the engine"
-CASTS = {"torch_bf16": "computes in float32, and not in bfloat16", "naive_bf16": "are not cast to bfloat16"}
+DIRECT = "the model itself was called in training, not the engine"
+CASTS = {"torch_bf16": "computes in float32, not in bfloat16", "naive_bf16": "are not cast to bfloat16"}
 
 
 # --- model(x) in place of engine(x) -----------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
             engine.criterion(engine.model(X), Y)
         assert caplog.text.count(DIRECT) == (mode != "none"), "fp32 is computed alike"
     assert CASTS.get(mode, "") in caplog.text
-    assert caplog.text.count("Write engine(x) in place of model(x)") == (mode != "none")
+    assert caplog.text.count("Replace model(x) by engine(x)") == (mode != "none")
     engine.close()
     engine.model(X)
     assert caplog.text.count(DIRECT) == (mode != "none")
@@ -56,7 +56,7 @@ def call_directly(rank, world_size, parallel):
 @pytest.mark.distributed
 def test_ranks_that_share_a_batch_are_told_in_fp32_too():
     heard = run_ranks(call_directly, 2, {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}})
-    assert all(DIRECT in text and "own generators" in text for (text,) in heard)
+    assert all(DIRECT in text and "draw different dropout" in text for (text,) in heard)
 
 
 def test_calls_that_are_meant_so_are_not_told(caplog):
@@ -84,7 +84,7 @@ def test_calls_that_are_meant_so_are_not_told(caplog):
 
 # --- zero_grad() of the model or the optimizer ------------------------------------------------------------------------
 
-GONE = "gradients that engine.backward left for this update are gone"
+GONE = "gradients of this update are gone"
 
 
 @pytest.mark.parametrize("mode", ["none", "naive_bf16"])
@@ -105,7 +105,7 @@ def test_gradients_that_vanish_within_a_cycle_are_an_error(mode):
 
 # --- state_dict of parts ----------------------------------------------------------------------------------------------
 
-MODEL, OPTIMIZER = "model.state_dict() has this rank's part", "optimizer.state_dict() has this rank's part"
+MODEL, OPTIMIZER = "model.state_dict() has only this rank's part", "optimizer.state_dict() has only this rank's part"
 LAYOUTS = {
     "dp": ({}, [0, 0]),
     "tensor": ({"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}, [1, 1]),

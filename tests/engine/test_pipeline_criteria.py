@@ -65,8 +65,8 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
     "sum": (summed, "mean", "The criterion sums over the samples: set loss_reduction='sum'"),
     "sum as such": (summed, "sum", "nothing"),
     "mean as a sum": (F.cross_entropy, "sum", "The criterion is a mean over the samples: set loss_reduction='mean'"),
-    "class weights": (class_weights, "mean", "class weights or ignore_index has to return (sum, weight)"),
-    "ignore_index": (ignoring, "mean", "class weights or ignore_index has to return (sum, weight)"),
+    "class weights": (class_weights, "mean", "class weights or ignore_index must return (sum, weight)"),
+    "ignore_index": (ignoring, "mean", "class weights or ignore_index must return (sum, weight)"),
     "contrastive": (contrastive, "mean", OTHER),
     "contrastive sum": (lambda o, t: contrastive(o, t) * len(o), "sum", OTHER),
     "weighted": (weighted, "weighted", "nothing"),
@@ -112,7 +112,7 @@ def test_criteria(name, told):
 def test_in_half_precision(told):
     for mode in ("torch_bf16", "naive_fp16"):
         assert told[0][f"{mode} cross_entropy"] == "nothing"
-        assert "has to return (sum, weight)" in told[0][f"{mode} class_weights"]
+        assert "must return (sum, weight)" in told[0][f"{mode} class_weights"]
 
 
 def test_the_values_are_those_of_one_process(told):
@@ -121,8 +121,8 @@ def test_the_values_are_those_of_one_process(told):
     whole, plain = class_weights(model(X), Y).item(), F.cross_entropy(model(X), Y).item()
     halves = [class_weights(model(x), y).item() for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)]
     message = told[0]["class weights"]
-    assert f"gives {whole:.5f} for the whole batch, but its 2 microbatches make {sum(halves) / 2:.5f} (loss" in message
-    words = f"gives {plain / 8:.6f} for the whole batch, but its 2 microbatches make {2 * plain / 8:.6f} (loss"
+    assert f"gives {whole:.5f} for the whole batch, but {sum(halves) / 2:.5f}" in message
+    words = f"gives {plain / 8:.6f} for the whole batch, but {2 * plain / 8:.6f} for its 2 microbatches (loss"
     assert words in told[0]["mean with a weight"], "the mean of the batch is that of the halves' means"
 
 
@@ -161,7 +161,7 @@ def trees(rank: int, world_size: int) -> list[str]:
 def test_outputs_are_joined_where_their_batch_is():
     """How a number is to be joined is not known: then nothing is compared."""
     for plain, weights, number in run_ranks(trees, 2):
-        assert "has to return (sum, weight)" in weights
+        assert "must return (sum, weight)" in weights
         assert plain == number == "nothing"
 
 
@@ -209,6 +209,6 @@ def later(rank: int, world_size: int) -> dict[str, Any]:
 def test_later_batches_and_what_the_comparison_leaves():
     for found in run_ranks(later, 4):
         assert found["batches"][:9] == ["nothing"] * 9
-        assert "has to return (sum, weight)" in found["batches"][9]
+        assert "must return (sum, weight)" in found["batches"][9]
         assert found["drawn"]
         assert found["state"] == ((6, [4, 4, 4, 4, 1, 1]) if found["last"] else (0, []))

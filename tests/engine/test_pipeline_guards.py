@@ -99,11 +99,11 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     output = engine(x)
     loss = engine.criterion(output, y)
     told("engine.step() was called before engine.backward(loss)", engine.step)
-    words = "backward under a pipeline takes what engine.criterion(output, ...) returned, but a Tensor was given"
+    words = "backward under a pipeline takes what engine.criterion(output, ...) returned, but got a Tensor"
     told(words, engine.backward, here(torch.ones((), requires_grad=True)))
-    told("but a PipelineOutput was given; compute the loss in the criterion", engine.backward, output)
-    told("To change the loss (scale it, add to it) do so in the criterion", lambda: engine.backward(loss / 2))
-    told("retain_graph=True has no meaning under a pipeline", lambda: engine.backward(loss, retain_graph=True))
+    told("but got a PipelineOutput; compute the loss in the criterion", engine.backward, output)
+    told("To change the loss (scale it, add to it), do so in the criterion", lambda: engine.backward(loss / 2))
+    told("retain_graph=True cannot be used under a pipeline", lambda: engine.backward(loss, retain_graph=True))
     told("engine.criterion(...): target has 5 rows, and the batch has 8", engine.criterion, output, y[:5])
     words = "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split along their first dim"
     told(words, engine, x, here(torch.ones(3, 2)))
@@ -112,7 +112,7 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     boxes = here([torch.ones(i % 3, 4) for i in range(8)])
     words = "target has 8 items, as many as the batch has rows, but is not a tensor"
     told(words, engine.criterion, output, boxes)
-    told("engine(...) was given no tensor with a batch dim", engine)
+    told("engine(...) got no tensor with a batch dim", engine)
     assert "the model itself was called, but this rank holds only stage" in said(engine.model, x)
     engine.model.load_state_dict(deep().state_dict())  # of a whole one each rank takes its part
     told("an input of engine(...) requires gradients", engine, x.clone().requires_grad_())
@@ -128,7 +128,7 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     output = engine(x)
     loss = engine.criterion(output, y)
     engine.backward(loss)
-    words = "engine.backward(loss) was called twice for one output; call engine(...) again before"
+    words = "engine.backward(loss) was called twice for one output; call engine(...) again first"
     told(words, engine.backward, loss)
     told("the output of engine(...) was not kept", engine.criterion, output, y)
     told("master_params() was called between backward and step", engine.master_params)
@@ -148,7 +148,7 @@ def of_models(rank: int, world_size: int) -> list[str]:
         engine.close()
     model = deep()
     engine = make(model=model)
-    told("model: this rank holds a part of it for another engine", make, model=model)
+    told("model: another engine sharded it, and this rank holds only a part", make, model=model)
     told("a sharded model cannot be pickled; save engine.state_dict()", pickle.dumps, model)
     assert [n for n, _ in copy.deepcopy(model).named_parameters()] == [n for n, _ in model.named_parameters()]
     told("the 2 ranks of a pipeline were given different inputs", engine, x + rank)
@@ -249,7 +249,7 @@ def raises(rank: int, world_size: int) -> None:
             marks=pytest.mark.on_cpu("on a GPU a word that there is not ends the process"),
         ),
         (raises, r"LookupError: no such class"),
-        (penalty, "the criterion's loss depends on the model otherwise than through its output"),
+        (penalty, "the criterion uses more of the model than its output"),
     ],
 )
 def test_loops_that_end_on_all_ranks(loop, message):
@@ -275,7 +275,7 @@ def clips(rank: int, world_size: int) -> list[str]:
 
 def test_clipping_of_one_stage_by_itself_is_told():
     told = run_ranks(clips, 2)
-    assert "each rank has its shards of them only" in told[0][0]
+    assert "each rank holds only its shards of them" in told[0][0]
 
 
 def changes_modes(rank: int, world_size: int) -> None:

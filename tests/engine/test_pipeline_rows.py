@@ -179,7 +179,7 @@ def train_later(rank: int, world_size: int) -> tuple[str, int]:
 
 def test_the_first_batch_that_is_split_is_tried_and_nothing_is_compiled_for_it():
     for later, graphs_compiled in run_ranks(train_later, 2):
-        assert "computes other outputs" in later
+        assert "computes different outputs" in later
         assert graphs_compiled == 1
 
 
@@ -187,7 +187,7 @@ def test_mixed_rows_are_rejected_and_rows_by_themselves_are_trained():
     first, second = run_ranks(train, 2)
     for name in MIXED:
         for found in (first, second):
-            message = "computes other outputs for the first 2 microbatches together than one by one"
+            message = "computes different outputs for the first 2 microbatches together and one by one"
             assert message in found[name], name
             assert "The first module whose output differs is 2" in found[name], name
     assert (first["batch_norm"] | second["batch_norm"])["2.num_batches_tracked"] == 4

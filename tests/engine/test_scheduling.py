@@ -44,7 +44,7 @@ def halving(optimizer):
 def test_clip_grad_norm_on_the_engine(mode):
     """The last cycle is a short one."""
     engine = make_engine(MODES[mode] | {"gradient_accumulation": 2}, loader=make_loader(20, 4))
-    with pytest.raises(InputError, match=r"clip_grad_norm_ was called before engine.backward"):
+    with pytest.raises(InputError, match=r"clip_grad_norm_ was called before the last engine.backward"):
         engine.clip_grad_norm_(1.0)
     x, y = make_data(20)
     expected = MLP()
@@ -52,7 +52,7 @@ def test_clip_grad_norm_on_the_engine(mode):
     for i, (a, b) in enumerate(engine.dataloader):
         engine.backward(engine.criterion(engine(a), b))
         if i in (0, 2):
-            with pytest.raises(InputError, match=r"after 1 of 2.: gradients are incomplete"):
+            with pytest.raises(InputError, match=r"after microbatch 1 of 2., when gradients are incomplete"):
                 engine.clip_grad_norm_(0.3)
         else:
             optimizer.zero_grad()

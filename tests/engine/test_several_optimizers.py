@@ -136,7 +136,7 @@ def test_a_group_added_to_the_first_is_trained_and_leaves_those_of_the_second(co
     model, late = MLP(), "last.weight"
     first, second = sgd_and_adamw(param for name, param in model.named_parameters() if name != late)
     engine = start([first, second], config, model=model)
-    assert "1 trainable parameter left out" in str(engine.plan)
+    assert "1 trainable parameter not in the optimizer" in str(engine.plan)
     assert second.param_groups[0]["fused"] is True
     before = full_weights(engine)[late]
     train(engine, [0])
@@ -193,9 +193,9 @@ def test_what_cannot_be_joined_is_told():
     other = [optim.SGD(model.parameters(), lr=0.1), optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1)]
     for optimizers, words in [
         (twice, "several optimizers would step norm.weight; give each parameter to one"),
-        (other, r"it holds 1 parameter not of the model"),
-        ([twice[0], lambda params: None], r"but a list of \[SGD, function\] was given"),
-        ([], r"but a list of \[\] was given"),
+        (other, r"it holds 1 parameter that the model does not have"),
+        ([twice[0], lambda params: None], r"but got a list of \[SGD, function\]"),
+        ([], r"but got a list of \[\]"),
     ]:
         for given in (optimizers, lambda _, made=optimizers: made):
             with pytest.raises(InputError, match=words):

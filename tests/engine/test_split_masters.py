@@ -291,7 +291,7 @@ def in_layout(rank: int, world_size: int, layout: str, folder: Path) -> dict[str
             found[masters] = norms, engine.full_state_dict()
             if layout == "fsdp":  # its shards are the masters, which nothing splits
                 assert engine.plan.values["bytes"]["masters"] == 0
-                assert ("fsdp's shards, not split" in engine.plan.rows["precision"]) == (masters == "split")
+                assert ("not split: they are fsdp's shards" in engine.plan.rows["precision"]) == (masters == "split")
                 assert len(list(engine.master_params())) == len(list(engine.model.parameters()))
             engine.load(folder / "float32")
             engine.save_weights(folder / "loaded.pt", format="torch")

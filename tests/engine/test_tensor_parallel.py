@@ -116,7 +116,7 @@ def rejections(rank: int, world_size: int) -> dict[str, str]:
 def test_what_would_be_silently_wrong_is_rejected():
     words = {
         "optimizer": "Lamb steps a parameter by what it reads of others",
-        "second engine": "model: this rank holds a part of it for another engine",
+        "second engine": "model: another engine sharded it, and this rank holds only a part",
         "whole state": "has 'exp_avg' of shape (16, 8) for a parameter of which this rank holds (8, 8)",
         "undeclared": "the gradients of each.weight, each.bias differ",
         "divided output": "the model's output differs between the ranks of a tensor group",

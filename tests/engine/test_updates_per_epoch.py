@@ -85,7 +85,7 @@ def test_a_value_that_the_user_bound_is_kept():
 
 def test_what_has_no_length():
     launch = halfmesh.Launch(halfmesh.load_config({}), torch.device("cpu"), 0, 1, 0)
-    with pytest.raises(InputError, match="not known: Stream, or its sampler, has no length"):
+    with pytest.raises(InputError, match="unknown: Stream, or its sampler, has no length"):
         launch.updates_per_epoch(DataLoader(Stream(), 4))
-    with pytest.raises(InputError, match="but a list was given"):
+    with pytest.raises(InputError, match="but got a list"):
         launch.updates_per_epoch(DATA)  # type: ignore[arg-type]

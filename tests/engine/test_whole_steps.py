@@ -44,7 +44,7 @@ def go_on(rank: int, world_size: int, make: Any, parallel: Any, saved: Any, fold
     """Trains on what was saved, if anything was, and saves it before the last update."""
     engine = start(make, parallel)
     average = engine.averaged_model(0.5)
-    assert ("whole matrices by their owners" in engine.plan.rows["update"]) == bool(parallel)
+    assert ("whole matrices on one rank each" in engine.plan.rows["update"]) == bool(parallel)
     train(engine, [7] if saved else [0, 1])  # a state of its own, to be overwritten
     if saved:
         engine.load(saved)

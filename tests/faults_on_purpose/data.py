@@ -68,7 +68,7 @@ DATA_FAULTS = (
             "        for param in () if self.is_last_microbatch else self.update.master_weights.grad_params:\n"
             "            param.grad = None\n",
         ),
-        In(TWICE, (GRADIENT, "rejected *gradients that engine.backward left*gone*")),
+        In(TWICE, (GRADIENT, "rejected *gradients of this update are gone*")),
     ),
     fault(
         "The mean over the microbatches of a cycle is a sum",

@@ -63,7 +63,7 @@ PIPELINE = (
     fault(
         "A weighted loss is divided by the weight of its last microbatch",
         Text(MICROBATCHES, "torch.stack(weights).sum() if weights", "weights[-1] if weights"),
-        In(MLP_PIPE, (LOSS, GRADIENT, "rejected *its 2 microbatches make *"), workloads.weighted, WEIGHTED),
+        In(MLP_PIPE, (LOSS, GRADIENT, "rejected * for its 2 microbatches *"), workloads.weighted, WEIGHTED),
     ),
     fault(
         "The loss that is told is that of the last microbatch",

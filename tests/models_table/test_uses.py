@@ -171,4 +171,4 @@ def rejected(rank: int, world_size: int) -> str:
 @pytest.mark.sends
 def test_an_own_loss_is_rejected_under_a_pipeline():
     for message in run_ranks(rejected, 2):
-        assert "the model's own loss (output.loss) is on the last stage only. Give a criterion to initialize" in message
+        assert "the model's own loss (output.loss) is only on the last stage. Give initialize a criterion" in message

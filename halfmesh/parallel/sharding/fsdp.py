@@ -298,7 +298,8 @@ class FSDP(DataStrategy):
         count = sum(gather.count for gather in self._casts)
         cast = f", {count} weights gathered in float8" if count else ""
         ranks = data.hybrid or self.inputs.mean_over
-        kept = f"weights sharded{where} over {ranks} data ranks" if ranks > 1 else f"kept whole{where} by one data rank"
+        none = f"nothing to shard with 1 data rank{where and ', weights' + where}"
+        kept = f"weights sharded{where} over {ranks} data ranks" if ranks > 1 else none
         return f", {kept} (fsdp){cast}"
 
     def follow(self) -> None:

@@ -126,8 +126,8 @@ class Zero1(DataStrategy):
 
     @property
     def text(self) -> str:
-        late = ", whose new weights come beside the next forward, in memory of their own" if self._arrivals else ""
-        return f", each data rank steps 1/{self.inputs.mean_over} of it (zero1){late}"
+        late = "; new weights arrive during the next forward, in extra memory" if self._arrivals else ""
+        return f", each data rank updates 1/{self.inputs.mean_over} of it (zero1{late})"
 
     # -- while training ----------------------------------------------------------------------------------------
 

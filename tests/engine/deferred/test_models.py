@@ -177,12 +177,12 @@ def views():
     [
         (
             fails,
-            "model: the callable fails raised ValueError: no such file: weights.pt. It is called without arguments",
+            "model: the callable fails raised ValueError: no such file: weights.pt. halfmesh calls it without",
         ),
         (reads, "model: the callable reads raised .*build the model first and pass the model itself"),
-        (hooked, "weight have hooks on the gradient, which would be lost; register them after initialize"),
-        (views, "0.weight, 1.weight are views of one memory; make each a separate parameter"),
-        (lambda: 3, "a torch.nn.Module .or a callable that returns one. is needed, but a int was given"),
+        (hooked, "weight have gradient hooks, which would be lost; register them after initialize"),
+        (views, "0.weight, 1.weight share one memory; make each a separate parameter"),
+        (lambda: 3, "expected a torch.nn.Module .or a callable that returns one., but got an int"),
     ],
     ids=["fails", "reads", "hooked", "views", "other"],
 )
@@ -201,10 +201,12 @@ class Eager(torch.optim.SGD):
 
 
 def test_what_needs_values_at_once():
-    with pytest.raises(InputError, match="Eager made its state from weights that have no values yet; take one whose"):
+    with pytest.raises(InputError, match="Eager made its state from weights that have no values yet; use one that"):
         halfmesh.initialize(build, partial(Eager, lr=0.1), config={}, device="cpu")
     model = deferred()
-    with pytest.raises(InputError, match=r"were made under halfmesh.deferred_init\(\), and have no values; pass the"):
+    with pytest.raises(
+        InputError, match=r"were made under halfmesh\.deferred_init\(\) and have no values yet; pass the"
+    ):
         halfmesh.convert_to_amp(model, sgd(model.parameters()), nn.CrossEntropyLoss(), "naive", {})
 
 
@@ -232,9 +234,9 @@ def large():
 
 
 DIFFERENT = {
-    "torch": "rank 1 would make other values than rank 0: what the build asks of random numbers",
-    "numpy": "rank 1 would make other values than rank 0",
-    "some": "rank 1 built other tensors without memory than rank 0; build the model under",
+    "torch": "rank 1 would make other weights than rank 0: the random numbers",
+    "numpy": "rank 1 would make other weights than rank 0",
+    "some": "rank 1 built other tensors under halfmesh.deferred_init() than rank 0; use it",
     "large": "1.bias",
 }
 

@@ -61,7 +61,7 @@ class Told(nn.Linear):
 @pytest.mark.parametrize("mode", ["none", "naive_bf16"])
 def test_a_module_waits_for_its_weights_only(mode, late):
     engine = build(model=lambda: nn.Sequential(*[Told(8, 8) for _ in range(4)]), **MODES[mode])
-    assert "whose new weights come beside the next forward, in memory of their own" in str(engine.plan)
+    assert "; new weights arrive during the next forward, in extra memory" in str(engine.plan)
     step(engine)
     assert len(Late.sizes) == 4, "the update has waited for none"
     engine.zero_grad()

@@ -60,7 +60,11 @@ def test_one_process_trains_saves_and_resumes_as_by_hand(offload: bool, tmp_path
     engine = engine_of(make(), parallel)
     assert bool(given) == offload, "torch is told"
     assert all(isinstance(param, DTensor) for param in engine.model.parameters())
-    where = "kept whole in host memory by one data rank (fsdp)" if offload else "kept whole by one data rank (fsdp)"
+    where = (
+        f"{none}, weights in host memory (fsdp)"
+        if offload
+        else f"{none} (fsdp)"
+    )
     assert where in str(engine.plan)
     train(engine, 0, 2)
     engine.save(tmp_path / "saved")
@@ -75,7 +79,7 @@ def test_one_process_trains_saves_and_resumes_as_by_hand(offload: bool, tmp_path
 
 def test_zero1_with_one_data_rank_says_that_it_is_replicate():
     engine = engine_of(make(), {"data": "zero1"})
-    assert "one process holds all of the model (zero1 has nothing to shard over one data rank)" in str(engine.plan)
+    assert "one process holds the whole model (zero1: nothing to shard with 1 data rank)" in str(engine.plan)
     engine.close()
 
 
@@ -100,8 +104,8 @@ def layouts(rank: int, world_size: int, strategies: tuple[str, ...]) -> dict[str
 @pytest.mark.distributed
 def test_with_two_the_plan_says_what_a_rank_holds() -> None:
     expected = {
-        "replicate": "every rank holds all of the model",
-        "zero1": "every rank holds all of the model, each data rank steps 1/2 of it (zero1)",
+        "replicate": "every rank holds the whole model",
+        "zero1": "every rank holds the whole model, each data rank updates 1/2 of it (zero1)",
         "fsdp": "weights sharded over 2 data ranks (fsdp)",
     }
     found, _ = run_ranks(layouts, 2, tuple(expected))
