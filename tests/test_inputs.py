@@ -232,9 +232,7 @@ def test_a_device_without_the_dtype(monkeypatch):
 @pytest.mark.parametrize("make", [optim.Adam, optim.RMSprop])
 def test_an_eps_that_half_precision_loses(make):
     o3 = {"fp16": {"mode": "apex", "opt_level": "O3"}}
-    with pytest.raises(
-        InputError, match=r"eps=1e-08 of param_groups\[0\] rounds to zero in float16.*set eps to about"
-    ):
+    with pytest.raises(InputError, match=r"eps=1e-08 of param_groups\[0\] rounds to zero in float16.*set eps to about"):
         start(optimizer=make, config=o3)
     start(optimizer=lambda p: make(p, eps=1e-4), config=o3)
     start(optimizer=make, config=FP16_NAIVE)  # which has masters

@@ -103,9 +103,7 @@ def test_an_output_that_was_not_kept():
 
 
 def test_the_models_own_loss():
-    with pytest.raises(
-        HandleError, match=r"own loss .output.loss. is only on the last stage.*engine.criterion\("
-    ):
+    with pytest.raises(HandleError, match=r"own loss .output.loss. is only on the last stage.*engine.criterion\("):
         _ = PipelineOutput(None).loss
     with pytest.raises(HandleError, match=r"does not run the pipeline; write engine.backward\(loss\)"):
         loss().backward()
