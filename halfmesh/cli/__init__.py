@@ -5,9 +5,11 @@ torch is imported only by the commands that need it.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .check import check, plan
 from .convert_config import convert_config
@@ -22,6 +24,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # an error of ours belongs in a bug report, as Python prints it
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class _Command(TyperCommand):
+    """A command whose help shows arguments by name, without their Python types."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for title, kind in (("Arguments", "argument"), ("Options", "option")):
+            records = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.param_type_name == kind]
+            if rows := [(name.partition(" <")[0], text) for name, text in filter(None, records)]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def _show_version(wanted: bool) -> None:
@@ -41,24 +57,24 @@ def _options(
     pass
 
 
-app.command(epilog="Example: halfmesh init config.py")(init)
-app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")(check)
-app.command(
-    epilog="Example: halfmesh plan config.py --model my_package.my_model:build --world-size 64 --gpu-memory 80GB"
-)(plan)
-app.command(epilog="Example: halfmesh verify config.py --model my_package.my_model:build --world-size 8")(verify)
-app.command(
-    epilog="Example: halfmesh run --nproc 4 train.py --config config.py",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)(run)
-app.command(epilog="Example: halfmesh report runs/first runs/second --out report.html")(report)
-app.command(
-    "convert-config",
-    epilog="Example: halfmesh convert-config config.py --from colossal --world-size 8 > halfmesh_config.py",
-)(convert_config)
-app.command(epilog="Example: halfmesh configs naive_fp16 > config.py")(configs)
-app.command(epilog="Example: halfmesh schema > halfmesh.schema.json")(schema)
-app.command(epilog="Example: halfmesh env")(env)
+def _add(function: Callable[..., None], *example: str, **options: Any) -> None:
+    """Add a command with the lines of an example, which are not wrapped."""
+    lines = ["\b", f"Example: halfmesh {example[0]}", *(f"  {line}" for line in example[1:])]
+    app.command(cls=_Command, epilog="\n".join(lines), **options)(function)
+
+
+_MODEL = "--model my_package.my_model:build"
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_add(init, "init config.py")
+_add(check, "check config.py --world-size 8 --device cuda")
+_add(plan, f"plan config.py {_MODEL} \\", "--world-size 64 --gpu-memory 80GB")
+_add(verify, f"verify config.py {_MODEL} --world-size 8")
+_add(run, "run --nproc 4 train.py --config config.py", context_settings=_PASSED_ON)
+_add(report, "report runs/first runs/second --out report.html")
+_add(convert_config, "convert-config ds_config.json --from deepspeed > config.py", name="convert-config")
+_add(configs, "configs naive_fp16 > config.py")
+_add(schema, "schema > halfmesh.schema.json")
+_add(env, "env")
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from ..errors import ConfigError, InputError, counted
 
@@ -24,40 +28,45 @@ if TYPE_CHECKING:
 MOST_RANKS = 2**14
 """The most ranks of a search: a dry run makes the groups of all, and takes minutes with more."""
 
+MODEL = "package.module:build, timm:NAME or hf:config.json"
+DEVICES = {"metavar": "[cuda|cpu]", "autocompletion": lambda: ["cuda", "cpu"]}
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="KEY=VALUE: change a key, such as parallel.tensor=2; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as parallel.tensor=2; repeatable."),
 ]
-Device = Annotated[str, typer.Option(help="The kind of device: cuda or cpu.", autocompletion=lambda: ["cuda", "cpu"])]
+Device = Annotated[str, typer.Option(help="Kind of device.", **DEVICES)]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Batch = Annotated[
-    list[str] | None, typer.Option(help="An input of one data rank, such as 8,2048:int64; repeatable; with --model.")
+    list[str] | None,
+    typer.Option(metavar="SHAPE:DTYPE", help="An input of one data rank, such as 8,2048:int64; repeatable."),
 ]
-Picture = Annotated[Path | None, typer.Option(help="Draw what each rank holds, as an .svg file; with --model.")]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw what each rank holds, as an .svg file.")]
 
 
 def check(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="The config: a .py, .yaml, .yml or .json file.")],
-    world_size: Annotated[int, typer.Option(help="The number of ranks.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config: a .py, .yaml, .yml or .json file.")],
+    world_size: Annotated[int, typer.Option(metavar="N", help="Number of ranks.")],
     overrides: Overrides = None,
     device: Device = "cuda",
-    model: Annotated[
-        str | None, typer.Option(help="package.module:build, timm:NAME or hf:config.json: dry-run its update.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help=f"{MODEL}. Simulates one update of it.")] = None,
     batch: Batch = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, such as 80GB; with --model.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of one device, such as 80GB or 80GiB.")
+    ] = None,
     picture: Picture = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Check whether a config can run.
 
-    Lists what is wrong with it. Needs no GPU. The exit status is 0 if the config can run (and fits, with --gpu-memory),
-    else 1.
+    Lists every mistake in the config. Needs no GPU. The exit status is 0 if the config can run and, where you give the
+    memory of a device, fits; else 1.
 
-    With --model, one rank of each kind does an update on tensors without memory, which shows the bytes that it holds
-    and sends. build() returns the model; or (model, inputs); or (model, (inputs, targets), criterion).
+    Give --model to simulate one update with AdamW on one rank of each kind, on tensors without memory. It shows the
+    bytes that each rank holds and sends. build() returns the model; or (model, inputs); or (model, (inputs, targets),
+    criterion). The options --batch, --gpu-memory and --picture need a model.
     """
     from ..compat import check_setup
     from ..config.composition import Setup, find_advice
@@ -101,26 +110,30 @@ def check(
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="package.module:build, timm:NAME or hf:config.json.")],
-    world_size: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="The number of ranks.")],
-    gpu_memory: Annotated[str, typer.Option(help="Memory of one device, such as 80GB or 80GiB.")],
-    config: Annotated[Path | None, typer.Argument(help="The config to begin with; left out, an empty one.")] = None,
+    model: Annotated[str, typer.Option(metavar="MODEL", help=f"{MODEL}.")],
+    world_size: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Number of ranks.")],
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one device, such as 80GB or 80GiB.")],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The config to start from. By default it is empty.")
+    ] = None,
     overrides: Overrides = None,
     batch: Batch = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of a node, which tensor ranks do not leave.")] = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Devices of a node. Tensor parallelism stays within a node.")
+    ] = 8,
     device: Device = "cuda",
-    out: Annotated[Path | None, typer.Option(help="Write the chosen config to this .py file.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the chosen config to this .py file.")] = None,
     force: Force = False,
     picture: Picture = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the simplest change by which a model fits.
+    """Find the simplest change that makes a model fit.
 
-    Tries changes of the config from the simplest to the most invasive, each in a dry run: one rank of each kind does an
-    update on tensors without memory. Reports the costs of the chosen change. Needs no GPU. The exit status is 0 if
-    something fits, 1 if nothing does or the config cannot run.
+    Tries changes to the config from the simplest to the most invasive, and stops at the first that fits. Each is
+    simulated: one rank of each kind does an update on tensors without memory. Reports what the chosen change costs.
+    Needs no GPU. The exit status is 0 if something fits; 1 if nothing does, or if the config cannot run.
 
-    build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
+    build() returns (model, inputs); or (model, (inputs, targets), criterion); or, if you give --batch, the model alone.
     """
     from ..dry_run import rungs, show
     from ..dry_run.dry_run import workers
@@ -136,7 +149,9 @@ def plan(
             if loaded is not None:
                 asked = rungs.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
                 with workers(is_fresh=bool(context.obj)) as over:
-                    ladder = search_layouts(asked, over, lambda text: print(text, file=sys.stderr, flush=True))
+                    tuple(over(bool, (0,)))  # forks the pool, before a bar starts its thread
+                    with _progress() as say_simulated:
+                        ladder = search_layouts(asked, over, say_simulated)
         except ConfigError as error:
             problems = list(error.problems)
         chosen = None if ladder is None else ladder.chosen
@@ -155,16 +170,50 @@ def plan(
         print(json.dumps(show.ladder_as_json(ladder, asked), indent=2))
     else:
         for line in show.ladder_lines(ladder, asked):
-            say(line)
-        if chosen is not None and out is not None:
-            say(f"written: {out}")
+            say(line, "green" if line.lstrip().startswith("fits:") else None)
+        if chosen is not None and ladder.update is not None:
+            say(f"\n{rungs.config_text(chosen, asked, ladder.update).rstrip()}", "bold green")
+            if out is not None:
+                say(f"written: {out}")
+        elif ladder.update is not None:
+            say(show.NOTHING_FITS, "red")
     raise typer.Exit(0 if chosen is not None else 1)
 
 
 @contextmanager
+def _progress() -> Iterator[Callable[[str, int | None], None]]:
+    """Shows on stderr what is simulated, as number N of up to M: on a terminal in one line, with the time, that is
+    removed at the end; else in a line for each."""
+    console, count = Console(stderr=True, highlight=False, emoji=False), itertools.count(1)
+
+    def name(about: int | None) -> str:
+        number = next(count)
+        return f"simulating {number}" + ("" if about is None else f" of up to {max(about, number)}")
+
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda changes, about: print(f"{name(about)}: {changes}", file=sys.stderr, flush=True)
+        return
+    columns = [
+        TextColumn("{task.description},", markup=False),
+        _Elapsed(),
+        TextColumn("{task.fields[changes]}", style="dim", markup=False, table_column=Column(no_wrap=True)),
+    ]
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("simulating", changes="")
+        yield lambda changes, about: bar.update(task, description=name(about), changes=changes)
+
+
+class _Elapsed(ProgressColumn):
+    """The time since the start: 0:12."""
+
+    def render(self, task: Task) -> Text:
+        return Text("{}:{:02}".format(*divmod(int(task.elapsed or 0), 60)))
+
+
+@contextmanager
 def usage_errors() -> Iterator[None]:
-    """A scope whose errors of input are those of the command line. The output of configs and models goes to stderr: it
-    is not part of the answer."""
+    """A scope in which wrong input is an error of the command line. The output of configs and models goes to stderr,
+    because it is not part of the answer."""
     from ..config.text import UnreadableError
 
     try:
@@ -175,7 +224,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def say(text: str, style: str | None = None) -> None:
-    """Print a line as it is; in colour on a terminal."""
+    """Print a line as it is; in color on a terminal."""
     Console(highlight=False, emoji=False).print(text, style=style, markup=False, soft_wrap=True)
 
 

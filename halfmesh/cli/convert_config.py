@@ -1,4 +1,4 @@
-"""`halfmesh convert-config`: another engine's config as one of halfmesh."""
+"""`halfmesh convert-config`: another library's config as one of halfmesh."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import ConfigError, InputError, counted, did_you_mean, show
-from .check import Device, load, usage_errors
+from .check import AsJson, Device, load, usage_errors
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -25,26 +27,41 @@ if TYPE_CHECKING:
 NAMES = ("colossal", "apex", "sagemaker", "deepspeed", "accelerate")
 _EACH_BATCH = (
     "gradient_accumulation counts batches itself: delete the `if (i + 1) % N == 0` around the step and the `/ N` of "
-    "the loss, and call engine.step() for each batch"
+    "the loss, and call engine.step() after every batch"
 )
+_TITLES = {"lost": "lost", "not understood": "not understood", "by hand": "do by hand"}
+"""Kinds of outcomes that need action, and how their lines begin."""
 
 
 def convert_config(
-    source: Annotated[str, typer.Argument(help="A .json, .yaml or .py file; a dict, or key=value pairs, in quotes.")],
-    origin: Annotated[str, typer.Option("--from", help=f"The library: {', '.join(NAMES)}.")],
-    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks to check the new config for.")] = None,
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A .json, .yaml or .py file; a dict, or key=value pairs, in quotes."),
+    ],
+    origin: Annotated[
+        str,
+        typer.Option("--from", metavar="LIBRARY", help=f"One of {', '.join(NAMES)}.", autocompletion=lambda: [*NAMES]),
+    ],
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of ranks to check the new config for.")
+    ] = None,
     device: Device = "cuda",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every key of the source.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert another library's config.
 
-    Prints the new config. Sources: colossal (Colossal-AI's legacy config.py, which is executed), apex (arguments of
-    amp.initialize), sagemaker (parameters of its model parallel library), deepspeed (ds_config.json), accelerate
-    (default_config.yaml, or the arguments of Accelerator).
+    Prints the new config. Comments at its top list what needs action: keys that were lost or not understood, what you
+    must do by hand, and what to check. Give --verbose to list all keys.
 
-    Each key of the source is listed on stderr: converted, without equivalent, or not understood. The exit status is 0
-    if all keys were understood, no precision and no sharding is lost, and the config can run (on --world-size ranks,
-    if given); else 1.
+    Sources: colossal (Colossal-AI's legacy config.py, which is executed), apex (arguments of amp.initialize), sagemaker
+    (parameters of its model parallel library), deepspeed (ds_config.json), accelerate (default_config.yaml, or the
+    arguments of Accelerator).
+
+    The exit status is 0 if all keys were understood, no precision and no sharding was lost, and the config can run (on
+    the number of ranks that you give); else 1.
     """
+    from ..config.text import as_json as plain
     from ..config.text import as_python
     from ..migration.table import convert
     from ..migration.tables import ORIGINS
@@ -67,16 +84,22 @@ def convert_config(
         *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
         *(f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()),
     ]
+    right = not findings and not any(outcome.kind in ("lost", "not understood") for outcome in outcomes.values())
+    if as_json:
+        keys = [{"key": key, "value": values[key]} | asdict(outcome) for key, outcome in outcomes.items()]
+        answer = {"ok": right, "library": table.title, "config": settings, "problems": findings, "check": looks}
+        print(json.dumps(plain(answer | {"keys": keys}), indent=2))
+        raise typer.Exit(0 if right else 1)
     where = "" if world_size is None else f" on {counted(world_size, 'rank')}"
-    lines = [f"cannot run{where}: {finding}" for finding in findings] + list(_describe(values, outcomes, looks))
-    print("\n".join(lines), file=sys.stderr)
+    lines = [f"cannot run{where}: {finding}" for finding in findings]
+    lines += _describe(values, outcomes, looks, verbose)
     title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"
     for line in (f"Made by halfmesh convert-config from {title} ({table.title}).", *lines):
         print("\n".join(f"# {part}" for part in textwrap.wrap(line, 100, subsequent_indent="  ")))
     print()
     for key, value in settings.items():
         print(f"{key} = {as_python(value)}")
-    right = not findings and all(outcome.kind in ("converted", "without") for outcome in outcomes.values())
+    print(f"{_count(outcomes)}; {_hint(where, findings, lines, verbose)}", file=sys.stderr)
     raise typer.Exit(0 if right else 1)
 
 
@@ -136,21 +159,43 @@ def _literal(text: str) -> Any:
     return text
 
 
-def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str]) -> Iterator[str]:
-    """The lost keys, the points to check, and the three lists."""
+def _describe(
+    values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: Sequence[str], verbose: bool
+) -> Iterator[str]:
+    """What needs action, by kind; then, if `verbose`, the other keys."""
 
-    rows: dict[str, list[str]] = {"lost": [], "converted": [], "without": [], "not understood": []}
-    for key, outcome in outcomes.items():
+    def line(key: str) -> str:
+        outcome = outcomes[key]
         ours = ", ".join(f"{name} = {show(value, 80)}" for name, value in outcome.settings.items())
-        said = f"{ours} (look: {outcome.note})" if ours and outcome.note else ours or outcome.note
+        said = f"{ours} (check: {outcome.note})" if ours and outcome.note else ours or outcome.note
         sign = " ->" if outcome.kind == "converted" else ":"
-        rows[outcome.kind].append(f"{key} = {show(values[key], 80)}{sign} {said}")
-    yield from (f"lost: {row}" for row in rows.pop("lost"))
-    yield from (f"look: {look}" for look in looks)
-    for kind, listed in rows.items():
-        if listed:
-            yield f"{kind.replace('without', 'without equivalent')}: {len(listed)}"
-        yield from (f"  {row}" for row in listed)
+        return f"{key} = {show(values[key], 80)}{sign} {said}"
+
+    for kind, title in _TITLES.items():
+        yield from (f"{title}: {line(key)}" for key, outcome in outcomes.items() if outcome.kind == kind)
+    yield from (f"check: {look}" for look in looks)
+    for outcome in outcomes.values():
+        if outcome.kind == "converted" and outcome.settings and outcome.note and not verbose:
+            yield f"check: {', '.join(outcome.settings)}: {outcome.note}"
+    for kind, title in {"converted": "converted", "without": "without equivalent"}.items() if verbose else ():
+        if listed := [key for key, outcome in outcomes.items() if outcome.kind == kind]:
+            yield f"{title}: {len(listed)}"
+            yield from (f"  {line(key)}" for key in listed)
+
+
+def _count(outcomes: Mapping[str, Outcome]) -> str:
+    """How many keys have each outcome."""
+    numbers = Counter(outcome.kind for outcome in outcomes.values())
+    titles = {"converted": "converted", **_TITLES, "without": "without equivalent"}
+    parts = [f"{numbers[kind]} {title.replace('do by', 'to do by')}" for kind, title in titles.items() if numbers[kind]]
+    return f"{counted(len(outcomes), 'key')}: {', '.join(parts) or 'none'}"
+
+
+def _hint(where: str, findings: Sequence[str], lines: Sequence[str], verbose: bool) -> str:
+    """The end of the summary: where to read more."""
+    runs = f"the config cannot run{where}; " if findings else ""
+    todo = "the comments above the config say what to do" if lines else "nothing to do"
+    return f"{runs}{todo}" + ("" if verbose else " (--verbose lists all keys)")
 
 
 def _find_problems(config: Config, world_size: int | None, device: str) -> list[str]:

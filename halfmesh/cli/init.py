@@ -1,4 +1,4 @@
-"""`halfmesh init`: a few questions, and a config that can run."""
+"""`halfmesh init`: asks a few questions and writes a config that can run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from .check import Force, say, usage_errors
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 LAYOUTS = {
     "replicate": "each rank holds the whole model",
-    "zero1": "the optimizer's state is sharded",
-    "fsdp": "weights, gradients and the optimizer's state are sharded",
-    "tensor": "each layer is split; within a node",
-    "pipeline": "the layers are split into stages",
+    "zero1": "shards the optimizer's state",
+    "fsdp": "shards weights, gradients and the optimizer's state",
+    "tensor": "splits each layer, over ranks of one node",
+    "pipeline": "splits the layers into stages",
 }
 
 
 def init(
-    out: Annotated[Path, typer.Argument(help="The .py file to write.")] = Path("config.py"), force: Force = False
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The .py file to write.")] = Path("config.py"),
+    force: Force = False,
 ) -> None:
-    """Ask a few questions, and write a config.
+    """Ask a few questions and write a config.
 
-    Enter takes the answer in brackets. The config is checked before it is written.
+    Press Enter to take the answer in brackets. halfmesh checks the config before it writes it.
     """
     from ..compat import check, raise_for
     from ..config.load import load_config
@@ -34,14 +35,14 @@ def init(
 
     with usage_errors():
         reject_target("OUT", out, ".py", force)
-        ranks = IntPrompt.ask("How many GPUs, or processes, in all", default=1)
+        ranks = IntPrompt.ask("Number of GPUs, or processes, in total", default=1)
         keys = _ask_precision() | (_ask_layout(ranks) if ranks > 1 else {}) | _ask_update()
         text = _render(keys, out.name, ranks)
         raise_for(check(load_config(keys), ranks), "these answers")
         out.write_text(text, encoding="utf-8")
     say(f"{out}: written, for {counted(ranks, 'rank')}. Next:", "green")
-    say(f"  halfmesh check {out} --world-size {ranks} --model package.module:build   # with your model, without a GPU")
-    say(f"  halfmesh verify {out} --world-size {ranks} --model package.module:build  # equal to one process?")
+    say(f"  halfmesh check {out} --world-size {ranks} --model package.module:build   # what does your model need?")
+    say(f"  halfmesh verify {out} --world-size {ranks} --model package.module:build  # does it equal one process?")
 
 
 def _ask_precision() -> dict[str, Any]:
@@ -50,7 +51,8 @@ def _ask_precision() -> dict[str, Any]:
         return {}
     mode = "torch"
     if precision != "fp8":
-        say("  torch: autocast, weights in fp32.  naive: weights in half precision, with fp32 masters; faster.")
+        say("  torch  autocast, weights in fp32")
+        say("  naive  weights in half precision, with fp32 master weights; faster")
         mode = Prompt.ask("Mode", choices=["torch", "naive"], default="torch")
     return {precision: {"mode": mode}}
 
@@ -67,9 +69,9 @@ def _ask_layout(ranks: int) -> dict[str, Any]:
 
 
 def _ask_update() -> dict[str, Any]:
-    cycle = IntPrompt.ask("Batches of each rank in an update", default=1)
-    norm = FloatPrompt.ask("Clip the gradient norm at, or 0", default=1.0)
-    folder = Prompt.ask("Folder for checkpoints, or none", default="checkpoints")
+    cycle = IntPrompt.ask("Batches per rank and update (gradient accumulation)", default=1)
+    norm = FloatPrompt.ask("Clip the gradient norm at (0: off)", default=1.0)
+    folder = Prompt.ask("Folder for checkpoints (none: off)", default="checkpoints")
     keys: dict[str, Any] = {} if cycle == 1 else {"gradient_accumulation": cycle}
     keys |= {"clip_grad_norm": norm} if norm else {}
     return keys | ({"checkpoint": {"directory": folder, "every": 1000}, "resume": "auto"} if folder != "none" else {})
@@ -80,10 +82,10 @@ def _render(keys: dict[str, Any], name: str, ranks: int) -> str:
 
     start = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {min(ranks, 8)}"
     about = {
-        "parallel": "  # ranks that are left over are data ranks",
+        "parallel": "  # the remaining ranks are data-parallel ranks",
         "gradient_accumulation": "  # batches per update",
         "checkpoint": "  # saved every 1000 updates, and when a signal ends the run",
     }
     lines = [f"{key} = {as_python(value)}{about.get(key, '')}" for key, value in keys.items()]
-    head = f'"""{start} train.py, where halfmesh.initialize(..., config="{name}") reads this."""'
+    head = f'"""For `{start} train.py`, which calls halfmesh.initialize(..., config="{name}")."""'
     return "\n".join([head, "", *lines]) + "\n"

@@ -1,4 +1,4 @@
-"""`halfmesh run` and `halfmesh verify`: they start ranks, to train and to prove that a layout trains as one process."""
+"""`halfmesh run` and `halfmesh verify`: they start ranks, to train, or to prove that a layout equals one process."""
 
 from __future__ import annotations
 
@@ -14,30 +14,39 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import HalfmeshError, bullet_list, counted
-from .check import AsJson, Overrides, load, say, usage_errors
+from .check import DEVICES, MODEL, AsJson, Overrides, load, say, usage_errors
 
 
 def run(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="The training script; what follows is passed on to it.")],
-    nproc: Annotated[int, typer.Option(min=1, help="Processes on this node.")] = 1,
-    nnodes: Annotated[int, typer.Option(min=1, help="Number of nodes, each with as many processes.")] = 1,
-    rdzv_endpoint: Annotated[str | None, typer.Option(help="With --nnodes: host:port of one, the same on all.")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart all ranks after a failure.")] = 0,
-    device: Annotated[str | None, typer.Option(help="Kind of device to check for: cuda or cpu.")] = None,
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="The training script. Everything after it is passed on.")
+    ],
+    nproc: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this node.")] = 1,
+    nnodes: Annotated[int, typer.Option(metavar="N", min=1, help="Nodes, each with the same number of processes.")] = 1,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="One of the nodes, the same on all. Required if there are several."),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How often to restart all ranks after a failure.")
+    ] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="Kind of device to check for. The default is cuda if there is a GPU.", **DEVICES)
+    ] = None,
 ) -> None:
     """Check a config, then start a script as torchrun does.
 
-    Reads the --config and --set that follow the script. If the config cannot run on that many ranks, the reasons are
-    printed, nothing is started, and the exit status is 1.
+    Reads the --config and --set that follow the script. If the config cannot run on this number of ranks, prints the
+    reasons, starts nothing and exits with status 1.
     """
     if not script.is_file():
-        raise typer.BadParameter(f"{script}: there is no such file")
+        raise typer.BadParameter(f"cannot read {script}: there is no such file")
     if nnodes > 1 and rdzv_endpoint is None:
         raise typer.BadParameter("--nnodes needs --rdzv-endpoint host:port, the same on all nodes")
     config, overrides = read_options(context.args)
     if config is None:
-        print(f"halfmesh run: no --config after {script}, so no config is checked", file=sys.stderr)
+        print(f"halfmesh run: no --config after {script}: nothing to check before the start", file=sys.stderr)
     elif problems := find_problems(Path(config), nproc * nnodes, device, overrides):
         title = f"{config}: cannot run on {counted(nproc * nnodes, 'rank')}"
         print(bullet_list(title, problems), file=sys.stderr)
@@ -49,9 +58,9 @@ def run(
 
 
 def torchrun(arguments: list[str]) -> int:
-    """Do what torchrun does with `arguments`. Returns the exit status: 128 and the signal's number, if one ended it.
+    """Do what torchrun does with `arguments`. Returns the exit status: 128 plus the signal's number, if one ended it.
 
-    It raises what it has to say, and a traceback of its own code would only bury that.
+    Its errors become one line: a traceback of torchrun's code would only bury them.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -91,40 +100,58 @@ def find_problems(config: Path, world_size: int, device: str | None, overrides: 
 
 
 def verify(
-    config: Annotated[Path | None, typer.Argument(help="The config; without one, this machine is verified.")] = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="What a --script is given.")] = None,
-    model: Annotated[str | None, typer.Option(help="package.module:build, timm:NAME or hf:config.json.")] = None,
-    script: Annotated[Path | None, typer.Option(help="A training script, which is run as it is.")] = None,
-    world_size: Annotated[int | None, typer.Option(help="The number of ranks of the layout.")] = None,
-    updates: Annotated[int, typer.Option(min=1, help="How many are compared.")] = 2,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="The config of the layout. Without it, verifies this machine."),
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help=f"{MODEL}.")] = None,
+    script: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Run this training script unchanged, in place of a model.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(metavar="N", help="Number of ranks of the layout.")] = None,
+    updates: Annotated[int, typer.Option(metavar="N", min=1, help="How many updates to compare.")] = 2,
     overrides: Overrides = None,
-    optimizer: Annotated[str | None, typer.Option(help="package.module:function; else SGD with momentum.")] = None,
-    accumulated: Annotated[bool, typer.Option("--accumulated", help="Beside a process that accumulates.")] = False,
-    shrink: Annotated[bool | None, typer.Option(help="At most 2 ranks on each axis; by default on the CPU.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; without a config, cuda if there is one.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each run may take.")] = 600,
-    quick: Annotated[bool, typer.Option("--quick", help="Without a config: in a minute.")] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FUNCTION", help="package.module:function, called with the parameters. Default: SGD with momentum."
+        ),
+    ] = None,
+    accumulated: Annotated[
+        bool, typer.Option("--accumulated", help="Compare with one process that accumulates the ranks' batches.")
+    ] = False,
+    shrink: Annotated[
+        bool | None, typer.Option(help="Run at most 2 ranks on each axis. The default on the CPU.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Default: cpu; without a config, cuda if there is a GPU.", **DEVICES)
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Time that each run may take.")] = 600,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Verify fewer layouts of this machine, in about a minute.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a layout computes the same as one process.
 
-    Trains the model for a few updates in one process, and in the layout on ranks of this machine, and compares what
-    each module and each update computes. Says where it differs first. The exit status is 0 if all is equal, 1 if
+    Trains the model for a few updates in one process, and in the layout on ranks of this machine. Compares what each
+    module and each update computes, and names the first difference. The exit status is 0 if everything is equal; 1 if
     something differs or is rejected.
 
-    build() returns (model, inputs); or (model, (inputs, targets), criterion); a list instead of the second is of
-    batches. With --script a training script replaces the model. Without a config, small models are trained in the modes
-    and layouts that this machine can run.
+    build() returns (model, inputs); or (model, (inputs, targets), criterion). The second element may be a list of
+    batches. Give --script to run a training script in place of the model. Without a config, trains small models in the
+    modes and layouts that this machine can run.
     """
     given = (model, script, world_size, overrides, optimizer, accumulated)
     mistakes = {
-        "without a config this machine is verified: only --device, --quick and --json fit": config is None
+        "without a config, halfmesh verifies this machine: give only --device, --quick or --json": config is None
         and (any(given) or shrink is not None),
-        "give --model or --script: what is trained": config is not None and (model is None) == (script is None),
+        "give either --model or --script: what to train": config is not None and (model is None) == (script is None),
         "give --world-size: the number of ranks of the layout": config is not None and world_size is None,
-        "--quick is for this machine, without a config": config is not None and quick,
+        "--quick works only without a config": config is not None and quick,
         f"{' '.join(args or ())}: only a --script takes arguments": script is None and args,
-        "--optimizer is for --model; a script makes its own": script is not None and optimizer,
+        "--optimizer works only with --model; a script builds its own": script is not None and optimizer,
         f"--device {device}: use cpu or cuda": device not in (None, "cpu", "cuda"),
     }
     for why, is_there in mistakes.items():

@@ -118,14 +118,14 @@ def _collect(config: Config, world_size: int, results: Iterator[Figures | list[s
             run.ranks[rank] = extrapolate([one for one in found if isinstance(one, Figures)], counts, wanted)
     run.problems = list(dict.fromkeys(run.problems))
     if config.compile.enabled:
-        run.notes.append("compile is left out: compiled code needs less memory than counted here")
+        run.notes.append("the simulation does not compile; compiled code needs less memory than counted here")
     data = config.parallel.data
     if DATA_STRATEGIES.get(data.strategy).steps_on_host(data) or config.activation_offload:
-        run.notes.append("offloading is left out: offloaded tensors are counted as if they were on the device")
+        run.notes.append("the simulation counts offloaded tensors as if they were on the device")
     if not run.problems and not run.rows:
         run.notes.append(
             "the model's inputs are not known, so activations, communication and the peak are missing: give "
-            "--batch, or let build return (model, inputs)"
+            "--batch, or return (model, inputs) from build()"
         )
     return run
 
@@ -188,7 +188,7 @@ def _problems_of(error: Exception) -> list[str]:
     if isinstance(error, HalfmeshError):
         return str(error).splitlines()
     reason = " ".join(str(error).splitlines()[:1])
-    return [f"the dry run failed with {type(error).__name__}: {reason}; a real run may still work"]
+    return [f"the simulation failed with {type(error).__name__}: {reason}; a real run may still work"]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from ..utils.torch_private import BATCH_NORMS
 from .dry_run import Map, dry_runs, find_plan_problems
 from .model_spec import build_model
 from .rungs import (
+    UNCHANGED,
     Candidate,
     Changes,
     PlanRequest,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _REASON = 200
 """Characters of a note: a reason may list all modules of a model."""
+_SIMULATIONS = 2
+"""Of most layouts: without and with recomputation."""
 
 
 @dataclass
@@ -52,12 +55,16 @@ class Ladder:
     notes: list[str] = field(default_factory=list)
 
 
-def search_layouts(asked: PlanRequest, over: Map, say: Callable[[str], None]) -> Ladder:
+Say = Callable[[str, int | None], None]
+"""Called before each simulation with its changes, and about how many simulations it takes to try all layouts (None: not
+known)."""
+
+
+def search_layouts(asked: PlanRequest, over: Map, say: Say) -> Ladder:
     """Try changes from the simplest on, up to the first that fits.
 
     Args:
         over: see `workers`.
-        say: called with a text about each simulation.
 
     Raises:
         InputError: the model's inputs are not known.
@@ -68,7 +75,7 @@ def search_layouts(asked: PlanRequest, over: Map, say: Callable[[str], None]) ->
     if not first.run.rows:
         raise InputError(
             f"--model {asked.model}: the model's inputs are not known, so no update can be simulated: give --batch, or "
-            "let build return (model, inputs)"
+            "return (model, inputs) from build()"
         )
     update = describe_update(asked.config, asked.world_size, first.run.rows)
     first = replace(first, rows=first.run.rows, passes=update.cycle * first.run.rows // update.at_once)
@@ -77,11 +84,13 @@ def search_layouts(asked: PlanRequest, over: Map, say: Callable[[str], None]) ->
     return _Search(asked, over, say, first, update).run()
 
 
-def _simulate(asked: PlanRequest, over: Map, say: Callable[[str], None], rungs: Sequence[Candidate]) -> list[Candidate]:
+def _simulate(
+    asked: PlanRequest, over: Map, say: Say, rungs: Sequence[Candidate], about: int | None = None
+) -> list[Candidate]:
     """`rungs` with their dry runs, or the reasons why there are none."""
     wanted = [rung for rung in rungs if not rung.rejected]
     for rung in wanted:
-        say(f"simulating {' '.join(rung.changes) or 'the config as it is'}")
+        say(" ".join(rung.changes) or UNCHANGED, about)
     configs = [(rung.config, rung.rows) for rung in wanted]
     found = iter(dry_runs(over, configs, asked.world_size, asked.model, asked.batch, asked.room))
     return [
@@ -93,12 +102,11 @@ def _simulate(asked: PlanRequest, over: Map, say: Callable[[str], None], rungs: 
 class _Search:
     """Tries layouts in order, in each of them batches and recomputation."""
 
-    def __init__(
-        self, asked: PlanRequest, over: Map, say: Callable[[str], None], first: Candidate, update: Update
-    ) -> None:
+    def __init__(self, asked: PlanRequest, over: Map, say: Say, first: Candidate, update: Update) -> None:
         self._asked, self._over, self._say, self._update = asked, over, say, update
         self._tried: dict[tuple[Changes, str, int], Candidate] = {((), "", update.at_once): first}
         self._notes: list[str] = []
+        self._about: int | None = None
         self._splits_batches = True
         self._kinds = ["", *recomputations(asked.config)]
         self._least: dict[str, tuple[int, int, int]] = {}
@@ -109,10 +117,10 @@ class _Search:
         """Try all layouts."""
         rejected = self._find_rejected()
         before = () if self._asked.config.precision else ("bf16.mode=torch",)
-        layouts: list[Changes] = [()]
+        layouts = [(), *make_layouts(self._asked, before, lambda change: change not in rejected)]
         chosen = None
-        for changes in make_layouts(self._asked, before, lambda change: change not in rejected):
-            layouts.append(changes)
+        for number, changes in enumerate(layouts[1:], 1):
+            self._about = len(self._tried) + _SIMULATIONS * (len(layouts) - number)
             chosen = None if self._is_hopeless(changes) else self._try_layout(changes)
             if chosen is not None:
                 break
@@ -178,7 +186,7 @@ class _Search:
     def _try(self, *wanted: tuple[Changes, str, int]) -> list[Candidate]:
         new = [key for key in dict.fromkeys(wanted) if key not in self._tried]
         rungs = [make_rung(self._asked, self._update, *key) for key in new]
-        self._tried |= zip(new, _simulate(self._asked, self._over, self._say, rungs), strict=True)
+        self._tried |= zip(new, _simulate(self._asked, self._over, self._say, rungs, self._about), strict=True)
         return [self._tried[key] for key in wanted]
 
     def _sizes(self, changes: Changes) -> list[int]:

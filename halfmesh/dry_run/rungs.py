@@ -27,11 +27,19 @@ RECOMPUTE = ("selective", "full")
 
 Changes = tuple[str, ...]
 """KEY=VALUE each, as `--set` takes them."""
+UNCHANGED = "the config as it is"
+"""The name of no changes."""
+
+
+def both_units(size: int) -> str:
+    """The memory of a device in words; with the decimal unit, too, if it was given in one: "74.5 GiB (80 GB)"."""
+    decimal = f"{size / 1e9:g} GB" if size >= 1e9 else f"{size / 1e6:g} MB"
+    return readable(size) + (f" ({decimal})" if size % 10**6 == 0 and size % 2**20 else "")
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A config, and the devices that it has to fit into.
+    """A config, and the devices that it must fit into.
 
     Attributes:
         world_size: ranks, one device each.
@@ -41,7 +49,7 @@ class PlanRequest:
         device: cuda or cpu.
 
     Raises:
-        IncompatibleConfigError: the config cannot run on so many ranks; the message has all reasons.
+        IncompatibleConfigError: the config cannot run on this number of ranks; the message has all reasons.
     """
 
     config: Config
@@ -54,7 +62,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         findings = check(self.config, self.world_size, self.device)
-        raise_for(findings, f"the config on {counted(self.world_size, 'rank')}, whatever the memory")
+        raise_for(findings, f"the config on {counted(self.world_size, 'rank')}, regardless of memory")
 
     @property
     def room(self) -> int:
@@ -236,9 +244,9 @@ def config_text(rung: Candidate, asked: PlanRequest, update: Update) -> str:
     """The config of `rung` as a .py file, with comments on its purpose and its memory."""
     ranks = counted(asked.world_size, "rank")
     lines = [
-        f"# Made by halfmesh plan for {asked.model} on {ranks} of {readable(asked.limit)}, AdamW.",
-        f"# Give each data rank's loader a batch size of {rung.rows}; an update takes {update.rows} rows in all.",
-        f"# In a dry run a rank needed {readable(rung.needs)}.",
+        f"# Made by halfmesh plan for {asked.model} on {ranks} of {both_units(asked.limit)}, AdamW.",
+        f"# Give each data rank's DataLoader batch_size={rung.rows}. An update takes {update.rows} rows in total.",
+        f"# In the simulation, a rank needed {readable(rung.needs)}.",
         "",
         *(f"{key} = {as_python(value)}" for key, value in rung.config.to_dict().items()),
     ]
@@ -255,5 +263,5 @@ def write(path: Path, text: str, config: Config) -> None:
     if load_config(path) != config:
         raise InputError(
             f"--out {path}: the file does not load as the chosen config, because one of your constants has no literal "
-            "form; add the changed keys to your own file instead"
+            "form; add the changed keys to your own config instead"
         )

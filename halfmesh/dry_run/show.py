@@ -17,7 +17,7 @@ from ..parallel.registries import AXES, DATA_STRATEGIES
 from ..report import mesh_picture
 from .dry_run import DryRun
 from .model_spec import build_model
-from .rungs import ROOM, Candidate, PlanRequest, Update, config_text
+from .rungs import ROOM, UNCHANGED, Candidate, PlanRequest, Update, both_units
 from .simulate_rank import CATEGORIES
 from .tracker import Tracker, dry_run_mode
 
@@ -26,9 +26,13 @@ if TYPE_CHECKING:
     from .ladder import Ladder
 
 _MOST_NOTES = 8
+NOTHING_FITS = (
+    "nothing fits. Use more ranks, devices with more memory, or shorter inputs. halfmesh plan does not try offloading "
+    "(activation_offload, parallel.data.cpu_offload), because a simulation cannot tell host memory from device memory"
+)
 _RECOMPUTED = {
-    "selective": "backward recomputes all but matrix products, convolutions and attention",
-    "full": "backward runs each block's forward a second time: about a third more work",
+    "selective": "backward recomputes everything except matrix products, convolutions and attention",
+    "full": "backward runs each block's forward again, which is about a third more work",
 }
 
 
@@ -40,11 +44,12 @@ connects only what is used."""
 
 
 def lines(run: DryRun, limit: int | None, device: str = "cuda") -> Iterator[str]:
-    """A table of the ranks, their communication, and the verdict if they fit on a `device` of `limit` bytes."""
+    """A table of the ranks and their communication; and whether they fit on a `device` of `limit` bytes."""
     ranks, stages = run.ranks.values(), run.dims.pp > 1
     names = [f"rank {rank}" + (f", stage {run.stage_of(rank)}" if stages else "") for rank in run.ranks]
     how = "" if run.extrapolated is None else "; extrapolated from {} and {} microbatches".format(*run.extrapolated)
-    yield f"  one update with AdamW, on tensors without memory{how}"
+    batch = f", batches of {counted(run.rows, 'row')} per data rank" if run.rows else ""
+    yield f"  one update with AdamW{batch}, on tensors without memory{how}"
     table = [["bytes, each part at its largest", *names]]
     table += [[category, *(_size(figures.bytes.get(category)) for figures in ranks)] for category in CATEGORIES]
     table.append(["between two updates", *(_size(figures.kept) for figures in ranks)])
@@ -61,12 +66,12 @@ def lines(run: DryRun, limit: int | None, device: str = "cuda") -> Iterator[str]
     yield from (f"  note: {note}" for note in (*run.notes, *communicator_notes(run, device)))
     if limit is not None:
         rank, figures = run.largest
-        of = f"rank {rank} needs {readable(figures.needed)} of {readable(limit)}"
+        of = f"rank {rank} needs {readable(figures.needed)} of {both_units(limit)}"
         if fits(run, limit):
-            yield f"  fits: {of}, besides what the device and its allocator need for themselves"
+            yield f"  fits: {of}, plus what the device and its allocator need"
         else:
             over = readable(figures.needed - limit)
-            yield f"  does not fit: {of}, {over} too much; halfmesh plan finds the simplest change that does"
+            yield f"  does not fit: {of}, {over} too much. halfmesh plan finds the simplest change that fits"
 
 
 def communicator_notes(run: DryRun, device: str) -> Iterator[str]:
@@ -77,7 +82,7 @@ def communicator_notes(run: DryRun, device: str) -> Iterator[str]:
     if most:
         names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(most).items())
         least, largest = (readable(len(most) * size) for size in COMMUNICATOR_BYTES)
-        yield f"NCCL has {counted(len(most), 'communicator')} ({names}), whose buffers take {least} to {largest} more"
+        yield f"NCCL's buffers take another {least} to {largest}, for {counted(len(most), 'communicator')} ({names})"
 
 
 def _size(size: int | None) -> str:
@@ -88,6 +93,7 @@ def as_json(run: DryRun, limit: int | None) -> dict[str, Any]:
     """The dry run as a dict."""
     return {
         "ranks": [{"rank": rank, "stage": run.stage_of(rank), **asdict(found)} for rank, found in run.ranks.items()],
+        "batch_rows": run.rows or None,
         "bubble": run.bubble,
         "microbatches_run": run.extrapolated,
         "notes": run.notes,
@@ -137,43 +143,40 @@ def _held_modules(config: Config, reference: str, batch: tuple[str, ...]) -> lis
 
 
 def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
-    """The rungs, the reason why each does not fit, and the cost of the one that fits."""
+    """The options, the reason why each does not fit, and the cost of the one that fits."""
     if ladder.update is None:
         yield f"{asked.model} cannot be simulated with the config as it is:"
         yield from (f"  {problem}" for problem in ladder.rungs[0].rejected.splitlines())
         return
     yield (
-        f"{counted(asked.world_size, 'rank')}, {ladder.update.rows} rows in an update; a rank may use "
-        f"{readable(asked.room)} of {readable(asked.limit)}: a tenth is left to CUDA, NCCL and the allocator"
+        f"{counted(asked.world_size, 'rank')}, batches of {counted(ladder.rungs[0].rows or 0, 'row')} per data rank, "
+        f"{ladder.update.rows} rows in an update"
+    )
+    yield (
+        f"a rank may use {readable(asked.room)} of {both_units(asked.limit)}: {1 - ROOM:.0%} is reserved for CUDA, "
+        "NCCL and the allocator"
     )
     for number, rung in enumerate(ladder.rungs, 1):
-        yield f"{number}. {' '.join(rung.changes) or 'the config as it is'}"
-        yield f"     {_verdict(rung, asked)}"
+        yield f"{number}. {' '.join(rung.changes) or UNCHANGED}"
+        yield f"     {_outcome(rung, asked)}"
     yield from (f"note: {note}" for note in ladder.notes[:_MOST_NOTES])
     if len(ladder.notes) > _MOST_NOTES:
-        yield f"note: {len(ladder.notes) - _MOST_NOTES} more are left out; --json has all"
+        yield f"note: {len(ladder.notes) - _MOST_NOTES} more notes; --json has all"
     chosen = ladder.chosen
     if chosen is None or chosen.run is None:
-        yield (
-            "nothing fits. Use more ranks, devices with more memory, or shorter inputs. Offloading "
-            "(activation_offload, parallel.data.cpu_offload) is not tried, because a dry run cannot tell host from "
-            "device memory"
-        )
         return
     yield from (f"note: {note}" for note in (*chosen.run.notes, *communicator_notes(chosen.run, asked.device)))
     yield "cost:"
     yield from (f"  {cost}" for cost in costs(chosen, ladder.update))
     yield from (f"advice: {finding}" for finding in find_advice(Setup.of(chosen.config, asked.world_size)))
-    yield ""
-    yield from config_text(chosen, asked, ladder.update).splitlines()
 
 
-def _verdict(rung: Candidate, asked: PlanRequest) -> str:
+def _outcome(rung: Candidate, asked: PlanRequest) -> str:
     if rung.rejected or rung.run is None:
         return f"cannot run: {'; '.join(rung.rejected.splitlines())}"
     rank, figures = rung.run.largest
     largest = sorted(figures.bytes.items(), key=lambda item: -item[1])[:2]
-    most = "; most of it " + ", ".join(f"{name} {readable(size)}" for name, size in largest)
+    most = "; the largest parts are " + ", ".join(f"{name} {readable(size)}" for name, size in largest)
     if rung.needs <= asked.room:
         return f"fits: rank {rank} needs {readable(rung.needs)}{most}"
     if figures.peak is None:
@@ -181,12 +184,12 @@ def _verdict(rung: Candidate, asked: PlanRequest) -> str:
         return f"does not fit: rank {rank} {kept}{most}"
     state = ""
     if rung.state > asked.room:
-        state = f" ({readable(rung.state)} of it depends neither on the batch nor on recomputation)"
+        state = f" ({readable(rung.state)} of it does not depend on the batch or on recomputation)"
     return f"does not fit: rank {rank} needs {readable(rung.needs)}{state}{most}"
 
 
 def costs(rung: Candidate, update: Update) -> Iterator[str]:
-    """The costs of a rung: communication, waiting and recomputation."""
+    """The costs of an option: communication, waiting and recomputation."""
     config, run = rung.config, rung.run
     assert run is not None
     used = {AXES.get(name).dim: (f"parallel.{name}", AXES.get(name).cost) for name in config.parallel.sizes}
@@ -201,14 +204,14 @@ def costs(rung: Candidate, update: Update) -> Iterator[str]:
             key, cost = used[axis]
             yield f"{key}: a rank sends {readable(size)} in {counted(messages, 'message')} per update; {cost}"
     if not sent:
-        yield "nothing is sent between ranks"
+        yield "ranks send nothing to each other"
     if run.bubble:
-        yield f"bubble: a stage waits {run.bubble:.0%} of a step; more rows per update reduce it"
+        yield f"bubble: a stage waits for {run.bubble:.0%} of a step; more rows per update reduce it"
     if rung.recompute:
         yield f"activation_checkpoint={rung.recompute}: {_RECOMPUTED[rung.recompute]}"
     now, before = update.rows // run.dims.dp // rung.passes, update.at_once
     if now < before:
-        yield f"batches: {counted(now, 'row')} at once through the model instead of {before}: smaller matrix products"
+        yield f"batches: {counted(now, 'row')} at a time through the model, not {before}; matrix products are smaller"
 
 
 def ladder_as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
@@ -219,6 +222,7 @@ def ladder_as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
         "world_size": asked.world_size,
         "limit": asked.limit,
         "room": ROOM,
+        "batch_rows": ladder.rungs[0].rows,
         "rows_per_update": update.rows if update else None,
         "rungs": [_rung_as_json(rung) for rung in ladder.rungs],
         "notes": ladder.notes,

@@ -1,9 +1,9 @@
-"""Converts another engine's config by a table of its keys, with a row for each.
+"""Converts another library's config by a table of its keys, with a row for each.
 
 Keys that share a row are in one string; `*` matches anything, and an exact key takes precedence. A row is
 
 - a halfmesh key, for the same value (a `*` in it is the last part of the other key); or (halfmesh key, what to check);
-- an `Outcome`: to, done, no, lost;
+- an `Outcome`: to, done, no, do, lost;
 - a dict from values (texts in lower case) to rows, "*" for all others;
 - a function of the value, and of all values by key, that returns a row; a ValueError gives the reason why it is wrong.
 """
@@ -23,7 +23,8 @@ Values = Mapping[str, Any]
 class Outcome:
     """The outcome of a key: values by dotted halfmesh key, if there is anything to write; and why, or what to check.
 
-    Kinds: "converted", "without" an equivalent, "lost" (a precision or sharding without one), "not understood".
+    Kinds: "converted"; "without" an equivalent, which nothing follows from; "by hand", what the config cannot say;
+    "lost" (a precision or sharding without an equivalent); "not understood".
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Outcome:
 to = partial(Outcome, "converted")
 done = partial(Outcome, "converted", {})  # nothing has to be written
 no = partial(Outcome, "without", {})
+do = partial(Outcome, "by hand", {})
 lost = partial(Outcome, "lost", {})
 AS_HERE = done("as here")
 
@@ -50,11 +52,11 @@ def matches(name: str, patterns: str) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """An engine whose configs can be converted.
+    """A library whose configs can be converted.
 
     `needs`: keys that count only if another key has a value: (keys, the other, that value, its default). `prefix`: an
     optional prefix of its keys. `always`: settings that follow from missing keys. `look`: what to check.
-    `has_constants`: UPPERCASE keys are the user's own.
+    `has_constants`: UPPERCASE keys belong to the user.
     """
 
     title: str
@@ -92,15 +94,17 @@ def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
     if row is None and origin.has_constants and name.isupper():
         return to({name: value})  # a user's constant stays one
     if row is None and not any(key.startswith(f"{name}.") for key in rows):
-        return Outcome("not understood", {}, f"{origin.title} has no such key that is known{did_you_mean(name, rows)}")
+        return Outcome("not understood", {}, f"not a known key of {origin.title}{did_you_mean(name, rows)}")
     if value is None or value == {}:
-        return done("nothing to write: it is off, or as by default")
+        return done("nothing to write: it is off or the default")
     is_off = value is False or value == "" or (type(value) is int and value <= 1)
-    if is_off and isinstance(row, Outcome) and row.kind == "lost":  # a row that names the value takes precedence
+    if (
+        is_off and isinstance(row, Outcome) and row.kind in ("lost", "by hand")
+    ):  # a row that names the value takes precedence
         return done("off")
     for keys, other, wanted, default in origin.needs:
         if name != other and matches(name, keys) and (given := values.get(other, default)) != wanted:
-            return no(f"it counts only beside {other} = {wanted!r}, which is {given!r}")
+            return no(f"it has no effect: it needs {other} = {wanted!r}, which is {given!r}")
     try:
         return _follow(row, name, value, values)
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -117,7 +121,7 @@ def _follow(row: Any, name: str, value: Any, values: Values) -> Outcome:
             raise ValueError(f"{show(value)} is not one of {', '.join(map(repr, row))}")
         return _follow(row.get(given, row.get("*")), name, value, values)
     if value == "auto":
-        raise ValueError("'auto' is filled in from elsewhere when a run starts; write its value")
+        raise ValueError("'auto' is resolved only when a run starts; write the value")
     if isinstance(row, str | tuple):
         key, look = (row, "") if isinstance(row, str) else row
         return to({key.replace("*", name.rpartition(".")[2]): value}, look)

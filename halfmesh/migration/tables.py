@@ -1,4 +1,4 @@
-"""The keys of other engines: a table for each."""
+"""The keys of other libraries: a table for each."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..errors import page
-from .table import AS_HERE, Origin, Values, done, lost, no, on, to
+from .table import AS_HERE, Origin, Values, do, done, lost, no, on, to
 
 STAGES, MICROBATCHES, TENSOR = "parallel.pipeline.size", "parallel.pipeline.microbatches", "parallel.tensor.size"
 _SHARDING_PAGE = page("Sharding: zero1 and fsdp")
-CONTEXT = "parallel.context.size", f"give engine(...) whole sequences, see {page('Context parallelism')}"
+CONTEXT = "parallel.context.size", f"pass whole sequences to engine(...); see {page('Context parallelism')}"
 CLIPPED = {"clip_grad_norm": 1.0}  # DeepSpeed's default of gradient_clipping since 0.19
 ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
-ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 does not shard gradients: the same numbers"), 3: to(FSDP)}
-_OFFLOADED = to({"parallel.data.cpu_offload": True}, "parameters, gradients and optimizer state wait in host memory")
-OFFLOAD = {False: AS_HERE, "none": AS_HERE, True: _OFFLOADED, "cpu": _OFFLOADED, "nvme": no("nothing is put on disks")}
+ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 computes the same, but does not shard gradients"), 3: to(FSDP)}
+_OFFLOADED = to(
+    {"parallel.data.cpu_offload": True}, "it keeps parameters, gradients and optimizer state in host memory"
+)
+_TO_DISK = do("halfmesh cannot offload to disk; parallel.data.cpu_offload=True uses host memory")
+OFFLOAD = {False: AS_HERE, "none": AS_HERE, True: _OFFLOADED, "cpu": _OFFLOADED, "nvme": _TO_DISK}
 _OFF = {"no": AS_HERE, False: AS_HERE}  # YAML reads a plain no as False
 _KEPT = FSDP | {"parallel.data.reshard_after_forward": False}
-_HYBRID = "on several machines set parallel.data.hybrid to the ranks of one"
+_HYBRID = "on several nodes, set parallel.data.hybrid to the number of ranks of one node"
 _SHARDING = {
     **dict.fromkeys(("full_shard", 1, True), to(FSDP)),
     **dict.fromkeys(("shard_grad_op", 2, False), to(_KEPT)),
-    **dict.fromkeys(("no_shard", 3), no("for whole copies write parallel.data = 'replicate'")),
+    **dict.fromkeys(("no_shard", 3), do("to keep a whole copy on each rank, write parallel.data = 'replicate'")),
     **dict.fromkeys(("hybrid_shard", 4), to(FSDP, _HYBRID)),
     **dict.fromkeys(("hybrid_shard_zero2", 5), to(_KEPT, _HYBRID)),
 }
@@ -30,7 +33,7 @@ _SHARDING = {
 
 def _half(value: str, values: Values) -> object:
     kind, key = values.get("distributed_type"), value.lower()
-    look = "'naive' gathers weights in half precision, as FSDP's MixedPrecision; 'torch' in fp32"
+    look = "'torch' gathers weights in fp32; 'naive' in half precision, as FSDP's MixedPrecision does"
     return to({f"{key}.mode": "naive" if kind == "DEEPSPEED" else "torch"}, look if kind == "FSDP" else "")
 
 
@@ -47,33 +50,37 @@ ACCELERATE = Origin(
             **_OFF,
             "fp16": _half,
             "bf16": _half,
-            "fp8": lost("nearest is fp8 = dict(mode='torch'), by torchao"),
+            "fp8": lost("the nearest is fp8 = dict(mode='torch'), which uses torchao"),
         },
         "distributed_type": {
             "fsdp": to(FSDP),
-            "megatron_lm": lost("write parallel by hand"),
+            "megatron_lm": lost("write parallel = dict(tensor=..., pipeline=...) yourself"),
             "*": done("see parallel"),
         },
         "debug": on(to({"debug": "sync"})),
-        "use_cpu cpu": on(no("pass initialize(device='cpu'); without a GPU it is the default")),
+        "use_cpu cpu": on(do("pass initialize(device='cpu'); it is the default on a machine without GPUs")),
         "num_* machine_rank main_* rdzv_backend same_network gpu_ids enable_cpu_affinity commands command_file mpirun* "
         "ipex* max_restarts monitor_interval compute_environment *hostfile *launcher": done("torchrun or halfmesh run"),
         "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_reshard_after_forward": _SHARDING,
         "fsdp_config.fsdp_offload_params": OFFLOAD,
         "fsdp_config.fsdp_activation_checkpointing": on(to({"activation_checkpoint.every": 1})),
-        "fsdp_config.*": no(f"FSDP2 around the blocks that repeat; see {_SHARDING_PAGE}"),
+        "fsdp_config.*": no(f"halfmesh shards each repeated block with FSDP2; see {_SHARDING_PAGE}"),
         "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps": "gradient_accumulation",
         "deepspeed_config.gradient_clipping": "clip_grad_norm",
         "deepspeed_config.zero_stage": ZERO,
         "deepspeed_config.offload_*_device": OFFLOAD,
-        "deepspeed_config.deepspeed_config_file": lost("convert it: halfmesh convert-config FILE --from deepspeed"),
+        "deepspeed_config.deepspeed_config_file": lost(
+            "convert that file: halfmesh convert-config FILE --from deepspeed"
+        ),
         "dynamo_config.dynamo_backend dynamo_backend": {**_OFF, "*": to({"compile.enabled": True})},
         "parallelism_config.parallelism_config_tp_size": TENSOR,
         "parallelism_config.parallelism_config_dp_shard_size": {1: AS_HERE, "*": to(FSDP, _HYBRID)},
         "parallelism_config.parallelism_config_cp_size parallelism_config.parallelism_config_sp_size": CONTEXT,
-        "fsdp_plugin deepspeed_plugin* megatron_lm_plugin torch_tp_plugin": lost("write its parallel keys by hand"),
-        "*_config.* log_with device_placement project_* *_plugin kwargs* tpu_* downcast_bf16": no("no such key here"),
-        "split_batches": on(no("the batch size is that of each data rank: divide it by their number")),
+        "fsdp_plugin deepspeed_plugin* megatron_lm_plugin torch_tp_plugin": lost("write its parallel keys yourself"),
+        "*_config.* log_with device_placement project_* *_plugin kwargs* tpu_* downcast_bf16": no(
+            "halfmesh has no such key"
+        ),
+        "split_batches": on(do("give the DataLoader the batch size of one data rank: divide it by their number")),
         "step_scheduler_with_optimizer": {True: AS_HERE, False: to({"lr_interval": "manual"})},
     },
     needs=(
@@ -82,17 +89,19 @@ ACCELERATE = Origin(
         ("deepspeed_config.offload_*_device", "deepspeed_config.zero_stage", 3, 2),
     ),
     always=_clipping,
-    look="accelerator.accumulate and clip_grad_norm_ are in your script: gradient_accumulation, clip_grad_norm here",
+    look="set gradient_accumulation and clip_grad_norm, if your script calls accelerator.accumulate or clip_grad_norm_",
 )
 
 
-_NAIVE = to({"fp16.mode": "naive"}, "the loss scale begins at 2**16, not 2**32, from where 20 updates or so are lost")
-_OWN_LAYERS = "take Colossal-AI's own layers out of the model"
+_NAIVE = to(
+    {"fp16.mode": "naive"}, "the loss scale starts at 2**16; from Colossal-AI's 2**32 about 20 updates are skipped"
+)
+_OWN_LAYERS = "remove Colossal-AI's own layers from the model"
 
 
 def _microbatches(value: int, values: Values) -> object:
     has_stages = max(values.get("parallel.pipeline", 1), values.get("parallel.pipeline.size", 1)) > 1
-    return MICROBATCHES if has_stages else no("without a pipeline it has no effect: see gradient_accumulation")
+    return MICROBATCHES if has_stages else no("it has no effect without a pipeline; see gradient_accumulation")
 
 
 def _zero(values: Values) -> dict[str, str]:
@@ -115,26 +124,34 @@ COLOSSAL = Origin(
             False: lambda value, values: to({"fp16.loss_scale": values.get("fp16.initial_scale")}),
         },
         "fp16.hysterisis": "fp16.hysteresis",
-        "fp16.clip_grad_norm": no("Colossal-AI put the top-level clip_grad_norm in its place; set that one"),
+        "fp16.clip_grad_norm": do("set the top-level clip_grad_norm, which Colossal-AI used instead"),
         "fp16.*": "fp16.*",
-        "parallel.pipeline parallel.pipeline.size": (STAGES, "the loop stays as it is: there is no execute_schedule"),
+        "parallel.pipeline parallel.pipeline.size": (
+            STAGES,
+            "keep your loop as it is; halfmesh has no execute_schedule",
+        ),
         "NUM_MICRO_BATCHES schedule.num_microbatches": _microbatches,
         "parallel.tensor parallel.tensor.size": lambda value, values: (
             CONTEXT if values.get("parallel.tensor.mode") == "sequence" else (TENSOR, _OWN_LAYERS)
         ),
-        "parallel.tensor.mode": {"1d": AS_HERE, "sequence": AS_HERE, "*": no("'1d' here: the same results")},
-        "parallel.sequence.*": lost(f"write parallel = dict(context=...), see {page('Context parallelism')}"),
+        "parallel.tensor.mode": {
+            "1d": AS_HERE,
+            "sequence": AS_HERE,
+            "*": no("halfmesh shards '1d', with the same results"),
+        },
+        "parallel.sequence.*": lost(f"write parallel = dict(context=...); see {page('Context parallelism')}"),
         "parallel.data parallel.data.size": {-1: AS_HERE, "*": "parallel.data.size"},
         "zero.level": ZERO,
-        "zero.model_config.tensor_placement_policy": OFFLOAD | {"cuda": AS_HERE, "auto": no("see cpu_offload")},
-        "zero.optimizer_config.gpu_margin_mem_ratio zero.model_config.*": no("fsdp keeps each block's shards by rows"),
+        "zero.model_config.tensor_placement_policy": OFFLOAD
+        | {"cuda": AS_HERE, "auto": do("see parallel.data.cpu_offload")},
+        "zero.optimizer_config.gpu_margin_mem_ratio zero.model_config.*": no("fsdp shards each block by rows"),
         "zero.optimizer_config.*": "fp16.*",
         "gradient_accumulation clip_grad_norm": "*",
-        "gradient_handler torch_ddp.* fp16.?p_process_group TENSOR_SHAPE": no("it is automatic: remove it"),
-        "seed": ("seed", "Colossal-AI ignored this key, and took the seed of launch (1024); here it counts"),
-        "model.num_chunks": {1: AS_HERE, "*": no("see parallel.pipeline.schedule='interleaved' and chunks")},
+        "gradient_handler torch_ddp.* fp16.?p_process_group TENSOR_SHAPE": no("halfmesh does this automatically"),
+        "seed": ("seed", "Colossal-AI ignored this key and used the seed of launch (1024); halfmesh uses it"),
+        "model.num_chunks": {1: AS_HERE, "*": do("set parallel.pipeline.schedule='interleaved' and chunks")},
         "model.* optimizer.* loss.* lr_scheduler.* train_data.* test_data.* dataset.* schedule.* hooks.* cudnn_* "
-        "logging.*": no("it belongs to your script: halfmesh builds nothing from the config"),
+        "logging.*": do("build it in your script; halfmesh does not build it from the config"),
     },
     needs=(
         ("fp16.growth_* fp16.backoff_factor fp16.hyst* fp16.m??_scale", "fp16.dynamic_grad_scale", True, True),
@@ -144,27 +161,28 @@ COLOSSAL = Origin(
 )
 APEX = Origin(
     title="apex.amp.initialize",
-    rows={"num_losses": ("fp16.num_losses", "give engine.backward amp.scale_loss's loss_id"), "*": "fp16.*"},
+    rows={"num_losses": ("fp16.num_losses", "pass amp.scale_loss's loss_id to engine.backward"), "*": "fp16.*"},
     always=lambda values: {"fp16.mode": "apex"},
-    look="'apex' is for one process or data parallelism; 'torch' is close to O1, 'naive' is O2 with an fp16 BatchNorm",
+    look="'apex' works in one process or with data parallelism. For other layouts use 'torch', which is close to O1, "
+    "or 'naive', which is O2 with BatchNorm in fp16",
 )
 
 
-_HALF = "half-precision weights, fp32 masters; gradients are averaged in fp32, in DeepSpeed in half precision"
-_STAYS = dict.fromkeys([True, "cpu"], no("zero1 keeps optimizer state on the device; data='fsdp' has cpu_offload"))
+_HALF = "halfmesh averages gradients in fp32, DeepSpeed in half precision"
+_STAYS = dict.fromkeys([True, "cpu"], do("zero1 keeps optimizer state on the device; data='fsdp' has cpu_offload"))
 _offload = lambda _, values: OFFLOAD if values.get("zero_optimization.stage") == 3 else OFFLOAD | _STAYS  # noqa: E731
 
 
 def _batch(value: int, values: Values) -> object:
     """A loader's batch is one microbatch in DeepSpeed's pipelines; here it is split into all of them."""
     count = values.get("gradient_accumulation_steps", 1) if values.get("pipeline.stages", 1) > 1 else 1
-    return to({"BATCH_SIZE": value * count}, f"for your DataLoader: {value} x {count} microbatches of a pipeline")
+    return to({"BATCH_SIZE": value * count}, f"give your DataLoader this batch size: {value} x {count} microbatches")
 
 
 DEEPSPEED = Origin(
     title="DeepSpeed",
     rows={
-        "train_batch_size": ("global_batch_size", "it has to be batch size x gradient_accumulation x data ranks"),
+        "train_batch_size": ("global_batch_size", "it must equal batch size x gradient_accumulation x data ranks"),
         "train_micro_batch_size_per_gpu": _batch,
         "gradient_accumulation_steps": lambda value, values: (
             MICROBATCHES if values.get("pipeline.stages", 1) > 1 else "gradient_accumulation"
@@ -177,28 +195,35 @@ DEEPSPEED = Origin(
         "fp16.loss_scale_window": "fp16.growth_interval",
         "fp16.min_loss_scale": "fp16.min_scale",
         "fp16.* bf16.*": no("masters and their gradients are fp32; hysteresis is refilled when the scale grows"),
-        "torch_autocast.enabled": on(lost("write fp16 or bf16 = dict(mode='torch'), by torch_autocast.dtype")),
+        "torch_autocast.enabled": on(
+            lost("write fp16 or bf16 = dict(mode='torch'), whichever torch_autocast.dtype is")
+        ),
         "amp.enabled": on(to({"fp16.mode": "apex"})),
         "amp.* fp16.hysteresis": "fp16.*",
         "zero_optimization.stage": ZERO,
         "zero_optimization.offload_*.device zero_optimization.cpu_offload*": _offload,
         "zero_optimization.mics_shard_size zero_optimization.zero_hpz_partition_size": lost("see parallel.data.hybrid"),
         "zero_optimization.*": no("parallel.data has bucket_mb and prefetch; engine.save_weights writes whole weights"),
-        "communication_data_type data_types.* prescale* *predivide*": no("see reduce_dtype and gradient_dtype"),
+        "communication_data_type data_types.* prescale* *predivide*": do(
+            "see parallel.data.reduce_dtype, gradient_dtype"
+        ),
         "pipeline.stages": STAGES,
         "pipeline.activation_checkpoint_interval": {0: AS_HERE, "*": "activation_checkpoint.every"},
         "tensor_parallel.autotp_size": TENSOR,
         "*.cpu_checkpointing": on(to({"activation_offload": True, "activation_checkpoint.every": 1})),
-        "activation_checkpointing.partition_activations": lost("parallel.tensor.sequence_parallel is nearest"),
+        "activation_checkpointing.partition_activations": lost("the nearest is parallel.tensor.sequence_parallel=True"),
         "pipeline.* tensor_parallel.* activation_checkpointing.*": no("halfmesh partitions the model automatically"),
-        "optimizer.* scheduler.*": no("make it in your script; Adam is torch.optim.AdamW, unless adam_w_mode is false"),
+        "optimizer.* scheduler.*": do(
+            "build it in your script; Adam is torch.optim.AdamW, unless adam_w_mode is false"
+        ),
         "compile.deepcompile": on(to({"compile.enabled": True})),
-        "dataloader_drop_last": on(no("give your DataLoader drop_last=True")),
+        "dataloader_drop_last": on(do("give your DataLoader drop_last=True")),
         "seed": "seed",
         "steps_per_print *_breakdown dump_state tensorboard.* wandb.* csv_monitor.* comet.*": no("see Trainer's hooks"),
-        "torch_autocast.* flops_profiler.* comms_logger.* autotuning.* elasticity.* data_efficiency.* curriculum_* "
-        "aio.* zero_* sparse_* compression_training.* hybrid_engine.* nebula.* progressive_layer_drop.* eigenvalue.* "
-        "quantize_training.* checkpoint.* monitor_config.*": no("halfmesh has nothing of the kind"),
+        "torch_autocast.* flops_profiler.* comms_logger.* autotuning.* elasticity.* aio.* zero_* nebula.* "
+        "hybrid_engine.* checkpoint.* monitor_config.*": no("halfmesh has no such feature"),
+        "data_efficiency.* curriculum_* sparse_* compression_training.* progressive_layer_drop.* eigenvalue.* "
+        "quantize_training.*": do("halfmesh has no such feature, and it changes the training"),
     },
     needs=(
         ("fp16.*", "fp16.enabled", True, False),
@@ -209,9 +234,9 @@ DEEPSPEED = Origin(
 )
 
 
-_SHARDED = to(FSDP, "with more data ranks than this, write parallel.data.hybrid: that many ranks share the weights")
+_SHARDED = to(FSDP, "if there are more data ranks than this, set parallel.data.hybrid to it")
 _SCHEDULE = "parallel.pipeline.schedule"
-_DIVIDE = "without a pipeline a batch is not split: divide the dataloader's batch size by it"
+_DIVIDE = "without a pipeline, halfmesh does not split batches: divide the DataLoader's batch size by it"
 
 
 def _stages(values: Values) -> int:
@@ -239,11 +264,19 @@ SAGEMAKER = Origin(
         "microbatches": lambda value, values: (
             MICROBATCHES if _stages(values) > 1 else ("gradient_accumulation", _DIVIDE if value > 1 else "")
         ),
-        "pipeline": {"simple": to({_SCHEDULE: "gpipe"}), "interleaved": to({_SCHEDULE: "1f1b"}, "it is 1f1b here")},
-        "tensor_parallel_degree": (TENSOR, "unless prescaled_batch: multiply the loader's batch size by it"),
-        "auto_partition": {True: AS_HERE, False: no("name the stages in parallel.pipeline.partition")},
-        "ddp": {True: AS_HERE, False: to({"parallel.data.size": 1}, "start as many ranks as there are parts")},
-        "fp16 fp16_params": on(to({"fp16.mode": "naive"}, "a static 1.0 there, where the optimizer got no loss scale")),
+        "pipeline": {
+            "simple": to({_SCHEDULE: "gpipe"}),
+            "interleaved": to({_SCHEDULE: "1f1b"}, "the same order is called 1f1b here"),
+        },
+        "tensor_parallel_degree": (
+            TENSOR,
+            "multiply the DataLoader's batch size by it, unless prescaled_batch was set",
+        ),
+        "auto_partition": {True: AS_HERE, False: do("name the stages in parallel.pipeline.partition")},
+        "ddp": {True: AS_HERE, False: to({"parallel.data.size": 1}, "start pipeline x tensor ranks")},
+        "fp16 fp16_params": on(
+            to({"fp16.mode": "naive"}, "SageMaker used a static loss scale of 1.0, unless the optimizer got another")
+        ),
         "bf16": on(to({"bf16.mode": "naive"})),
         "static_loss_scale": "fp16.loss_scale",
         "dynamic_loss_scale": lambda value, values: to(
@@ -259,7 +292,10 @@ SAGEMAKER = Origin(
         "dynamic_loss_args.*": no("hysteresis is refilled when the scale grows, and not before"),
         "shard_optimizer_state": on(to(ZERO1)),
         "sharded_data_parallel_degree": {1: AS_HERE, "*": _SHARDED},
-        "hybrid_shard_degree": {0: lost("the FSDP of your script: parallel = dict(data='fsdp')"), "*": _SHARDED},
+        "hybrid_shard_degree": {
+            0: lost("write parallel = dict(data='fsdp') in place of the FSDP in your script"),
+            "*": _SHARDED,
+        },
         "sdp_gradient_clipping": "clip_grad_norm",
         "offload_activations sm_activation_offloading": "activation_offload",
         "random_seed": "seed",
@@ -267,7 +303,7 @@ SAGEMAKER = Origin(
         "expert_parallel_degree": "parallel.expert.size",
         "optimize prescaled_batch placement_strategy memory_weight active_* activation_loading_horizon contiguous "
         "horovod *_partition ddp_* trace_* deterministic_server static_mode fast_mode partition_file sdp_* "
-        "skip_tracing _sharded_data_parallel delayed_param*": no(f"there is no such choice here; see {_SHARDING_PAGE}"),
+        "skip_tracing _sharded_data_parallel delayed_param*": no(f"halfmesh has no such choice; see {_SHARDING_PAGE}"),
         "*enabled smdistributed.dataparallel.* torch_distributed.* pytorchddp.* mpi.* instance_*": done("halfmesh run"),
     },
     needs=(
@@ -277,7 +313,7 @@ SAGEMAKER = Origin(
         ("shard_optimizer_state", "sharded_data_parallel_degree", 1, 1),
     ),
     always=_defaults,
-    look="SageMaker's rdp is dp here, its dp is dp x tp, its mp is pp x tp; pp x dp x tp is the number of ranks",
+    look="SageMaker's rdp is halfmesh's dp, its dp is dp x tp, its mp is pp x tp; ranks = pp x dp x tp",
 )
 
 ORIGINS: Mapping[str, Origin] = MappingProxyType(

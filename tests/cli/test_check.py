@@ -124,12 +124,12 @@ def test_what_a_model_needs(run):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].endswith("config.py: can run on 8 ranks")
-    assert lines[4] == "  one update with AdamW, on tensors without memory"
+    assert lines[4] == "  one update with AdamW, batches of 8 rows per data rank, on tensors without memory"
     titles = [line[2:].split("  ")[0] for line in lines[5:]]
     assert titles[:17] == [
         "bytes, each part at its largest", "parameters", "masters", "optimizer", "gradients", "communication",
         "activations", "temporary", "between two updates", "peak", "sent over dp", "sent over tp",
-        "note: NCCL has 3 communicators (world, tp, dp), whose buffers take 300.0 MiB to 2.1 GiB more",
+        "note: NCCL's buffers take another 300.0 MiB to 2.1 GiB, for 3 communicators (world, tp, dp)",
     ]  # fmt: skip
 
 
@@ -137,8 +137,10 @@ def test_too_little_memory(run):
     result = run("", "--world-size", "2", "--model", SMALL, "--gpu-memory", "7MiB")
     assert result.exit_code == 1
     assert "can run on 2 ranks, but does not fit" in result.stdout
-    assert "  does not fit: rank 0 needs 7.6 MiB of 7.0 MiB" in result.stdout
-    assert "too much; halfmesh plan finds the simplest change that does" in result.stdout
+    assert "  does not fit: rank 0 needs 7.6 MiB of 7.0 MiB, " in result.stdout
+    result = run("", "--world-size", "2", "--model", SMALL, "--gpu-memory", "7MB")
+    assert "  does not fit: rank 0 needs 7.6 MiB of 6.7 MiB (7 MB), " in result.stdout
+    assert "too much. halfmesh plan finds the simplest change that fits" in result.stdout
 
 
 def test_the_picture_and_the_json_of_a_dry_run(run, tmp_path):
@@ -148,6 +150,7 @@ def test_the_picture_and_the_json_of_a_dry_run(run, tmp_path):
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert (answer["ok"], answer["dry_run"]["fits"], answer["dry_run"]["limit"]) == (False, False, 1000)
+    assert answer["dry_run"]["batch_rows"] == 8
     rank = answer["dry_run"]["ranks"][0]
     assert rank["bytes"]["parameters"] >= rank["parameters"] * 4
     assert rank["peak"] > rank["kept"]

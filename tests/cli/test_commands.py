@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -72,12 +73,35 @@ def test_each_command_is_listed_and_its_example_is_understood(name):
     assert re.search(rf"^  {name} +\w", listed, re.MULTILINE)
     assert "..." not in listed.split("Commands:")[1], "a command's first sentence is too long for the list"
     assert run(name, "--help").stdout.startswith(f"Usage: root {name}")
-    example = re.search(r"Example: halfmesh (.*)", COMMANDS[name].epilog or "")
+    example = re.search(r"Example: halfmesh (.*)", COMMANDS[name].epilog or "", re.DOTALL)
     assert example, f"halfmesh {name} --help shows no example"
-    words = shlex.split(example[1].partition(" > ")[0])
+    words = shlex.split(example[1].replace("\\\n", " ").partition(" > ")[0])
     assert words[0] == name
     command = typer.main.get_command(app).commands[name]
     command.make_context(name, words[1:], resilient_parsing=False)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_for_people(name, monkeypatch):
+    """No Python types, each value has a name, and no option or example is broken at a hyphen."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run(name, "--help").stdout
+    assert re.search(r"<[a-z]|[{}]", text) is None
+    assert re.search(r"-$", text, re.MULTILINE) is None
+    example = (COMMANDS[name].epilog or "").removeprefix("\b\n").splitlines()
+    assert all(f"\n  {line}\n" in text for line in example)
+
+
+@pytest.mark.parametrize(
+    ("command", "choices"),
+    [
+        *((name, "--device [cuda|cpu]") for name in ("check", "plan", "verify", "run", "convert-config")),
+        ("convert-config", "--from LIBRARY  One of colossal, apex, sagemaker, deepspeed, accelerate."),
+        ("configs", "The config to print: accumulation_clipping, apex, fsdp, naive_fp16, pipeline, tensor, three_d,"),
+    ],
+)
+def test_help_names_the_choices(command, choices):
+    assert " ".join(choices.split()) in " ".join(run(command, "--help").stdout.split())
 
 
 def test_the_package_runs_as_a_module_and_its_help_needs_no_torch():
@@ -133,7 +157,16 @@ def test_configs_are_listed_and_printed_as_one_file(tmp_path):
     assert run("configs", "torch_fp16.py").stdout == run("configs", "torch_fp16").stdout
     wrong = run("configs", "naive_fp61")
     assert wrong.exit_code == 2
-    assert "did you mean 'naive_fp16'?" in wrong.stderr
+    assert wrong.stderr.rstrip().endswith("there is no config 'naive_fp61'; did you mean 'naive_fp16'?")
+    assert "there is no config 'x'; there are accumulation_clipping, apex, " in run("configs", "x").stderr
+    listed = json.loads(run("configs", "--json").stdout)["configs"]
+    assert [f"{name:{max(map(len, names))}}  {about}" for name, about in listed.items()] == lines
+    one = json.loads(run("configs", "tensor", "--json").stdout)
+    assert one == {
+        "name": "tensor",
+        "about": listed["tensor"],
+        "text": run("configs", "tensor").stdout.rstrip("\n") + "\n",
+    }
 
 
 @pytest.mark.slow
@@ -165,3 +198,9 @@ def test_env_has_what_a_bug_report_needs(monkeypatch):
     assert "NCCL_DEBUG INFO" in found["variables"]
     assert "hidden" not in text
     assert f"PyTorch version: {torch.__version__}" in text
+
+    answer = json.loads(run("env", "--json").stdout)
+    assert (answer["halfmesh"], answer["torch"]["torch_version"]) == (halfmesh.__version__, torch.__version__)
+    assert answer["variables"]["NCCL_DEBUG"] == "INFO"
+    assert answer["packages"]["pydantic"].startswith("2")
+    assert "gloo" in answer["backends"]

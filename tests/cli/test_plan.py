@@ -1,6 +1,12 @@
 """halfmesh plan: what it prints and writes, and its exit status."""
 
 import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -24,9 +30,13 @@ def test_a_config_that_fits_is_written_and_drawn(tmp_path):
     result = run(*args, "--out", out, "--picture", picture)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("1 rank, 8 rows in an update; a rank may use 9.0 MiB of 10.0 MiB")
-    assert lines[1] == "1. the config as it is"
-    assert lines[2].startswith("     fits: rank 0 needs ")
+    assert lines[:3] == [
+        "1 rank, batches of 8 rows per data rank, 8 rows in an update",
+        "a rank may use 9.0 MiB of 10.0 MiB: 10% is reserved for CUDA, NCCL and the allocator",
+        "1. the config as it is",
+    ]
+    assert lines[3].startswith("     fits: rank 0 needs ")
+    assert result.stderr == "simulating 1: the config as it is\n"
     assert lines[-1] == f"written: {out}"
     assert out.read_text() == "\n".join([*lines[lines.index("") + 1 : -1], ""])
     assert load_config(out) == load_config(config, ["activation_checkpoint=false", clip])
@@ -36,6 +46,40 @@ def test_a_config_that_fits_is_written_and_drawn(tmp_path):
     rejected = run(*args, "--out", out)
     assert rejected.exit_code == 2
     assert "the file exists; --force replaces it" in rejected.output
+
+
+FITS_BY_A_CHANGE = ("--world-size", "8", "--gpu-memory", "6MB")
+
+
+def test_progress_in_plain_lines():
+    result = run(*FITS_BY_A_CHANGE)
+    first, second, *_ = result.stderr.splitlines()
+    assert first == "simulating 1: the config as it is"
+    assert re.fullmatch(r"simulating 2 of up to \d+: bf16.mode=torch", second)
+    assert "a rank may use 5.1 MiB of 5.7 MiB (6 MB): " in result.stdout
+    assert "on 8 ranks of 5.7 MiB (6 MB), AdamW." in result.stdout
+    assert "\x1b" not in result.output
+    answer = run(*FITS_BY_A_CHANGE, "--json")
+    assert json.loads(answer.stdout)["batch_rows"] == 8, "and nothing else on stdout"
+    assert answer.stderr == result.stderr
+
+
+@pytest.mark.parametrize("colors", [True, False])
+def test_progress_on_a_terminal(colors, tmp_path):
+    """One line that is removed at the end; the chosen config is in color."""
+    script, frames = shutil.which("script"), tmp_path / "shown"
+    if script is None or sys.platform != "linux":
+        pytest.skip("needs the command script")
+    command = shlex.join([sys.executable, "-m", "halfmesh", "plan", "--model", SMALL, *FITS_BY_A_CHANGE])
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    env |= {"TERM": "xterm-256color", "COLUMNS": "100"} | ({} if colors else {"NO_COLOR": "1"})
+    subprocess.run([script, "-qec", command, frames], env=env, stdin=subprocess.DEVNULL, check=True, timeout=120)
+    shown = frames.read_text()
+    assert re.search(r"simulating [2-6] of up to \d+, 0:\d\d ", shown)
+    *_, last = shown.rpartition("simulating")
+    assert "\x1b[2K" in last.partition("8 ranks, batches of")[0], "the line is removed"
+    assert "# Made by halfmesh plan" in last
+    assert ("\x1b[1;32mbf16 = dict(mode='torch')" in last) is colors
 
 
 def test_nothing_fits(tmp_path):

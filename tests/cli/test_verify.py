@@ -47,13 +47,13 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--world-size", "2"], "only --device, --quick and --json fit"),
-        (["config.py", "--world-size", "2"], "give --model or --script"),
-        (["config.py", "--world-size", "2", "--model", "a:b", "--script", "t.py"], "give --model or --script"),
+        (["--world-size", "2"], "give only --device, --quick or --json"),
+        (["config.py", "--world-size", "2"], "give either --model or --script"),
+        (["config.py", "--world-size", "2", "--model", "a:b", "--script", "t.py"], "give either --model or --script"),
         (["config.py", "--model", "a:b"], "give --world-size"),
-        (["config.py", "--model", "a:b", "--world-size", "2", "--quick"], "--quick is for this machine"),
+        (["config.py", "--model", "a:b", "--world-size", "2", "--quick"], "--quick works only without a config"),
         (["config.py", "--model", "a:b", "--world-size", "2", "--", "--lr"], "--lr: only a --script takes arguments"),
-        (["config.py", "--script", "t.py", "--world-size", "2", "--optimizer", "a:b"], "a script makes its own"),
+        (["config.py", "--script", "t.py", "--world-size", "2", "--optimizer", "a:b"], "a script builds its own"),
         (["config.py", "--model", "a:b", "--world-size", "2", "--device", "tpu"], "--device tpu: use cpu or cuda"),
         (["config.py", "--model", "a:b", "--world-size", "2", "--updates", "0"], "greater than or equal to 1"),
     ],

@@ -167,9 +167,13 @@ def test_the_options_of_each_command():
     for name, command in commands.items():
         rows = find_rows(sections[name], "option") if command.params else []
         shown = [(option.strip("`"), re.search(r"; (required|default `.*`)$", meaning)) for option, meaning in rows]
-        expected = [(option.metavar or option.opts[0], default_of_option(option)) for option in command.params]
+        expected = [(name_of_option(option), default_of_option(option)) for option in command.params]
         assert [(option, found and found[1]) for option, found in shown] == expected
         assert re.search(rf"^(?:\$ )?halfmesh {name}\b", sections[name], re.MULTILINE), "an example"
+
+
+def name_of_option(option):
+    return option.opts[0] if option.nargs == 1 else f"{option.metavar}..."
 
 
 def default_of_option(option):

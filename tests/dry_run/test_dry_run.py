@@ -78,7 +78,7 @@ def test_nccls_communicators_are_counted_and_what_they_may_take_is_said_of_gpus(
     wanted = {1: "100.0 MiB to 700.0 MiB", 5: "500.0 MiB to 3.4 GiB"}
     count = len(expected)
     assert len(said) == bool(count)
-    assert all(f"NCCL has {names[count]}, whose buffers take {wanted[count]} more" in line for line in said)
+    assert all(f"NCCL's buffers take another {wanted[count]}, for {names[count]}" in line for line in said)
     assert not any("NCCL" in line for line in lines(run, None, "cpu"))
 
 
@@ -175,7 +175,7 @@ def test_a_model_without_inputs(models):
     assert (figures.peak, figures.sent) == (None, {})
     assert figures.bytes["gradients"] == figures.parameters * 4
     assert figures.bytes["optimizer"] > figures.parameters * 8
-    assert "give --batch, or let build return (model, inputs)" in run.notes[0]
+    assert "give --batch, or return (model, inputs) from build()" in run.notes[0]
     whole = dry_run(load_config({}), 1, "my_models:bare", ("8,32:int64",))
     assert next(iter(whole.ranks.values())).peak > figures.kept
 

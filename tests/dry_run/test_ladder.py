@@ -24,7 +24,7 @@ KIB = 2**10
 def plan(room, world_size, model=SMALL, config=None, **keys):
     """For devices of which a rank may use `room` KiB."""
     asked = PlanRequest(load_config(config or {}), world_size, round(room * KIB / 0.9) + 2, model, **keys)
-    return asked, search_layouts(asked, map, lambda text: None)
+    return asked, search_layouts(asked, map, lambda changes, about: None)
 
 
 def train(rank, world_size, path, rows):
@@ -117,7 +117,7 @@ def test_models_that_cannot_be_planned(models):
     first, *reasons = lines(ladder, asked)
     assert first.startswith("some_models:hollow cannot be simulated with the config as it is")
     assert any("empty parameter list" in reason for reason in reasons)
-    with pytest.raises(InputError, match=r"inputs are not known, .*: give --batch, or let build return"):
+    with pytest.raises(InputError, match=r"inputs are not known, .*: give --batch, or return"):
         plan(1, 1, model="some_models:bare")
 
 

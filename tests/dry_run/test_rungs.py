@@ -121,6 +121,6 @@ def test_an_axis_and_a_strategy_of_others_are_rungs():
 
 def test_what_cannot_be_asked():
     with pytest.raises(
-        IncompatibleConfigError, match=r"config on 3 ranks, whatever the memory:\n  - parallel: .*tensor=2"
+        IncompatibleConfigError, match=r"config on 3 ranks, regardless of memory:\n  - parallel: .*tensor=2"
     ):
         ask(3, parallel={"tensor": 2})

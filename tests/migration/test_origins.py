@@ -85,7 +85,7 @@ def test_a_plain_no_in_yaml(tmp_path):
         (
             {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4, "model": {"num_chunks": 2}},
             stages(2, 4),
-            {"model.num_chunks": "without"},
+            {"model.num_chunks": "by hand"},
         ),
         (
             {"zero": {"model_config": {"tensor_placement_policy": "cpu"}, "optimizer_config": {"initial_scale": 32}}},
@@ -171,7 +171,7 @@ def test_the_dynamic_loss_scale_of_sagemakers_optimizer():
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
             ZERO1,
-            {"zero_optimization.offload_optimizer.device": "without"},
+            {"zero_optimization.offload_optimizer.device": "by hand"},
         ),
         (
             {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2}},
@@ -234,12 +234,13 @@ def test_deepspeed_clips_where_nothing_is_said(source, expected, rest):
             "NO",
             {"gradient_accumulation_steps": 4, "split_batches": True},
             {"gradient_accumulation": 4},
-            ["split_batches"],
+            {"split_batches": "by hand"},
         ),
     ],
 )
 def test_accelerate(kind, source, expected, rest):
-    assert_becomes("accelerate", {"distributed_type": kind, **source}, expected, dict.fromkeys(rest, "without"))
+    rest = rest if isinstance(rest, dict) else dict.fromkeys(rest, "without")
+    assert_becomes("accelerate", {"distributed_type": kind, **source}, expected, rest)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +250,9 @@ def test_accelerate(kind, source, expected, rest):
         ("colossal", {"seed": 3}, "seed", "ignored this key"),
         ("apex", {"num_losses": 2}, "num_losses", "loss_id"),
         ("sagemaker", {"tensor_parallel_degree": 4}, "tensor_parallel_degree", "prescaled_batch"),
-        ("sagemaker", {"fp16": True}, "fp16", "static 1.0"),
+        ("sagemaker", {"fp16": True}, "fp16", "static loss scale of 1.0"),
         ("sagemaker", {"pipeline": "interleaved"}, "pipeline", "1f1b"),
-        ("sagemaker", {"microbatches": 4}, "microbatches", "divide the dataloader's batch size"),
+        ("sagemaker", {"microbatches": 4}, "microbatches", "divide the DataLoader's batch size"),
         ("deepspeed", {"optimizer": {"type": "Adam"}}, "optimizer.type", "torch.optim.AdamW"),
         ("deepspeed", {"train_batch_sise": 3}, "train_batch_sise", "did you mean 'train_batch_size'"),
         ("deepspeed", {"amp": {"opt_level": "O1"}}, "amp.opt_level", "amp.enabled"),
