@@ -169,14 +169,12 @@ def plan(
     if as_json:
         print(json.dumps(show.ladder_as_json(ladder, asked), indent=2))
     else:
+        style = None
         for line in show.ladder_lines(ladder, asked):
-            say(line, "green" if line.lstrip().startswith("fits:") else None)
-        if chosen is not None and ladder.update is not None:
-            say(f"\n{rungs.config_text(chosen, asked, ladder.update).rstrip()}", "bold green")
-            if out is not None:
-                say(f"written: {out}")
-        elif ladder.update is not None:
-            say(show.NOTHING_FITS, "red")
+            style = style if line else "bold green"  # after an empty line comes the config
+            say(line, style or {"     fits": "green", "nothing f": "red"}.get(line[:9]))
+        if chosen is not None and out is not None:
+            say(f"written: {out}")
     raise typer.Exit(0 if chosen is not None else 1)
 
 

@@ -273,6 +273,19 @@ _OTHERS = {
     "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
     "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",
     "batch_size": "give it to the DataLoader: the batch size of one data rank",
+    **dict.fromkeys(["num_workers", "shuffle", "drop_last", "pin_memory"], "give it to the DataLoader"),
+    **dict.fromkeys(
+        ["lr", "learning_rate", "weight_decay", "momentum", "betas", "eps"],
+        "give it to the optimizer in your script, or keep it here as an UPPERCASE constant",
+    ),
+    **dict.fromkeys(
+        ["epochs", "num_epochs", "max_epochs", "max_steps"],
+        "give it to Trainer.fit or your loop, or keep it here as an UPPERCASE constant",
+    ),
+    **dict.fromkeys(
+        ["optimizer", "model", "criterion", "scheduler", "lr_scheduler"],
+        "build it in your script, and pass it to initialize",
+    ),
     "gradient_handler": "remove it: halfmesh reduces gradients automatically; see parallel.data",
     **dict.fromkeys(
         ["static_loss_scale", "dynamic_loss_scale"],

@@ -63,15 +63,15 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
         if suffix not in _READERS:
             allowed = ", ".join(_READERS)
             what = "it is a directory" if path.is_dir() else f"its suffix is {show(path.suffix)}"
-            raise UnreadableError([f"{what}; allowed: {allowed}"], str(source))
+            raise UnreadableError(f"{what}; allowed: {allowed}", str(source))
         content = _READERS[suffix](path)
     except FileNotFoundError as error:
-        raise UnreadableError([f"there is no such file in {path.resolve().parent}"], str(source)) from error
+        raise UnreadableError(f"there is no such file in {path.resolve().parent}", str(source)) from error
     except OSError as error:
-        raise UnreadableError([f"it cannot be read ({type(error).__name__}: {error})"], str(source)) from error
+        raise UnreadableError(f"{type(error).__name__}: {error}", str(source)) from error
     if not isinstance(content, Mapping):
         problem = f"its top level is of type {type(content).__name__}, but a config is a mapping of keys to values"
-        raise UnreadableError([problem], str(source))
+        raise UnreadableError(problem, str(source))
     return content, f"{OWN_NAMES}, a helper starts with an underscore" if suffix == ".py" else OWN_NAMES
 
 
@@ -125,7 +125,7 @@ def run_config(path: Path) -> dict[str, Any]:
     try:
         module = _execute(found, files)
     except (Exception, SystemExit) as error:
-        raise UnreadableError([_describe(error, files)], str(path)) from error
+        raise UnreadableError(_describe(error, files), str(path)) from error
     return {name: value for name, value in vars(module).items() if _counts(name, value)}
 
 

@@ -25,11 +25,15 @@ _EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
 
 class UnreadableError(ConfigError):
-    """The file of a config cannot be read: it is not there, or has no keys and values."""
+    """The file of a config cannot be read: it does not exist, or has no keys and values."""
+
+    def __init__(self, problem: str, source: str) -> None:
+        super().__init__([problem], source)
+        self.args = (f"cannot read {source}: {problem}",)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with tuples, which refuses a repeated key (PyYAML keeps the last)."""
+    """Safe YAML with tuples, which rejects a repeated key (PyYAML keeps the last)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)  # before merge keys are resolved: overriding one is no repetition
@@ -117,8 +121,8 @@ def read_yaml(path: Path) -> Any:
             content = yaml.load(file, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:  # a mistake, an illegal character, a date that does not exist
         mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: {error.problem}" if mark else str(error)  # type: ignore[union-attr]
-        raise UnreadableError([f"not valid YAML: {cut(line)}"], str(path)) from error
+        line = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else str(error)  # type: ignore[union-attr]
+        raise UnreadableError(f"not valid YAML: {cut(line)}", str(path)) from error
     return {} if content is None else content
 
 
@@ -131,7 +135,7 @@ def read_value(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{show(text)} is not valid YAML; put a text with such signs in quotes") from error
+        raise ValueError(f"{show(text)} is not valid YAML; put text with such signs in quotes") from error
 
 
 def read_json(path: Path) -> Any:
@@ -143,7 +147,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
     except ValueError as error:
-        raise UnreadableError([f"not valid JSON: {error}"], str(path)) from error
+        raise UnreadableError(f"not valid JSON: {error}", str(path)) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

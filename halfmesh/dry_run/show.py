@@ -17,7 +17,7 @@ from ..parallel.registries import AXES, DATA_STRATEGIES
 from ..report import mesh_picture
 from .dry_run import DryRun
 from .model_spec import build_model
-from .rungs import ROOM, UNCHANGED, Candidate, PlanRequest, Update, both_units
+from .rungs import ROOM, UNCHANGED, Candidate, PlanRequest, Update, both_units, config_text
 from .simulate_rank import CATEGORIES
 from .tracker import Tracker, dry_run_mode
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .ladder import Ladder
 
 _MOST_NOTES = 8
-NOTHING_FITS = (
+_NOTHING_FITS = (
     "nothing fits. Use more ranks, devices with more memory, or shorter inputs. halfmesh plan does not try offloading "
     "(activation_offload, parallel.data.cpu_offload), because a simulation cannot tell host memory from device memory"
 )
@@ -164,11 +164,14 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
         yield f"note: {len(ladder.notes) - _MOST_NOTES} more notes; --json has all"
     chosen = ladder.chosen
     if chosen is None or chosen.run is None:
+        yield _NOTHING_FITS
         return
     yield from (f"note: {note}" for note in (*chosen.run.notes, *communicator_notes(chosen.run, asked.device)))
     yield "cost:"
     yield from (f"  {cost}" for cost in costs(chosen, ladder.update))
     yield from (f"advice: {finding}" for finding in find_advice(Setup.of(chosen.config, asked.world_size)))
+    yield ""
+    yield from config_text(chosen, asked, ladder.update).splitlines()
 
 
 def _outcome(rung: Candidate, asked: PlanRequest) -> str:

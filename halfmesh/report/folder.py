@@ -222,6 +222,8 @@ def on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> 
     def do() -> T | None:
         try:
             return work() if context.rank == 0 else None
+        except InputError:
+            raise
         except Exception as error:  # as an error of the user's input
             raise InputError(cut(f"{type(error).__name__}: {error}")) from error
 

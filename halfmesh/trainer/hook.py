@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..amp.step_result import StepResult
-from ..errors import InputError
+from ..errors import InputError, did_you_mean, show
 from ..utils.registry import Registry
 from .batch import Outcome
 
@@ -128,15 +129,35 @@ def make_hook(given: HookLike) -> Hook:
     """The hook itself, or a new one by its name.
 
     Raises:
-        RegistryError: no hook of that name. InputError: not a hook.
+        RegistryError: no hook of that name. InputError: not a hook, or its arguments are wrong.
     """
     if isinstance(given, Hook):
         return given
     options = {"type": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping) or "type" not in options:
         raise InputError(
-            f"{given!r} is no hook: expected an object of a subclass of halfmesh.Hook (not the class), a name "
+            f"{given!r} is not a hook: expected an object of a subclass of halfmesh.Hook (not the class), a name "
             f"({', '.join(HOOKS.names())}), or dict(type=name, ...)"
         )
-    made: Hook = HOOKS.get(options["type"])(**{key: value for key, value in options.items() if key != "type"})
+    name = options["type"]
+    kind, arguments = HOOKS.get(name), {key: value for key, value in options.items() if key != "type"}
+    _check_arguments(name, inspect.signature(kind).parameters, arguments)
+    try:
+        made: Hook = kind(**arguments)
+    except TypeError as error:
+        raise InputError(f"hook {name!r} with {show(arguments)}: {error}") from error
     return made
+
+
+def _check_arguments(name: str, known: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> None:
+    """Raise InputError if an argument is unknown or missing."""
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    problems = [
+        f"{key}={show(value)} is not one of its arguments{did_you_mean(key, known)}"
+        for key, value in given.items()
+        if key not in known
+    ]
+    problems += [f"{key} is missing" for key, one in known.items() if one.default is one.empty and key not in given]
+    if problems:
+        raise InputError(f"hook {name!r} takes {', '.join(known) or 'no arguments'}: {'; '.join(problems)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import readable
+from ..errors import InputError, readable
 from ..report.folder import RunFolder, on_rank_zero
 from ..utils.log import get_logger
 from .hook import Hook, Record
@@ -91,6 +92,8 @@ class ProgressHook(Hook):
 
     def close(self, trainer: Trainer) -> None:
         if self._bar is not None:
+            # After Ctrl-C or a signal, the line about it stays the last one.
+            self._bar.live.transient = isinstance(sys.exception(), (KeyboardInterrupt, SystemExit))
             self._bar.stop()
             self._bar = None
 
@@ -213,6 +216,15 @@ class WriterHook(Hook):
             end()
 
 
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, package):  # the package itself is there
+            raise
+        raise InputError(f"{package} is not installed; run: pip install {package}") from error
+
+
 def _tag(name: str) -> str:
     kind, _, rest = name.partition("_")
     return f"eval/{rest}" if kind == "eval" and rest else name if name == "epoch" else f"train/{name}"
@@ -246,13 +258,11 @@ class TensorBoardHook(WriterHook):
         super().__init__(log_dir=log_dir)
 
     def open(self, step: int) -> tuple[Log, End]:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        events: Any = SummaryWriter(purge_step=step + 1, **self._options)
+        tensorboard = _import("torch.utils.tensorboard", "tensorboard")
+        events: Any = tensorboard.SummaryWriter(purge_step=step + 1, **self._options)
         rows = (f"| {name} | {value} |" for name, value in self.settings.items())
         events.add_text("settings", "\n".join(["| | |", "|---|---|", *rows]), step)
-        for summary in hparams(dict(self.settings), {"train/loss": 0.0}):
+        for summary in tensorboard.summary.hparams(dict(self.settings), {"train/loss": 0.0}):
             events.file_writer.add_summary(summary)
 
         def log(scalars: dict[str, float], step: int) -> None:
@@ -274,8 +284,7 @@ class WandbHook(WriterHook):
     """
 
     def open(self, step: int) -> tuple[Log, End]:
-        import wandb
-
+        wandb = _import("wandb", "wandb")
         before = wandb.run
         run = wandb.init(**self._options) if self._options or before is None else before
         run.config.setdefaults(self.settings)  # those of `options` stay
@@ -299,8 +308,7 @@ class MLflowHook(WriterHook):
     """
 
     def open(self, step: int) -> tuple[Log, End]:
-        import mlflow
-
+        mlflow = _import("mlflow", "mlflow")
         is_ours = bool(self._options) or mlflow.active_run() is None
         if is_ours:
             mlflow.start_run(**self._options)

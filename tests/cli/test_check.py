@@ -103,7 +103,9 @@ def test_what_is_rejected(run, args, status, words):
 def test_a_config_that_cannot_be_read_is_said_as_it_is(run, tmp_path):
     result = run("seed = = 3\n", "--world-size", "1")
     assert result.exit_code == 2
-    assert f"  - {tmp_path}/config.py:1: SyntaxError: invalid syntax" in result.stderr
+    assert f": cannot read {tmp_path}/config.py: {tmp_path}/config.py:1: SyntaxError: invalid syntax" in result.stderr
+    result = run("fp16: {mode: naive\nseed: 3\n", "--world-size", "1", name="config.yaml")
+    assert f": cannot read {tmp_path}/config.yaml: not valid YAML: line 2, column 5: " in result.stderr
     result = run("fp16 = '[red]:art:" + "x" * 200 + "'\n", "--world-size", "1")
     assert "'[red]:art:" + "x" * 200 + "' is not a dict" in result.stdout, "not wrapped, and neither markup nor emoji"
 

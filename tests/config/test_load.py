@@ -60,10 +60,14 @@ def test_the_same_config_from_every_source(write):
     [
         ("a.ymal", "", "its suffix is '.ymal'; allowed: .py, .yaml, .yml, .json"),
         ("a.yaml", "- 1\n", "its top level is of type list, but a config is a mapping of keys to values"),
-        ("a.yaml", "seed: 3\nseed: 4\n", "not valid YAML: line 2: 'seed' is given twice"),
+        ("a.yaml", "seed: 3\nseed: 4\n", "not valid YAML: line 2, column 1: 'seed' is given twice"),
         ("a.json", '{"seed": 3, "seed": 4}', "not valid JSON: 'seed' is given twice"),
-        ("a.yaml", "seed: 1\nfp16: {mode: [\n", "not valid YAML: line 3: "),
-        ("a.yaml", "seed: !!python/object:os.system {}", "not valid YAML: line 1: could not determine a constructor"),
+        ("a.yaml", "seed: 1\nfp16: {mode: [\n", "not valid YAML: line 3, column 1: "),
+        (
+            "a.yaml",
+            "seed: !!python/object:os.system {}",
+            "not valid YAML: line 1, column 7: could not determine a constructor",
+        ),
         ("a.json", '{"seed":\n 3,}', ": line 2 column "),
         ("a.yaml", "clip_grad_norm: '1e-3'\n", "'1e-3': Input should be a valid number"),
         ("a.yaml", "fp16:\n  mode: naive\n  hysterisis: 2\n", "fp16.hysterisis: unknown key; did you mean"),
@@ -73,6 +77,19 @@ def test_the_same_config_from_every_source(write):
 def test_bad_files(write, name, text, message):
     path = write(name, text)
     assert fails(path, message).source == str(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("lr", "give it to the optimizer in your script, or keep it here as an UPPERCASE constant"),
+        ("num_workers", "give it to the DataLoader"),
+        ("epochs", "give it to Trainer.fit or your loop, or keep it here as an UPPERCASE constant"),
+        ("optimizer", "build it in your script, and pass it to initialize"),
+    ],
+)
+def test_keys_that_belong_elsewhere(key, hint):
+    fails({key: 1}, f"{key}: unknown key; {hint}")
 
 
 def test_numbers_with_an_exponent_in_yaml(write):

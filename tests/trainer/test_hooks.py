@@ -162,7 +162,8 @@ def test_a_tracker_that_is_not_installed(monkeypatch, tmp_path, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     hook = {"type": package, "log_dir": tmp_path} if package == "tensorboard" else package
-    with pytest.raises(halfmesh.InputError, match=rf"Hook cannot start: .*Error: .*{package}"):
+    said = rf"Hook cannot start: {package} is not installed; run: pip install {package}"
+    with pytest.raises(halfmesh.InputError, match=said):
         halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[hook])
 
 
@@ -305,6 +306,44 @@ def test_progress_in_plain_lines(caplog):
     caplog.clear()
     halfmesh.Trainer(linear_engine({"bf16": {"mode": "naive"}})).fit(max_steps=1, hooks=["progress"])
     assert re.fullmatch(r"epoch 1  step 1/1  loss \S+  lr \S+", caplog.messages[-2]), "nothing is scaled or skipped"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, halfmesh.Preempted, ValueError])
+def test_an_interrupted_bar_is_not_drawn_again(error, monkeypatch, capsys):
+    """The line about the interrupt stays the last one."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+
+    class Ends(halfmesh.Hook):
+        def after_step(self, trainer, result):
+            print("interrupted by a signal", file=sys.stderr)
+            raise error
+
+    with pytest.raises(error):
+        halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=["progress", Ends()])
+    text = capsys.readouterr().err.replace("\x1b[?25h", "").rstrip()
+    *_, after = text.partition("interrupted by a signal")
+    *_, last = after.rpartition("\x1b[2K")  # of the bar that is drawn under a line, what is left at the end
+    assert ("epoch" in last) == (error is ValueError)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (
+            {"type": "early_stop", "monitr": "eval_loss"},
+            "hook 'early_stop' takes monitor, patience, mode, min_delta: monitr='eval_loss' is not one of its "
+            "arguments; did you mean 'monitor'?",
+        ),
+        ({"type": "run"}, "hook 'run' takes directory, precision_report: directory is missing"),
+        ({"type": "memory", "every": 3}, "hook 'memory' takes no arguments: every=3 is not one of its arguments"),
+        ({"type": "run", "directory": 3}, "hook 'run' with {'directory': 3}: "),
+    ],
+)
+def test_wrong_arguments_of_a_hook_by_name(hook, message):
+    with pytest.raises(halfmesh.InputError, match=re.escape(message)):
+        halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[hook])
 
 
 @pytest.mark.parametrize("columns", [80, 100])

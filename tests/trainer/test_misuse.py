@@ -48,9 +48,9 @@ def test_arguments(build, message):
         ({"hooks": ["progres"]}, "no hook named 'progres'; did you mean 'progress'"),
         (
             {"hooks": [{"path": "x"}]},
-            r"is no hook: expected an object of a subclass of halfmesh.Hook \(not the class\), a",
+            r"is not a hook: expected an object of a subclass of halfmesh.Hook \(not the class\), a",
         ),
-        ({"hooks": [EarlyStopHook]}, r"EarlyStopHook'> is no hook: expected an object"),
+        ({"hooks": [EarlyStopHook]}, r"EarlyStopHook'> is not a hook: expected an object"),
         ({"train": DataLoader(TensorDataset(torch.ones(2)))}, "a DataLoader that is not sharded"),
         ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item has no target"),
         ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1: there was no batch to train on"),
