@@ -69,7 +69,6 @@ CONFIGS = [
     shows("sharding.md", "late_config.py", "parallel.data.overlap_param_gather", True),
     shows("sharding.md", "fsdp_config.py", "parallel.data.strategy", "fsdp"),
     shows("pipeline.md", "config.py", "parallel.pipeline.microbatches", 4),
-    shows("pipeline.md", "send_config.py", "parallel.pipeline.send_dtype", "compute"),
     shows("pipeline.md", "split_config.py", "parallel.pipeline.partition", ("layers.2",)),
     shows("expert-parallel.md", "config.py", "parallel.expert.size", 4),
     shows("context-parallel.md", "config.py", "parallel.context.size", 2),
