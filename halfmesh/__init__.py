@@ -1,6 +1,12 @@
-"""halfmesh: a training engine for PyTorch. Precision modes and parallel layouts from one config.
+"""A training engine for PyTorch: one config chooses precision and parallel layout, and your loop stays.
 
-The public names are imported when first used, so that `import halfmesh` costs little more than `import torch`.
+    engine = halfmesh.initialize(model, optimizer, criterion, dataloader, config="config.py")
+    for x, y in engine.dataloader:
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+
+Public names are imported when first used, so `import halfmesh` costs little more than `import torch`.
 """
 
 from __future__ import annotations

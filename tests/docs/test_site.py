@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import posixpath
 import re
 import subprocess
@@ -29,6 +30,8 @@ def name_of(path):
 def test_the_site_is_built(tmp_path):
     pytest.importorskip("material", reason="pip install '.[docs]'")
     pytest.importorskip("mkdocstrings", reason="pip install '.[docs]'")
+    from docs_tools.site_links import BOOSTS, WORDS
+
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -40,6 +43,17 @@ def test_the_site_is_built(tmp_path):
     places = [training.index(f'id="halfmesh.engine.engine.{name}"') for name in calls if name != "Engine.loss_scale"]
     assert places == sorted(places), "members of a class stand in the order of its source"
     assert "Engine.loss_scale" in training
+    for path in (tmp_path / "site" / "api").glob("*/index.html"):
+        page = path.read_text()
+        assert page.count('class="source"') == len(re.findall(r'class="doc doc-object doc-(?:class|function)"', page))
+        for file, line in re.findall(r'class="source"><a href="https://.*?/blob/main/(halfmesh/.*?)#L(\d+)"', page):
+            assert re.match(r" *(@|class |def )", (ROOT / file).read_text().splitlines()[int(line) - 1]), (file, line)
+    entries = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    assert not [entry["location"] for entry in entries if entry["location"].startswith("repository/")]
+    assert {entry["location"].split("#")[0] for entry in entries if "OOM" in entry.get("tags", [])} == {
+        "troubleshooting/"
+    }
+    assert {page for page in (*BOOSTS, *WORDS) if not (DOCS / page).exists()} == set()
     loop = (tmp_path / "site" / "loop" / "index.html").read_text()
     assert '<span class="filename">train.py</span>' in loop
 
