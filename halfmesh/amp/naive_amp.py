@@ -55,7 +55,12 @@ _DYNAMIC_KEYS = frozenset(
 
 
 class NaiveAMP(AMPPlugin):
-    """Half-precision parameters with fp32 masters (apex's O2 with keep_batchnorm_fp32=False)."""
+    """Half-precision parameters with fp32 masters (apex's O2 with keep_batchnorm_fp32=False).
+
+    Frozen parameters outside the optimizer, and floating-point buffers, are cast as well. Where rounding changes them,
+    their original values stay in host memory (4 bytes per element): `close`, state dicts and checkpoints return these,
+    and a layer that is unfrozen later starts from them.
+    """
 
     options = NaiveOptions
     composes = Composes(parallel=ALL_PARALLEL)
