@@ -120,7 +120,7 @@ OPTIONS = {
 @pytest.mark.promise(
     "DDP with accumulation and `no_sync`", "one reduction per update", of="PyTorch", page="benchmarks.md"
 )
-@pytest.mark.promise("a limit to collectives in flight", "`max_inflight`", of="SageMaker", page="sharding.md")
+@pytest.mark.promise("a limit to collectives in flight", "`max_inflight`", of="SageMaker", page="config.md")
 def test_what_is_reduced():
     """Once per update each number, with zeros up to the next multiple of 8, and a flag for each parameter; in buckets
     and formats as asked for."""
