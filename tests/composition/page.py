@@ -37,16 +37,19 @@ choose a layout, read [Which layout for my model](choosing.md); to check your co
 def _trained() -> Iterator[str]:
     yield "## How it is proven"
     yield _fill(
-        f"""Cells combine a mode, a model, up to 4 ranks on each axis, a data strategy, a schedule, sequence
-        parallelism, accumulation, clipping and `reduce_dtype`. {len(product()):,} are allowed on up to {MOST_RANKS}
-        ranks."""
+        f"""Cells combine a mode, a model, up to 4 tensor, context and pipeline ranks, data ranks with a strategy,
+        sequence parallelism, accumulation, clipping and `reduce_dtype`. {len(product()):,} are allowed on up to
+        {MOST_RANKS} ranks."""
     )
     yield _table(
         ("command", "cells that it trains"),
         (
             ("`make test`", f"{len(few())}: every value, each mode and model in each kind of layout"),
             ("`make test-all`", f"{len({*covering()} - {*few()})} more: every pair of values"),
-            ("`make test-composition`", "about 2,000: every triple of values, in about 40 minutes on two cores"),
+            (
+                "`make test-composition`",
+                "about 2,000: all without a pipeline, and every triple of values with one; 40 minutes on two cores",
+            ),
         ),
     )
     yield f"To train one cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`."
@@ -70,11 +73,11 @@ def _trained() -> Iterator[str]:
         "layouts without a mode equal plain torch in float64 within 1e-9 (1e-7 of the distance moved);",
         """skips, loss scale, gradient norm, learning rate and final weights are bitwise equal on all ranks that hold
         them;""",
-        f"""an inf in one rank's loss, or in its gradient of one parameter ({", ".join(KINDS)}), makes every rank skip
-        the update and changes no weight;""",
+        f"""in fp16, an inf in one rank's loss, or in its gradient of one parameter ({", ".join(KINDS)}), makes every
+        rank skip the update and changes no weight;""",
         "gradient norms of type 1, 2, 3 and inf equal those of one process within 1e-9;",
-        "parameters without gradients, on one rank or on all, train as in one process;",
-        "these tests can fail: they report [faults put in on purpose](../benchmarks/results/faults.md).",
+        "models in which parameters get no gradient, on one rank or on all, train as in one process;",
+        "they can fail: they report [faults put in on purpose](../benchmarks/results/faults.md).",
     )
 
 

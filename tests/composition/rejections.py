@@ -48,10 +48,4 @@ def messages() -> dict[str, list[str]]:
     for finding in everything:
         if finding.where not in found[finding.message]:
             found[finding.message].append(finding.where)
-    for cell, key in {
-        Cell(model="mlp", tensor=2, sequence_parallel=True): "sequence_parallel",
-        Cell(model="mlp", expert=2): "expert",
-    }.items():
-        for problem in problems_with_sequence(cell):
-            found[problem].append(f"model {cell.model} x {key}")
     return dict(found)
