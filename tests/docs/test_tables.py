@@ -160,15 +160,20 @@ def test_the_values_of_activation_checkpoint():
 
 
 def test_the_options_of_each_command():
-    """docs/cli.md has a section for each command, with its arguments, its options and their defaults in order."""
+    """docs/cli.md has a section for each command, with its arguments, its options and their defaults."""
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", read_page("cli.md"), re.DOTALL | re.MULTILINE))
     commands = typer.main.get_command(app).commands
     assert list(sections) == list(commands)
     for name, command in commands.items():
         rows = find_rows(sections[name], "option") if command.params else []
-        shown = [(option.strip("`"), re.search(r"; (required|default `.*`)$", meaning)) for option, meaning in rows]
+        shown = [
+            (option, re.search(r"; (required|default `.*`)$", meaning))
+            for options, meaning in rows
+            for option in re.findall(r"`(.*?)`", options)
+        ]
         expected = [(name_of_option(option), default_of_option(option)) for option in command.params]
-        assert [(option, found and found[1]) for option, found in shown] == expected
+        assert {(option, found and found[1]) for option, found in shown} == {*expected}
+        assert len(shown) == len(expected)
         assert re.search(rf"^(?:\$ )?halfmesh {name}\b", sections[name], re.MULTILINE), "an example"
 
 
