@@ -74,28 +74,15 @@ def numbers_in(line):
     return [float(number) for number in NUMBER.findall(line)]
 
 
-def load_texts():
-    """16 texts of 8 words, whose labels are the words."""
-    words = torch.randint(1, 64, (16, 8), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in words]
-    return DataLoader(rows, batch_size=4)
-
-
-@pytest.mark.parametrize("package", ["timm", "torchvision", "transformers"])
-def test_models_of_others(package, run):
-    pytest.importorskip(package)
+def test_a_model_of_timm(run):
+    timm = pytest.importorskip("timm")
+    load_file = pytest.importorskip("safetensors.torch").load_file
     torch.manual_seed(0)
     images = DataLoader(TensorDataset(torch.randn(16, 3, 32, 32), torch.randint(4, (16,))), batch_size=8)
-    if package == "timm":
-        load_file = pytest.importorskip("safetensors.torch").load_file
-        names = run("models.md", "timm_vit.py", given={"images": images})
-        names["model"].load_state_dict(load_file("vit.safetensors"))
-    elif package == "torchvision":
-        names = run("models.md", "torchvision_resnet.py", given={"images": images})
-    else:
-        names = run("models.md", "hugging_face.py", given={"texts": load_texts()})
-    assert names["engine"].global_step == len(names["engine"].dataloader)
-    assert torch.isfinite(names["loss"] if "loss" in names else torch.zeros(()))
+    given = {"timm": timm, "torch": torch, "halfmesh": halfmesh, "criterion": torch.nn.CrossEntropyLoss()}
+    names = run("models.md", "timm_vit.py", given=given | {"images": images})
+    assert names["engine"].global_step == 2
+    names["model"].load_state_dict(load_file("vit.safetensors"))
 
 
 def test_a_loss_without_all_logits(run):
@@ -107,20 +94,14 @@ def test_a_loss_without_all_logits(run):
         engine.backward(engine(ids, targets))
         engine.step()
     assert engine.global_step == 4
-    pytest.importorskip("transformers")
-    names = run("models.md", "large_vocabulary.py", given={"texts": load_texts()})
-    assert names["engine"].global_step == 4
-    expected = names["model"](**names["batch"], labels=F.pad(names["targets"], (1, 0), value=-100)[:, :-1]).loss
-    torch.testing.assert_close(names["model"](**names["batch"], targets=names["targets"]), expected)
-
-
-def test_lora(run):
-    peft = pytest.importorskip("peft")
-    names = run("models.md", "lora.py", given={"texts": load_texts()})
-    base = names["GPT2LMHeadModel"](names["base"].config)
-    loaded = peft.PeftModel.from_pretrained(base, "adapter").state_dict()
-    trained = {name for name, param in names["model"].named_parameters() if param.requires_grad}
-    assert all(loaded[name].abs().sum() > 0 for name in trained)
+    transformers = pytest.importorskip("transformers")
+    given = {"LlamaForCausalLM": transformers.LlamaForCausalLM, "halfmesh": halfmesh}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=64, use_cache=False)
+    model = run("models.md", "large_vocabulary.py", given=given)["Llama"](config)
+    labels = torch.randint(1, 64, (4, 8))
+    loss = model(labels, F.pad(labels, (0, 1), value=-100)[:, 1:])
+    torch.testing.assert_close(loss, model(labels, labels=labels).loss)
 
 
 def test_a_weighted_loss(run):

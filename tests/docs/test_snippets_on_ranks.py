@@ -250,24 +250,7 @@ def test_the_plan_of_nano_gpt_is_the_one_that_trains():
     assert run(snippet("tensor-parallel.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
 
 
-# --- docs/models.md, nodes.md ---------------------------------------------------------------------------------------
-
-
-def train_bert(rank, world_size):
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    torch.manual_seed(0)
-    words = torch.randint(1, 64, (16, 8))
-    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 2} for row in words]
-    names = run(snippet("models.md", "hugging_face_pipeline.py"), {"classified": DataLoader(rows, batch_size=4)})
-    return names["engine"].global_step, names["loss"].item()
-
-
-@pytest.mark.sends
-def test_a_model_of_transformers_under_a_pipeline():
-    pytest.importorskip("transformers")
-    first, second = run_ranks(train_bert, 2)
-    assert first == second
-    assert first[0] == 4
+# --- docs/nodes.md ----------------------------------------------------------------------------------------------------
 
 
 def drift(rank, world_size):

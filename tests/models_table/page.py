@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from .cells import LAYOUTS, Cell
@@ -22,7 +21,6 @@ def render() -> str:
     for model in SUBJECTS:
         cells = [_say(Cell(model, layout)) for layout in LAYOUTS]
         lines.append(f"| {model} | {' | '.join(cells)} |")
-    lines += ["", *_half(), "", "Messages for the rejected cells:", "", *_rejections()]
     return "\n".join(lines) + "\n"
 
 
@@ -31,25 +29,6 @@ def _say(cell: Cell) -> str:
         return "**rejected**"
     points = SUBJECTS[cell.model].points if LAYOUTS[cell.layout].pipeline > 1 else ()
     return f"yes, cut at `{points[0]}`" if points else "yes"
-
-
-def _half() -> Iterator[str]:
-    yield "Also in half precision, within its rounding:"
-    yield ""
-    tried: dict[str, list[str]] = {}
-    for model, subject in SUBJECTS.items():
-        cells = ", ".join(f"{mode.replace('_', ' ')} ({LAYOUTS[layout].words})" for mode, layout in subject.half)
-        tried.setdefault(cells, []).append(model)
-    yield from (f"- {cells}: {'; '.join(models)}" for cells, models in tried.items() if cells)
-
-
-def _rejections() -> Iterator[str]:
-    said: dict[tuple[str, str], list[str]] = {}
-    for model, subject in SUBJECTS.items():
-        for axis, words in subject.rejected.items():
-            said.setdefault((axis, words), []).append(model)
-    for (axis, words), models in said.items():
-        yield f"- {' and '.join(models)}, {axis}: “{words}”"
 
 
 def main() -> None:

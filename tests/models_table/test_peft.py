@@ -52,7 +52,7 @@ def build_gpt2() -> Any:
     return with_lora(model, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True), batch()
 
 
-@pytest.mark.promise("LoRA by PEFT", "trains as in one process", of="SageMaker", page="models.md")
+@pytest.mark.promise("LoRA by PEFT", "trains as in one process", of="SageMaker", page="fine-tuning.md")
 @rows(
     Row("llama, tensor", build_llama, {"parallel": {"tensor": 2}}),
     Row("llama and its head, tensor", build_llama_and_head, {"parallel": {"tensor": 2}}),
