@@ -208,26 +208,28 @@ def test_the_table_of_what_is_left_in(caplog):
 # --- apex -----------------------------------------------------------------------------------------------------------
 
 
-def test_apex_with_an_engine(run):
-    names = run("migration/apex.md", "train.py", files=("config.py",))
+def test_apex_with_an_engine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.py").write_text(snippet("migration/apex.md", "config.py"))
+    exec(side("migration/apex.md", "+"), names := stand_ins() | {"halfmesh": halfmesh})
     assert names["engine"].config.fp16.options.opt_level == "O2"
-    state = torch.load("checkpoint.pt", weights_only=True)
-    assert {value.dtype for value in state["model"].values()} == {torch.float32}
-    assert state["global_step"] == 15
+    assert {value.dtype for value in names["engine"].state_dict()["model"].values()} == {torch.float32}
+    assert names["engine"].global_step == 15
     assert names["loss"] < 0.7
 
 
 def test_apex_in_a_loop_of_ones_own(run):
-    given = stand_ins() | {"torch": torch}
+    given = stand_ins() | {"halfmesh": halfmesh}
     model = given["model"]
     names = run("migration/apex.md", "convert.py", given=given)
     assert names["model"].module is model
-    assert set(torch.load("checkpoint.pt", weights_only=True)["model"]) == set(model.state_dict())
+    assert set(names["model"].state_dict()) == set(model.state_dict())
     assert names["loss"] < 0.7
 
 
 def test_apexs_casts_of_functions(run):
-    names = run("migration/apex.md", "functions.py", given=stand_ins() | {"features": torch.randn(4, 4)})
+    given = stand_ins() | {"features": torch.randn(4, 4), "halfmesh": halfmesh, "torch": torch}
+    names = run("migration/apex.md", "functions.py", given=given)
     assert (names["scores"].dtype, names["value"].dtype) == (torch.float16, torch.float32)
     assert names["log_mean_exp"](torch.ones(2, dtype=torch.float16)).dtype == torch.float16, "it is inert elsewhere"
 
