@@ -95,7 +95,11 @@ def test_transformers_trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.py").write_text(CONFIGS["transformers"])
     words = "TrainingArguments Trainer default_data_collator get_linear_schedule_with_warmup"
-    names = {name: getattr(transformers, name) for name in words.split()} | {"halfmesh": halfmesh, "torch": torch}
+    try:
+        names = {name: getattr(transformers, name) for name in words.split()}
+    except ImportError as error:
+        pytest.skip(f"of transformers, whose Trainer needs more: {error}")
+    names |= {"halfmesh": halfmesh, "torch": torch}
     exec(snippet("models.md", "weighted.py"), names)
 
     def weights(sign):
@@ -200,9 +204,10 @@ def test_the_table_of_what_is_left_in(caplog):
         config = {"fp16": {"mode": "torch", "init_scale": 8.0}, "gradient_accumulation": 2}
         engine = halfmesh.initialize(*given, config)
         told, is_warning, _ = row.partition(" (a warning")
-        with nullcontext() if is_warning else pytest.raises(halfmesh.HalfmeshError, match=re.escape(told)):
+        told = re.escape(told).replace(r"\.\.\.", ".*")
+        with nullcontext() if is_warning else pytest.raises(halfmesh.HalfmeshError, match=told):
             LEFT_IN[what](engine, *next(iter(engine.dataloader)))
-        assert not is_warning or told in caplog.text
+        assert not is_warning or re.search(told, caplog.text)
 
 
 # --- apex -----------------------------------------------------------------------------------------------------------
