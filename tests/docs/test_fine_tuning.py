@@ -1,4 +1,4 @@
-"""docs/fine-tuning.md: its scripts run from a folder that stands for the hub, in one process and on two ranks."""
+"""docs/fine-tuning.md: its scripts run with a folder in place of the hub, in one process and on two ranks."""
 
 from __future__ import annotations
 
