@@ -1,7 +1,7 @@
 """The composition table: one source for the check before a run, the docs and the tests.
 
-Everything here is decided from the config, the number of ranks and the kind of device. Nothing is started, no GPU is
-asked, no process group is needed. Limits of the model are checked when the model is parallelized.
+Everything here is decided from the config, the number of ranks and the kind of device. It starts
+nothing and needs no GPU and no process group. Limits of the model are checked when the model is parallelized.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .amp.recipe import FP32
 from .config.composition import Finding, Setup, find_key_problems
 from .config.config import Config
 from .config.load import load_config
-from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
+from .errors import IncompatibleConfigError, RegistryError, counted, did_you_mean, show
 from .parallel.registries import AXES, DATA_STRATEGIES
 
 Cell = Literal["yes", "rejected"]
@@ -41,7 +41,7 @@ class Row:
 
 
 def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding]:
-    """Everything that keeps `config` from running on `world_size` ranks with devices of kind `device`.
+    """Everything that prevents `config` from running on `world_size` ranks with devices of kind `device`.
 
     `device` may carry an index ("cuda:1"). An empty list: the combination is supported.
     """
@@ -73,12 +73,12 @@ def mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
 
 def composition_table() -> dict[str, dict[str, Cell]]:
     """Row -> column -> cell, for all registered modes, axes and strategies, including third parties'."""
-    return {str(row): {column: _verdict(row, column) for column in get_columns()} for row in get_rows()}
+    return {str(row): {column: _cell(row, column) for column in get_columns()} for row in get_rows()}
 
 
 def layout_table() -> dict[str, dict[str, Cell]]:
-    """Axis -> other axis or data strategy -> cell: whether a layout may have both. The models and numbers of ranks that
-    each axis takes are another matter."""
+    """Axis -> other axis or data strategy -> cell: whether a layout may have both. Each axis has further limits on
+    models and numbers of ranks."""
 
     def problems(*names: str) -> set[str]:
         parallel: dict[str, Any] = {name: {"size": 2} for name in names if name in AXES}
@@ -113,7 +113,7 @@ def get_columns() -> list[str]:
     return [*AXES.names(), *DATA_STRATEGIES.names()]
 
 
-def _verdict(row: Row, column: str) -> Cell:
+def _cell(row: Row, column: str) -> Cell:
     try:
         return "rejected" if any(_check_mode(row, [column])) else "yes"
     except RegistryError:  # a package's mode that cannot be loaded; a config that names it gets the error
@@ -181,7 +181,7 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
         averaged = data_ranks * math.prod(size for name, size in sizes.items() if AXES.get(name).splits_loss)
         for key, message in DATA_STRATEGIES.get(data.strategy).find_size_problems(data, averaged):
             yield Finding(key, message)
-        of_data = " ".join(f"({name} ranks are data ranks: they are counted in data.size)" for name in views)
+        of_data = " ".join(f"(data.size includes the {name} ranks)" for name in views)
         if data.size not in (None, data_ranks):
             total = data.size * product
             message = f"{data.size} x {given} = {total}, but there are {world_size} ranks; remove it, or start {total}"
@@ -189,5 +189,7 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
         for name, size in views.items():
             if data_ranks % size:
                 fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
-                message = f"{name} ranks are data ranks, and {size} does not divide the {data_ranks} of them"
+                message = (
+                    f"{size} does not divide the {counted(data_ranks, 'data rank')}, which the {name} ranks are part of"
+                )
                 yield Finding(f"parallel.{name}", f"{message}; use one of {fits}")

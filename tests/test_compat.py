@@ -191,7 +191,7 @@ def test_pipelines_that_cannot_run(pipeline, message):
     ],
 )
 def test_reducing_in_float16_needs_a_loss_scale(raw, rejected):
-    message = "parallel.data.reduce_dtype: without a loss scale, gradients leave float16's range while they are summed"
+    message = "parallel.data.reduce_dtype: without a loss scale, sums of gradients leave the range of float16"
     found = find({**raw, "parallel": {"data": {"reduce_dtype": "float16"}}})
     assert [line.startswith(message) for line in found] == [True] * rejected
     assert find({**raw, "parallel": {"data": {"reduce_dtype": "bfloat16"}}}) == []

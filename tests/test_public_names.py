@@ -6,6 +6,7 @@ import ast
 import py_compile
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,12 @@ def test_the_names_are_known_without_the_source(tmp_path):
     py_compile.compile(str(source), str(tmp_path / "halfmesh" / "__init__.pyc"), doraise=True)
     code = "import halfmesh; print(halfmesh.__file__.rpartition('.')[2], 'Engine' in halfmesh.__all__)"
     assert printed(code, cwd=tmp_path) == ["pyc", "True"]
+
+
+def test_an_editable_install_is_a_path():
+    """By default it is a finder, which type checkers do not run: they would find no halfmesh."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["tool"]["distutils"]["editable_wheel"]["mode"] == "compat"
 
 
 def test_a_config_error_has_all_problems_and_is_a_value_error():

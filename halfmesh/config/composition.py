@@ -63,7 +63,7 @@ class Setup:
             batch_size: samples of a batch on each data rank; None: not known.
 
         Raises:
-            IncompatibleConfigError: `global_batch_size` is no multiple of `batch_size` x data ranks,
+            IncompatibleConfigError: `global_batch_size` is not a multiple of `batch_size` x data ranks,
                 `gradient_accumulation` is given and says otherwise, or `batch_size` is not known.
         """
         if self.config.global_batch_size is None:
@@ -79,11 +79,11 @@ def find_key_problems(setup: Setup) -> Iterator[Finding]:
 
 
 def find_advice(setup: Setup) -> Iterator[Finding]:
-    """Advice on configs that run, and could run better."""
+    """Advice on configs that can run, but could run better."""
     asked = setup.config.parallel.data.strategy
     strategy = DATA_STRATEGIES.get(asked)
     if setup.strategy is not strategy:
-        message = f"{asked!r} has nothing to shard over one data rank; the run is one of 'replicate'"
+        message = f"{asked!r} has nothing to shard over one data rank, so the run uses 'replicate'"
         yield Finding("parallel.data.strategy", message, "advice")
     for key, message in (
         strategy.find_advice(setup.config, setup.recipe.param_dtype) if setup.dims.grad_ranks > 1 else ()
@@ -102,14 +102,14 @@ def _cycle_length(config: Config, total: int, size: int | None, data_ranks: int)
     """The number of batches in an update of `total` samples."""
     if size is None:
         raise _rejected(
-            f"{total}: the loader does not say its batch size; give initialize a DataLoader with batch_size, or set "
+            f"{total}: the loader has no batch_size; give initialize a DataLoader with batch_size, or set "
             "gradient_accumulation instead"
         )
     what, together = f"batch size {size} x {counted(data_ranks, 'data rank')}", size * data_ranks
     if total % together:
         below, above = total // together * together, (total // together + 1) * together
         near = f"{below} or {above}" if below else str(above)
-        raise _rejected(f"{total} is no multiple of {what} = {together}; set it to {near}, or change the batch size")
+        raise _rejected(f"{total} is not a multiple of {what} = {together}; set it to {near}, or change the batch size")
     given, length = config.gradient_accumulation, total // together
     if "gradient_accumulation" in config.model_fields_set and given != length:
         raise _rejected(
@@ -129,7 +129,7 @@ def _make_recipe(config: Config) -> Recipe:
     plugin = AMP_PLUGINS.get(config.precision.mode)
     recipe = plugin.recipe(config.precision.options, getattr(torch, PRECISIONS[config.precision_key]))
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{plugin.__name__}.recipe returned {recipe!r}, but it has to return a halfmesh.Recipe")
+        raise TypeError(f"{plugin.__name__}.recipe returned {recipe!r}, but it must return a halfmesh.Recipe")
     return recipe
 
 
@@ -144,7 +144,7 @@ def _check_data(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     data = config.parallel.data
     strategy = DATA_STRATEGIES.get(data.strategy)
     if data.reduce_dtype == "float16" and not recipe.keeps_scale:
-        message = "without a loss scale, gradients leave float16's range while they are summed; use 'float32'"
+        message = "without a loss scale, sums of gradients leave the range of float16; use 'float32'"
         yield "parallel.data.reduce_dtype", message
     yield from strategy.find_key_problems(config, recipe.param_dtype)
 
@@ -181,7 +181,7 @@ def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.cast_lists == "apex":
         yield (
             "compile",
-            "O1's casts do not reach into compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "
+            "O1's casts have no effect in compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "
             "compile out",
         )
     elif config.precision is not None and getattr(config.precision.options, "backend", None) == "apex":
@@ -191,7 +191,7 @@ def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _check_rest(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     selective = config.activation_checkpoint.selective
     if recipe.split_masters and recipe.param_dtype != torch.bfloat16:
-        message = "'split' needs weights that are the upper half of fp32, as only those of bf16 are; use bf16, or leave"
+        message = "'split' needs weights that are the upper half of fp32, which only bf16 has; use bf16, or leave"
         yield f"{config.precision_key}.masters", f"{message} masters out"
     if config.loss_reduction == "weighted" and recipe.num_losses > 1:
         losses = recipe.num_losses
@@ -199,8 +199,8 @@ def _check_rest(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     if selective and config.activation_offload:
         yield (
             "activation_offload",
-            "torch keeps what activation_checkpoint='selective' saves where it cannot be moved; use 'full' or "
-            "dict(every=...) with it, or leave one of the two out",
+            "torch keeps the tensors that activation_checkpoint='selective' saves where they cannot be moved; use "
+            "'full' or dict(every=...) with it, or leave one of the two out",
         )
     if selective and config.compile.enabled:
         yield (

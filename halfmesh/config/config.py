@@ -19,12 +19,12 @@ from ..parallel.registries import AXES
 from .schema import PrecisionConfig, Settings, data_config, get_plugin, parallel_config, strategy_keys
 from .text import as_python, to_yaml
 
-OWN_NAMES = "; a constant of your own is written in UPPERCASE"
+OWN_NAMES = "; write your own constants in UPPERCASE"
 """The end of the message about an unknown key that is similar to no other."""
 
 
 class Config(Settings, extra="allow"):
-    """The settings of `Settings` as attributes, and the user's UPPERCASE constants beside them.
+    """The settings of `Settings` as attributes, and your UPPERCASE constants next to them.
 
     `halfmesh.load_config` makes one.
     """
@@ -133,7 +133,7 @@ def find_contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
     """Keys that are valid alone, but not together."""
     given = [key for key in PRECISIONS if raw.get(key) is not None]
     if len(given) > 1:
-        yield f"{', '.join(given)}: a run has one precision; keep one of them"
+        yield f"{', '.join(given)}: a run has one precision; keep one of these keys"
     for key in given:
         yield from _find_moot(key, raw[key])
 
@@ -150,7 +150,7 @@ def _find_moot(key: str, given: Any) -> Iterator[str]:
     for name in sorted(plugin.scale_keys & given.keys()) if key != "fp16" else ():
         yield f"{key}.{name}: {has} the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
     for name in sorted(plugin.float8_keys & given.keys()) if key != "fp8" else ():
-        yield f"{key}.{name}: it is about float8, and {key} has none; remove {name}, or use fp8"
+        yield f"{key}.{name}: it sets how float8 works, which {key} does not use; remove {name}, or use fp8"
 
 
 def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -187,7 +187,7 @@ def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Map
         others = [n for n, keys in strategy_keys().items() if path[-1] in keys] if path[:-1] == DATA else []
         if others:
             strategy = raw["parallel"]["data"].get("strategy", "replicate")
-            return f"only strategy={others[0]!r} has it, and the strategy is {strategy!r}; remove it"
+            return f"only strategy={others[0]!r} has this key, and the strategy is {strategy!r}; remove it"
         return "unknown key" + _suggest(path[-1], path[:-1], raw, "")
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])
@@ -270,7 +270,7 @@ _INSTEAD = {
 }
 """What to set here, and the keys of other libraries for it, lower case."""
 _OTHERS = {
-    "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
+    "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition sets the stages",
     "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",
     "batch_size": "give it to the DataLoader: the batch size of one data rank",
     **dict.fromkeys(["num_workers", "shuffle", "drop_last", "pin_memory"], "give it to the DataLoader"),
@@ -291,7 +291,7 @@ _OTHERS = {
         ["static_loss_scale", "dynamic_loss_scale"],
         "set fp16.loss_scale to that number or 'dynamic', with mode='naive'",
     ),
-    **dict.fromkeys(["data_parallel", "ddp"], "remove it: data parallelism takes the ranks that the other axes leave"),
+    **dict.fromkeys(["data_parallel", "ddp"], "remove it: the ranks that the other axes leave are data-parallel ranks"),
 }
 FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
     {name: f"set {ours} instead" for ours, names in _INSTEAD.items() for name in names.split()} | _OTHERS

@@ -56,7 +56,7 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
         return source, OWN_NAMES
     if not isinstance(source, (str, Path)):
         kinds = f"a path ({', '.join(_READERS)}), a dict ({{}} trains in fp32) or a Config"
-        raise ConfigError([f"a {type(source).__name__} was given, but a config is {kinds}"])
+        raise ConfigError([f"a {type(source).__name__} was given, but a config must be {kinds}"])
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
     try:
@@ -70,9 +70,9 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
     except OSError as error:
         raise UnreadableError(f"{type(error).__name__}: {error}", str(source)) from error
     if not isinstance(content, Mapping):
-        problem = f"its top level is of type {type(content).__name__}, but a config is a mapping of keys to values"
+        problem = f"its top level is of type {type(content).__name__}, but a config must map keys to values"
         raise UnreadableError(problem, str(source))
-    return content, f"{OWN_NAMES}, a helper starts with an underscore" if suffix == ".py" else OWN_NAMES
+    return content, f"{OWN_NAMES}, and begin helpers with an underscore" if suffix == ".py" else OWN_NAMES
 
 
 def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]:
@@ -107,7 +107,7 @@ def _set(inside: dict[Any, Any], keys: Sequence[str], value: Any) -> None:
         if path in _SHORT and not isinstance(given, Mapping | None):
             given = {_SHORT[path]: given}
         if not isinstance(given, Mapping | None):
-            raise ValueError(f"{path} is {show(given)}, which has no keys; set all of it: {path}={{...}}")
+            raise ValueError(f"{path} is {show(given)}, which has no keys; set it as a whole: {path}={{...}}")
         inside[key] = dict(given or {})
         inside = inside[key]
     inside[keys[-1]] = value

@@ -36,7 +36,7 @@ class ActivationCheckpointConfig(Options):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.every is not None and self.patterns:
-            raise ValueError("every and patterns are two ways to choose modules; leave one of them out")
+            raise ValueError("every and patterns both choose modules; leave one of them out")
         return self
 
     @property
@@ -89,13 +89,13 @@ class CheckpointConfig(Options):
     directory: Annotated[str, Field(min_length=1), _FROM_PATH]
     """A folder that all ranks share; created if needed."""
     every: PositiveInt | None = None
-    """Updates between two saves; None: save only when the run is told to end."""
+    """Updates between two saves. None: save only when the run receives a stop signal."""
     keep: PositiveInt | None = 3
     """How many checkpoints to keep; None: all."""
     in_background: bool = True
-    """True if training continues during a save. A run that is told to end waits for its last save."""
+    """True: training continues during a save. A run that receives a stop signal waits for its last save."""
     signals: Annotated[Names, AfterValidator(_check_signals)] = ("SIGTERM", "SIGUSR1")
-    """Signals that tell a run to end: it saves after the current step, and exits with status 75."""
+    """Stop signals: the run saves after the current step and exits with status 75."""
 
 
 def get_plugin(mode: object) -> type[AMPPlugin]:
@@ -175,7 +175,7 @@ def _expand_precision(value: Any) -> Any:
     options = dict(value)
     if "mode" not in options:
         near = find_near("mode", [key for key in options if isinstance(key, str)])
-        hint = f" (is {near!r} meant to be it?)" if near else ""
+        hint = f" (did you mean it by {near!r}?)" if near else ""
         raise ValueError(f"mode is missing{hint}; write dict(mode='torch', ...); modes: {list_names(AMP_PLUGINS)}")
     mode = options.pop("mode")
     return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
@@ -236,7 +236,7 @@ class DataConfig(Options):
 
     strategy: Annotated[str, _registered(DATA_STRATEGIES)] = "replicate"
     size: PositiveInt | None = None
-    """None: the ranks that tensor and pipeline leave over."""
+    """None: the ranks that the other axes leave."""
     reduce_dtype: DType = "float32"
     bucket_mb: PositiveFloat | None = None
     """MiB; None: 25 as torch's DDP, or 1 for each data rank if that is more, as Megatron-LM lets buckets grow."""

@@ -146,10 +146,10 @@ class _Search:
                 reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
                 left_out.setdefault(reason, []).append(change)
         for reason, names in left_out.items():
-            self._notes.append(f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} left out: {reason}")
+            self._notes.append(f"not tried: {', '.join(names)}: {reason}")
         if has_batch_norm:
             self._splits_batches = False
-            self._notes.append("smaller batches are left out: BatchNorm's statistics would change")
+            self._notes.append("not tried: smaller batches: BatchNorm's statistics would change")
         rejected = {change for names in left_out.values() for change in names}
         self._kinds = [kind for kind in self._kinds if f"activation_checkpoint={kind}" not in rejected]
         return rejected
@@ -218,8 +218,8 @@ class _Search:
         shared = strategy.shards_model and strategy.ranks_of_copy(parallel.data, everyone) == everyone
         least = max(needs * part, state if shared else state * part)  # if shared, it is sharded over all ranks already
         if least > self._asked.room:
-            evenly = f"at best {readable(least)}, if the axes sharded everything evenly"
-            self._notes.append(f"{' '.join(changes)} is left out: {evenly}")
+            evenly = f"a rank would need at least {readable(least)}, even if the axes sharded everything evenly"
+            self._notes.append(f"not tried: {' '.join(changes)}: {evenly}")
         return least > self._asked.room
 
 

@@ -71,7 +71,7 @@ def build_model(reference: str, batch: Sequence[str] = ()) -> Built:
     Raises:
         InputError: the function does not exist, fails, or returns something else.
     """
-    how = "in a dry run, where tensors have no values: let it build the model without loading weights"
+    how = "in a simulation, where tensors have no values: build the model without loading weights"
     built = call_builder(find_function(reference), f"--model {reference}", how)
     return replace(built, batches=[(tuple(map(read_tensor, batch)), None)], criterion=None) if batch else built
 
@@ -103,9 +103,9 @@ def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
     if not isinstance(model, nn.Module) or any(m is not None for m in more) or not (criterion is None or is_complete):
         kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
         raise InputError(
-            f"{name}: it returned {f'({kinds})' if isinstance(made, tuple) else kinds}; let it return the model (a "
-            "torch.nn.Module), or (model, inputs), or (model, (inputs, targets), criterion); a list in place of the "
-            "second element is of batches"
+            f"{name}: it returned {f'({kinds})' if isinstance(made, tuple) else kinds}; return the model (a "
+            "torch.nn.Module), or (model, inputs), or (model, (inputs, targets), criterion). The second element may be "
+            "a list of batches"
         )
     return Built(model, batches, criterion)
 
@@ -128,8 +128,8 @@ def read_tensor(text: str) -> torch.Tensor:
         return torch.zeros([int(size) for size in shape.split(",")], dtype=getattr(torch, dtype or "float32"))
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
         raise InputError(
-            f"--batch {text} is no shape and dtype ({error}); write --batch 8,2048:int64 (rows of one data rank first, "
-            "then the dtype; float32 if left out)"
+            f"--batch {text} is not a shape and dtype ({error}); write --batch 8,2048:int64 (first the rows of one "
+            "data rank; the dtype is float32 by default)"
         ) from error
 
 

@@ -247,7 +247,9 @@ def _stand_in(output: Any) -> torch.Tensor:
     """The model's loss if it returns one, else the sum of its first output."""
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not floats:
-        raise InputError("--model: the model returned no tensor with a graph, so there is no loss to go backward from")
+        raise InputError(
+            "--model: no tensor that the model returned requires gradients, so there is no loss for the backward"
+        )
     return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
 
 

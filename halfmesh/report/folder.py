@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import platform
 import sys
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 from ..amp.plugin import PRECISIONS
 from ..checkpoint.agreement import run_on_all_ranks
 from ..config.text import as_json
-from ..errors import InputError, Preempted, cut, show_name
+from ..errors import InputError, Preempted, counted, cut, show_name
 from ..utils.log import Listener
 from .mesh_picture import block_of, compress, describe_shards
 from .run import (
@@ -59,7 +60,7 @@ class RunFolder:
                 if engine.global_step % 10 == 0:
                     run.record(loss=loss)
 
-    Rank 0 writes. All ranks create it together; `note`, `record` and `close` do not communicate.
+    Rank 0 writes. All ranks must create it together; `note`, `record` and `close` do not communicate.
 
     A new run moves the files of an earlier run to the subfolder `earlier-1`. A run that resumes from a checkpoint drops
     the records of the updates that it repeats, and appends its config to the earlier ones.
@@ -79,7 +80,7 @@ class RunFolder:
         self._sessions: list[dict[str, Any]] = []
         self._file: Any = None  # of the records; None if this rank does not write, or no longer
         ranks, shown = engine.context.everyone(_describe_rank(engine)), show_name(str(directory))
-        what = f"{shown} cannot be the folder of a run; give a folder that rank 0 can write to, or a new one"
+        what = f"{shown} cannot be the folder of a run; give a new folder, or one that rank 0 can write to"
         on_rank_zero(engine.context, what, lambda: self._begin(ranks))
         self._listener = Listener(logging.WARNING)
         self._listener.emit = self._record_log  # type: ignore[method-assign]
@@ -103,10 +104,10 @@ class RunFolder:
 
     def record(self, **values: Any) -> None:
         """Write a record: `values` (rank 0's numbers, or tensors with one element), the number of updates, and the
-        learning rate, grad norm (if known) and loss scale of the last update noted.
+        learning rate, gradient norm (if known) and loss scale of the last update that was noted.
 
-        One of `values` with such a name replaces it. This reads the device, so do not call it for every update.
-        The report draws the Trainer's names together: loss, eval_loss, samples_per_s, memory_mib.
+        A value with one of these names replaces it. This reads the device, so do not call it after every update. The
+        report has a chart for each of the Trainer's names: loss, eval_loss, samples_per_s, memory_mib.
         """
         if self._file is None:
             return
@@ -137,7 +138,7 @@ class RunFolder:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write how the run ended: with `error`, or without one. A second call does nothing."""
+        """Write how the run ended: with `error`, or without one. Calling it again does nothing."""
         logging.getLogger("halfmesh").removeHandler(self._listener)
         if self._file is None:
             return
@@ -178,7 +179,7 @@ class RunFolder:
         from .. import __version__
 
         engine, device = self._engine, self._engine.context.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
         cuda = {"cuda": torch.version.cuda} if device.type == "cuda" else {}
         ours = {"halfmesh": __version__}
         session = {
@@ -274,3 +275,12 @@ def _how(error: BaseException | None) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _cpu_name() -> str:
+    """The CPU's model and number of cores; without a model, its architecture."""
+    found = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()  # on Linux
+        found = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    return f"{found or f'cpu ({platform.machine()})'}, {counted(os.cpu_count() or 1, 'core')}"

@@ -16,7 +16,11 @@ function ticks(chart, values) {
   const { log, lines } = chart;
   if (log) {  // below the lines are the marks of skipped updates only
     const least = Math.min(...lines.filter((line) => line.kind !== "skips").flatMap((line) => line.y.filter((v) => v)));
-    return values.map((v) => v == null || (log === 2 && v < least) ? "" : power(log, Math.round(Math.log2(v) / Math.log2(log))));
+    const name = (v) => {
+      const exponent = Math.log2(v) / Math.log2(log), whole = Math.round(exponent);
+      return Math.abs(exponent - whole) < 1e-6 ? power(log, whole) : v < 2e-3 ? v.toExponential(0) : short.format(v);
+    };
+    return values.map((v) => v == null || (log === 2 && v < least) ? "" : name(v));
   }
   const most = Math.max(...values.map(Math.abs));
   if (most < 2e-3) return values.map((v) => v === 0 ? "0" : v.toExponential(2).replace(/\.?0*e/, "e"));
@@ -48,8 +52,23 @@ function series(line) {
   };
 }
 
-function draw(figure) {
-  const chart = data[figure.dataset.chart];
+// A running mean of a line, over about a twentieth of it; points of an evaluation and planned values stay.
+function smoothed(line) {
+  const share = Math.min(0.5, 20 / line.y.length);
+  let mean = null;
+  return line.kind !== "line" ? line
+    : { ...line, y: line.y.map((v) => v == null ? v : (mean = mean == null ? v : mean + share * (v - mean))) };
+}
+
+function makeSwitch(figure, text, change) {
+  const label = document.createElement("label"), box = document.createElement("input");
+  box.type = "checkbox";
+  box.addEventListener("change", () => change(box.checked));
+  label.append(box, ` ${text}`);
+  figure.nextElementSibling.append(label);
+}
+
+function plotOf(figure, chart) {
   const axis = { stroke: () => css("--soft"), grid: { stroke: () => css("--grid") }, ticks: { stroke: () => css("--grid") } };
   const font = "11px system-ui, sans-serif";
   const base = chart.log || 10;
@@ -72,7 +91,22 @@ function draw(figure) {
     ],
     series: [{ label: "update", value: (u, value) => value == null ? "last" : value.toLocaleString("en") }, ...chart.lines.map(series)],
   };
-  const plot = new uPlot(options, uPlot.join([[[0, chart.last]], ...chart.lines.map((line) => [line.x, line.y])]), figure);
+  return new uPlot(options, uPlot.join([[[0, chart.last]], ...chart.lines.map((line) => [line.x, line.y])]), figure);
+}
+
+function draw(figure) {
+  const given = data[figure.dataset.chart], chart = { ...given };
+  let plot = plotOf(figure, chart);
+  const change = (changes) => {
+    plot.destroy();
+    plot = plotOf(figure, Object.assign(chart, changes));
+  };
+  if (given.lines.some((line) => line.kind === "line" && line.y.length > 20) && figure.dataset.chart !== "loss_scale")
+    makeSwitch(figure, "smooth", (on) => change({ lines: on ? given.lines.map(smoothed) : given.lines }));
+  if (given.lines.every((line) => line.y.every((v) => v == null || v > 0)) && given.log !== 2) {
+    makeSwitch(figure, "log axis", (on) => change({ log: on ? 10 : 0 }));
+    figure.nextElementSibling.lastChild.firstChild.checked = given.log === 10;
+  }
   new ResizeObserver(() => plot.setSize({ width: figure.clientWidth, height: 240 })).observe(figure);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw(false));
   figure.addEventListener("keydown", (event) => {

@@ -27,14 +27,15 @@ def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bo
     An existing report is replaced; any other file only with `replace`.
 
     Raises:
-        InputError: one of `runs` is not the folder of a run, or `out` cannot be written.
+        InputError: one of `runs` is not the folder of a run, or `out` cannot be written: its folder must exist.
     """
     target, shown = Path(out), show_name(str(out))
+    if not target.absolute().parent.is_dir():
+        raise InputError(f"{shown} cannot be written: there is no folder {show_name(str(target.absolute().parent))}")
     try:
         if not replace and target.exists() and _MARK not in target.read_text("utf-8", "replace")[:1000]:
             raise InputError(f"{shown} exists and is not a report; give another name, or --force (replace=True)")
         page = make_page(read_runs([Path(run) for run in runs]))
-        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"{shown} cannot be written ({cut(str(error))}); give another file") from error
@@ -99,12 +100,12 @@ class ChartSpec:
 WANTED = (
     ChartSpec("loss", "Loss", {"loss": "train", "eval_loss": "eval"}, "run.record(loss=loss)"),
     ChartSpec("lr", "Learning rate", {"lr": "learning rate"}, "run.note(engine.step())"),
-    ChartSpec("loss_scale", "Loss scale", {"loss_scale": "loss scale"}, "only fp16 scales the loss"),
+    ChartSpec("loss_scale", "Loss scale", {"loss_scale": "loss scale"}, "only runs in fp16 scale the loss"),
     ChartSpec(
         "grad_norm",
         "Gradient norm",
         {"grad_norm": "gradient norm"},
-        "measured with fp16, clip_grad_norm, track_grad_norm",
+        "measured in fp16, or with clip_grad_norm or track_grad_norm",
     ),
     ChartSpec("throughput", "Throughput (samples/s)", {"samples_per_s": "samples/s"}, 'the hook "throughput"'),
     ChartSpec("memory", "Memory (MiB)", {"memory_mib": "measured"}, 'the hook "memory"'),
@@ -152,12 +153,28 @@ def make_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[ChartSpec]]:
     known = {name for wanted in WANTED for name in wanted.names}
     others = dict.fromkeys(name for run in runs for name in run.series if name not in known)
     charts, absent = [], []
-    for wanted in (*WANTED, *(ChartSpec(f"other-{n}", name, {name: name}, "") for n, name in enumerate(others))):
+    for wanted in (
+        *WANTED,
+        *(ChartSpec(f"other-{n}", in_words(name), {name: name}, "") for n, name in enumerate(others)),
+    ):
         if lines := [line for n, run in enumerate(runs) for line in _lines(run, n, wanted.names, len(runs) > 1)]:
             charts.append(_chart(wanted, lines, runs))
         elif wanted.how:
             absent.append(wanted)
     return charts, absent
+
+
+_WORDS = {
+    "model_flops_per_s": "Model FLOP/s",
+    "mfu": "Model FLOPs utilization",
+    "tokens_per_s": "Throughput (tokens/s)",
+}
+
+
+def in_words(name: str) -> str:
+    """The title of a recorded value: "Eval accuracy" for "eval_accuracy"."""
+    words = name.replace("_", " ").replace(" per s", "/s")
+    return _WORDS.get(name, words[:1].upper() + words[1:])
 
 
 def thinned(series: Series) -> Series:
@@ -208,5 +225,5 @@ def _chart(spec: ChartSpec, lines: list[Line], runs: Sequence[Run]) -> Chart:
         for index, run in enumerate(runs):
             if sizes := [rank["bytes"] / 2**20 for rank in run.plan.get("values", {}).get("ranks", ())]:
                 level = Series([0, last_step], [max(sizes)] * 2)
-                lines.append(Line(f"{names[index]}plan, without activations", level, index, "plan"))
+                lines.append(Line(f"{names[index]}planned, without activations", level, index, "plan"))
     return Chart(spec.key, spec.title, lines, log, last_step)

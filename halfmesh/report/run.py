@@ -91,7 +91,7 @@ def read_run(path: Path) -> Run:
         InputError: the folder does not exist, or is not a run's.
     """
     if not any((path / name).is_file() for name in FILES):
-        what = "holds none of " + ", ".join(FILES) if path.is_dir() else "is no folder"
+        what = "holds none of " + ", ".join(FILES) if path.is_dir() else "is not a folder"
         raise InputError(f"{show_name(str(path))} {what}; give the folder of a RunFolder or of the hook 'run'")
     run = Run(path.resolve().name, path)
     run.sessions = _read_json(run, CONFIG).get("sessions", [])
@@ -103,12 +103,12 @@ def read_run(path: Path) -> Run:
     if unreadable:
         run.notes.append(f"{METRICS}: {counted(unreadable, 'unreadable line')} left out")
     if not records:
-        run.notes.append(f"{METRICS} has no records: the run ended before the first, or nothing was recorded")
+        run.notes.append(f"{METRICS} has no records: the run ended before the first one, or recorded nothing")
     _add_records(run, records)
     if run.skipped_steps is not None and (missing := run.skipped_steps - len(run.skipped)) > 0:
         run.notes.append(
-            f"{missing} of {run.skipped_steps} skipped updates have no number: a session was killed before it recorded "
-            "them, or they were not noted"
+            f"the numbers of {missing} of {run.skipped_steps} skipped updates are unknown: a session was killed before "
+            "it recorded them, or the loop did not call run.note"
         )
     return run
 
@@ -116,7 +116,7 @@ def read_run(path: Path) -> Run:
 def read_runs(paths: list[Path]) -> list[Run]:
     """The runs of several folders, with names that differ."""
     if not paths:
-        raise InputError("there is no run to report: give the folder of one")
+        raise InputError("there is no run to report; give the folder of a run")
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
     for number, run in enumerate(runs, start=1):
@@ -129,7 +129,7 @@ def _read_json(run: Run, name: str) -> dict[str, Any]:
     try:
         return dict(json.loads((run.path / name).read_text()))
     except (OSError, ValueError, TypeError) as error:
-        run.notes.append(f"{name} is unreadable, and was skipped ({type(error).__name__})")
+        run.notes.append(f"{name} is unreadable ({type(error).__name__})")
         return {}
 
 
@@ -200,7 +200,7 @@ def read_earlier(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def move_earlier(directory: Path) -> None:
-    """Move the files of an earlier run to a separate folder, which `halfmesh report` can show, too."""
+    """Move the files of an earlier run to a separate folder, which `halfmesh report` can show as well."""
     there = [path for name in FILES if (path := directory / name).exists()]
     if not there:
         return
@@ -210,4 +210,4 @@ def move_earlier(directory: Path) -> None:
     earlier.mkdir()
     for path in there:
         path.rename(earlier / path.name)
-    _log.info("%s held an earlier run, which was moved to %s", directory, earlier)
+    _log.info("%s holds an earlier run; moved it to %s", directory, earlier)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from ..errors import counted, readable
 from .run import Run
 
 Rows = list[tuple[str, list[str]]]
@@ -16,8 +17,8 @@ _STATUS = {
     "finished": "✓ finished",
     "failed": "✗ failed",
     "interrupted": "⏸ interrupted",
-    "preempted": "⏸ preempted, and saved",
-    "running": "… still running, or killed: no end was written",
+    "preempted": "⏸ preempted and saved",
+    "running": "… still running, or killed",
 }
 
 
@@ -27,7 +28,7 @@ def number(value: float) -> str:
 
 
 def status(run: Run) -> str:
-    """The end of the run, in words, with a mark that needs no colour."""
+    """The end of the run in words, with a mark that works without color."""
     words = _STATUS.get(run.session.get("status", ""), "? unknown")
     return f"{words}: {run.session['error']}" if run.session.get("error") else words
 
@@ -49,12 +50,12 @@ def summarise(runs: Sequence[Run]) -> Rows:
         "Resumed": each(lambda run: ", ".join(f"after update {s['from_step']}" for s in run.sessions[1:])),
         "Updates": each(lambda run: f"{max(run.last_step, run.session.get('to_step') or 0):,}"),
         "Skipped updates": each(_skipped),
-        "Loss": of("loss", lambda found: f"{number(found[-1])} at the end"),
-        "Eval loss": of("eval_loss", lambda found: f"{number(found[-1])} at the end, {number(min(found))} at best"),
+        "Loss": of("loss", lambda found: f"{number(found[-1])} (last)"),
+        "Eval loss": of("eval_loss", lambda found: f"{number(found[-1])} (last), {number(min(found))} (best)"),
         "Throughput": of("samples_per_s", lambda found: f"{number(statistics.median(found))} samples/s (median)"),
-        "Memory": of("memory_mib", lambda found: f"{number(max(found))} MiB at most"),
+        "Memory": of("memory_mib", lambda found: f"{readable(max(found) * 2**20)} (peak)"),
         "Optimizer": each(_optimizer),
-        "Machine": each(lambda run: "{world_size} x {device}".format(**run.session) if run.sessions else ""),
+        "Machine": each(_machine),
         "Versions": each(lambda run: ", ".join(f"{k} {v}" for k, v in run.session.get("versions", {}).items())),
         "Command": each(lambda run: " ".join(run.session.get("argv", []))),
         "Folder": each(lambda run: str(run.path)),
@@ -114,13 +115,22 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _optimizer(run: Run) -> str:
-    """The settings of each group of parameters that are on, at the start of the run."""
+    """The settings of each group of parameters at the start of the run, without those that are off."""
     groups = run.plan.get("values", {}).get("optimizer", [])
     said = (
         ", ".join([group["type"], *(f"{key} {value}" for key, value in group.items() if value and key != "type")])
         for group in groups
     )
     return "; ".join(dict.fromkeys(said))
+
+
+def _machine(run: Run) -> str:
+    if not run.sessions:
+        return ""
+    ranks, device = run.session["world_size"], run.session["device"]
+    return (
+        f"{ranks} x {device}" if "cuda" in run.session.get("versions", {}) else f"{counted(ranks, 'rank')} on {device}"
+    )
 
 
 def _skipped(run: Run) -> str:

@@ -55,7 +55,7 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     | a tensor, no criterion | `engine(batch)`, the same |
 
     Raises:
-        InputError: the batch is none of these; give the trainer another `compute`.
+        InputError: the batch is none of these; give the Trainer another `compute`.
     """
     args, kwargs, target, needs_criterion = _split(engine, batch)
     output = engine(*args, **kwargs)
@@ -75,8 +75,8 @@ def _find_loss(engine: Engine, output: Any) -> Any:
         loss = output
     if loss is None and engine.training:
         raise InputError(
-            f"the model returned {type(output).__name__} without a loss, and initialize was given no criterion; give "
-            "initialize a criterion, or a batch with the labels that the model needs to compute its loss"
+            f"the model returned {type(output).__name__} without a loss, and initialize got no criterion; give "
+            "initialize a criterion, or put the labels that the model's loss needs into the batch"
         )
     return loss
 
@@ -86,8 +86,8 @@ def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]
     if isinstance(batch, (tuple, list)):
         if len(batch) < 2:
             raise InputError(
-                f"a batch of {counted(len(batch), 'item')} has no target; let the dataset give (input, target), or "
-                "give the trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, "
+                f"a batch of {counted(len(batch), 'item')} has no target; return (input, target) from the dataset, or "
+                "give the Trainer compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, "
                 "rows)"
             )
         return batch[:-1], {}, batch[-1], True
@@ -98,7 +98,7 @@ def _split(engine: Engine, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]
         return (), batch, None if key is None else batch[key], False
     if key is None:
         raise InputError(
-            f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion: none of "
-            f"{', '.join(TARGETS)} is there; name it so, or give the trainer your own compute"
+            f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion; name it "
+            f"{' or '.join(map(repr, TARGETS))}, or give the Trainer your own compute"
         )
     return (), {name: value for name, value in batch.items() if name != key}, batch[key], True

@@ -32,15 +32,14 @@ _VALUES = (str, int, float, np.generic, np.ndarray)
 
 def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:
     """A loader for evaluation, as `initialize` makes from its eval_dataloader: this data rank's samples, each counted
-    once (no padding), in batches on the engine's device. All ranks call it together.
+    once (no padding), in batches on the engine's device. All ranks must call it together.
 
     Raises:
         InputError: not a DataLoader.
     """
     if not isinstance(loader_in(dataloader), DataLoader):
         raise InputError(
-            f"expected a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
-            "DataLoader(dataset, batch_size=...)"
+            f"{type(dataloader).__name__} is not a DataLoader; wrap it: DataLoader(dataset, batch_size=...)"
         )
     loader = ShardedLoader(dataloader, engine.context, training=False)
     return even_out(EngineDataLoader(loader, engine.context, engine.config.seed), engine)
@@ -57,7 +56,7 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
     if isinstance(loader_in(train), (DataLoader, Dataset)):
         raise InputError(
             f"fit was given a {type(train).__name__} that is not sharded over the data ranks; pass it to initialize as "
-            "the dataloader instead (fit also takes an iterable of your own batches, already on the device)"
+            "the dataloader instead (fit also accepts an iterable of batches that are already on the device)"
         )
     return train
 
@@ -135,7 +134,7 @@ def predict(engine: Engine, dataloader: Any) -> Any:
 
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards each module is in its former mode again."""
+    """Evaluation mode without gradients. At the end, each module returns to its former mode."""
     modes = [(module, module.training) for module in engine.model.modules()]
     engine.eval()
     try:
@@ -160,9 +159,9 @@ def _rows(output: Any) -> list[Any]:
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)}
     if len(sizes) != 1 or 0 in sizes:
         raise InputError(
-            "predict joins outputs along the first dim, which has to be the batch's where data ranks take turns in "
-            f"samples, but the sizes of one output are {sorted(sizes)}; let the model return tensors of one row for "
-            "each sample"
+            "predict joins outputs along the first dim, which must be the batch's where data ranks take turns in "
+            f"samples, but the sizes of one output are {sorted(sizes)}; return tensors with one row for each sample "
+            "from the model"
         )
     return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(*sizes)]  # type: ignore[misc]
 
@@ -170,7 +169,7 @@ def _rows(output: Any) -> list[Any]:
 def _joined(pieces: list[Any]) -> Any:
     """The pieces joined along the first dim, or the list of them if they do not fit."""
     if not pieces:
-        raise InputError("predict was given no sample; give it a DataLoader that is not empty")
+        raise InputError("the DataLoader gave predict no samples; give it one that is not empty")
 
     def kind(piece: Any) -> tuple[str, list[torch.Size], bool]:
         tensors = tensors_of(piece)

@@ -21,10 +21,10 @@ Record = dict[str, Any]
 
 
 class Hook:
-    """Base class; every method is a no-op. Hooks are called in the order in which `fit` was given them.
+    """Base class; every method is a no-op. Hooks are called in the order in which you pass them to `fit`.
 
-    All ranks call all hooks at the same points, so a hook may use collectives. A decision (`trainer.stop`) has to be
-    the same on all ranks. Reading a tensor synchronises with the device: do it in `measure`.
+    All ranks call all hooks at the same points, so a hook may use collectives. A decision (`trainer.stop`) must be the
+    same on all ranks. Reading a tensor synchronizes with the device: do it in `measure`.
     """
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -34,16 +34,16 @@ class Hook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Called before `before_fit` with the state from the checkpoint, or from the end of the last `fit`. Hooks are
-        matched by class name, several of one class by their order. After a change of layout it is rank 0's state."""
+        matched by class name, several of one class by their order. If the layout changed, it is rank 0's state."""
 
     def before_fit(self, trainer: Trainer) -> None:
         """Called when training begins, or resumes."""
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Called when training has ended without an error."""
+        """Called when training ends without an error."""
 
     def close(self, trainer: Trainer) -> None:
-        """The last call, also after an error: release what `before_fit` or `before_eval` acquired."""
+        """The last call, even after an error: release what `before_fit` or `before_eval` acquired."""
 
     def before_epoch(self, trainer: Trainer) -> None:
         """Called when the epoch `trainer.epoch` begins."""
@@ -95,8 +95,8 @@ def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, An
     """
     if twice := [key for key in given if key in record]:
         raise InputError(
-            f"{type(hook).__name__}.{method} gives {', '.join(map(repr, twice))}, which the record has already; rename "
-            "the metric, or leave out a hook that is given twice"
+            f"{type(hook).__name__}.{method} returned {', '.join(map(repr, twice))}, which the record already has; "
+            "rename the metric, or remove a hook that is listed twice"
         )
     record.update(given)
 

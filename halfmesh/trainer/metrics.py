@@ -31,12 +31,12 @@ def _output_and_target(outcome: Outcome) -> tuple[Any, ...]:
 class MetricHook(Hook):
     """Computes metrics of torchmetrics in evaluation, or in training.
 
-    States are combined over the data ranks only, so each sample counts once in every layout. The value is the same as
-    with one process, on all ranks.
+    Combines states over the data ranks only, so each sample counts once in every layout. All ranks get the value that
+    one process would compute.
 
     Args:
         metrics: torchmetrics metrics by name, or a MetricCollection. Results in evaluation are named "eval_" + name.
-        on: "eval", or "train" for the batches since the last record. Under a pipeline "train" needs `keep_outputs`.
+        on: "eval"; or "train", for the batches since the last record, which needs `keep_outputs` under a pipeline.
         arguments: returns the arguments of `metric.update`; (output, target) by default.
     """
 
@@ -150,11 +150,11 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 class MonitorHook(Hook):
-    """Follows a result of evaluation, and keeps its best value.
+    """Follows a result of evaluation and keeps its best value.
 
     Args:
         monitor: the name of the result, such as "eval_loss".
-        mode: "min" if less is better, "max" if more is.
+        mode: "min" if lower is better, "max" if higher is better.
         min_delta: the smallest change that counts as an improvement.
     """
 
@@ -163,7 +163,7 @@ class MonitorHook(Hook):
 
     def __init__(self, monitor: str, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise InputError(f"mode={mode!r}: expected 'min' (less is better) or 'max'")
+            raise InputError(f"mode={mode!r}: expected 'min' (lower is better) or 'max'")
         self._monitor, self._mode, self._min_delta = monitor, mode, min_delta
         self._sign = 1 if mode == "min" else -1
         self._reset()
@@ -183,8 +183,8 @@ class MonitorHook(Hook):
     def before_fit(self, trainer: Trainer) -> None:
         if not trainer.evaluates:
             raise InputError(
-                f"{type(self).__name__} needs {self._monitor!r} from an evaluation, and this fit has none; give fit or "
-                "initialize an eval_dataloader (and eval_interval= or eval_steps= above 0), or leave the hook out"
+                f"{type(self).__name__} needs {self._monitor!r} from an evaluation, but this fit has none; give fit or "
+                "initialize an eval_dataloader (and eval_interval= or eval_steps= above 0), or remove the hook"
             )
         if trainer.engine.global_step == 0:  # the hook may have been used in another run
             self._reset()
@@ -193,7 +193,7 @@ class MonitorHook(Hook):
         """The value. Raises InputError if there is no result of that name."""
         if self._monitor not in results:
             raise InputError(
-                f"monitor={self._monitor!r}: evaluation gave {', '.join(results) or 'nothing'}"
+                f"monitor={self._monitor!r}: the results of evaluation are {', '.join(results) or 'none'}"
                 f"{did_you_mean(self._monitor, results)}"
             )
         return results[self._monitor]
@@ -208,12 +208,12 @@ class MonitorHook(Hook):
 
 class CheckpointHook(MonitorHook):
     """Saves the weights with the best result of evaluation to `directory/best.safetensors`, and the result and its
-    update to `best.json`. The config's key `checkpoint` saves checkpoints to resume from.
+    update to `best.json`. To save checkpoints for resuming, set the config key `checkpoint`.
 
     Args:
         directory: a folder that all ranks share.
         monitor: the name of a result of evaluation.
-        mode: "min" if less of it is better, "max" if more is.
+        mode: "min" if lower is better, "max" if higher is better.
     """
 
     def __init__(self, directory: str | Path, monitor: str, mode: Literal["min", "max"] = "min") -> None:
@@ -232,7 +232,7 @@ class CheckpointHook(MonitorHook):
 class EarlyStopHook(MonitorHook):
     """Stops after `patience` evaluations in a row without an improvement.
 
-    A resumed run continues the count; a run that was stopped stops again until `patience` is raised. Evaluating twice
+    A resumed run continues the count. A run that was stopped stops again until you raise `patience`. Evaluating twice
     at the same update counts once.
 
     Args:
@@ -271,8 +271,8 @@ class EarlyStopHook(MonitorHook):
 
 
 class LRSchedulerHook(MonitorHook):
-    """Advances a scheduler that follows a result of evaluation (ReduceLROnPlateau): the one that was given to
-    initialize, or each of several, with `lr_interval="manual"` in the config. The engine advances other schedulers.
+    """Advances the schedulers that you passed to initialize by a result of evaluation (ReduceLROnPlateau). Needs
+    `lr_interval="manual"` in the config. The engine advances other schedulers.
 
     Args:
         monitor: the name of that result.
@@ -284,7 +284,7 @@ class LRSchedulerHook(MonitorHook):
     def before_fit(self, trainer: Trainer) -> None:
         scheduler, interval = trainer.engine.lr_scheduler, trainer.engine.config.lr_interval
         if scheduler is None or interval != "manual":
-            has = "none was given" if scheduler is None else f"the engine advances it with lr_interval={interval!r}"
+            has = "there is none" if scheduler is None else f"the engine advances it with lr_interval={interval!r}"
             raise InputError(f"LRSchedulerHook needs an lr_scheduler and lr_interval='manual' in the config, but {has}")
         super().before_fit(trainer)
 

@@ -27,10 +27,10 @@ Ranks = Collection[int] | Literal["all"]
 
 
 class RecordingHook(Hook):
-    """Base of hooks that record updates, and write a file of them on some ranks.
+    """Base of hooks that record updates and write them to a file on some ranks.
 
-    Updates are those of the run (`engine.global_step`), skipped ones included: a run that is resumed after them records
-    none. If training ends earlier, what there is is written.
+    Updates are counted over the whole run (`engine.global_step`), skipped ones included: a run that resumes after them
+    records none. If training ends earlier, the updates until then are written.
 
     Args:
         steps: the first and the last update.
@@ -38,7 +38,7 @@ class RecordingHook(Hook):
         ranks: those that write, or "all".
 
     Raises:
-        InputError: `steps` is no such pair.
+        InputError: `steps` is not such a pair.
     """
 
     _warm_up: ClassVar[int]
@@ -94,7 +94,7 @@ class RecordingHook(Hook):
         self.close(trainer)
         if self._records(trainer) and self._is_chosen(trainer) and not self._has_written and self._last < sys.maxsize:
             steps = self._first, self._last, self._before + 1, trainer.engine.global_step
-            _log.info("no update of %d to %d was recorded: this fit made %d to %d", *steps, ranks=self._told)
+            _log.info("none of the updates %d to %d was recorded: this fit made %d to %d", *steps, ranks=self._told)
 
     def _is_chosen(self, trainer: Trainer) -> bool:
         return self._ranks == "all" or trainer.engine.context.rank in self._ranks
@@ -126,22 +126,24 @@ class RecordingHook(Hook):
             folder.mkdir(parents=True, exist_ok=True)
             self._save(path, scope)
         except OSError as error:
-            _log.warning("%s could not be written: %s", path, error, ranks=None)
+            _log.warning("cannot write %s: %s", path, error, ranks=None)
         else:
-            _log.info("%s was written", path, ranks=self._told if name.startswith("updates") else None)
+            _log.info("wrote %s", path, ranks=self._told if name.startswith("updates") else None)
 
 
 class ProfileHook(RecordingHook):
-    """Writes a trace of some updates by torch.profiler, with the ranges of the config's `profile_ranges`: for
-    https://ui.perfetto.dev or chrome://tracing. The update before them warms the profiler up. Training is the same.
+    """Writes a trace of some updates with torch.profiler, including the ranges of the config's `profile_ranges`. Open
+    it in https://ui.perfetto.dev or chrome://tracing. The update before them warms up the profiler. The results of
+    training stay the same.
 
     Args:
         steps: the first and the last update.
         folder: of the files; None: "profile", in the directory of the hook "run" if there is one.
-        ranks: those that are profiled, or "all".
-        record_shapes: sizes of the inputs; this and the next two are torch.profiler's, and cost time in each operation.
-        profile_memory: what operations allocate and free.
-        with_stack: the Python lines that called them.
+        ranks: the ranks to profile, or "all".
+        record_shapes: record the shapes of inputs. This and the next two are arguments of torch.profiler, and slow down
+            each operation.
+        profile_memory: record what operations allocate and free.
+        with_stack: record the Python lines that call them.
     """
 
     _warm_up = 1
@@ -184,14 +186,14 @@ class ProfileHook(RecordingHook):
 
 
 class MemorySnapshotHook(RecordingHook):
-    """Writes a snapshot of the GPU's memory, with the history of its allocations, for https://pytorch.org/memory_viz:
-    after some updates, and of a rank that raises torch.OutOfMemoryError while it records. On a CPU it does nothing.
+    """Writes a snapshot of the GPU's memory with the history of its allocations, after some updates, and on a rank that
+    raises torch.OutOfMemoryError while it records. Open it in https://pytorch.org/memory_viz. On a CPU it does nothing.
 
     Args:
-        steps: the first and the last update to record; None: all of the run, of which only the error is written.
+        steps: the first and the last update to record. None: record the whole run, and write a file only on that error.
         folder: of the files; None: "profile", in the directory of the hook "run" if there is one.
-        ranks: those that write after `steps`, or "all". All ranks record.
-        max_entries: allocations and frees to keep, the last ones.
+        ranks: the ranks that write after `steps`, or "all". All ranks record.
+        max_entries: how many of the last allocations and frees to keep.
     """
 
     _warm_up = 0
@@ -214,7 +216,9 @@ class MemorySnapshotHook(RecordingHook):
 
     def before_fit(self, trainer: Trainer) -> None:
         if not self._records(trainer):
-            _log.info("the hook memory_snapshot records nothing on the device %s", trainer.engine.device)
+            _log.info(
+                "the hook memory_snapshot records nothing on the device %s: it needs a GPU", trainer.engine.device
+            )
         super().before_fit(trainer)
 
     def _begin(self, trainer: Trainer, first: int, scope: ExitStack) -> None:

@@ -29,7 +29,7 @@ class ProgressHook(Hook):
     rate, and a line for each evaluation; else a line for each record.
 
     Args:
-        plain: print lines on a terminal, too.
+        plain: print lines on a terminal as well.
     """
 
     def __init__(self, plain: bool = False) -> None:
@@ -131,11 +131,11 @@ def _short(value: Any) -> str:
 class RunHook(Hook):
     """Writes config, plan, records and skipped updates to a folder: `halfmesh.RunFolder` for a Trainer.
 
-    The hooks "throughput" and "memory" add their values to the records.
+    Add the hooks "throughput" and "memory" to record their values.
 
     Args:
         directory: the folder; see RunFolder if it exists.
-        precision_report: measure `engine.precision_report()` in the first update of each epoch, and keep the last one.
+        precision_report: measure `engine.precision_report()` in the first update of each epoch; the last one is kept.
     """
 
     def __init__(self, directory: str | Path, precision_report: bool = False) -> None:
@@ -237,7 +237,7 @@ def optimizer_settings(plan: EffectivePlan) -> dict[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
-    """Nested mappings as dotted names; what is no number and no text as its text."""
+    """Nested mappings as dotted names; what is not a number or text as its text."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
@@ -275,7 +275,7 @@ class TensorBoardHook(WriterHook):
 class WandbHook(WriterHook):
     """Logs the records to Weights & Biases, by update.
 
-    Without options, an active run of `wandb.init` is used and left open. To resume a run, give its `id` and
+    Without options, it uses an active run of `wandb.init` and leaves it open. To resume a run, give its `id` and
     `resume="allow"`; W&B ignores updates before its last one.
 
     Args:
@@ -299,8 +299,8 @@ class WandbHook(WriterHook):
 class MLflowHook(WriterHook):
     """Logs the records as metrics of an MLflow run, by update.
 
-    Without options, an active run of `mlflow.start_run` is used and left open. To resume a run, give its `run_id`;
-    updates that are trained again are logged twice. MLflow's setting determines where runs are stored
+    Without options, it uses an active run of `mlflow.start_run` and leaves it open. To resume a run, give its `run_id`;
+    updates that are repeated are logged twice. MLflow's settings determine where runs are stored
     (`MLFLOW_TRACKING_URI`, `mlflow.set_tracking_uri`).
 
     Args:
@@ -312,7 +312,7 @@ class MLflowHook(WriterHook):
         is_ours = bool(self._options) or mlflow.active_run() is None
         if is_ours:
             mlflow.start_run(**self._options)
-        known = mlflow.active_run().data.params  # MLflow refuses other values for the same name
+        known = mlflow.active_run().data.params  # MLflow rejects other values for the same name
         mlflow.log_params({name: value for name, value in self.settings.items() if name not in known})
 
         def end() -> None:

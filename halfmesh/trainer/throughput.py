@@ -75,7 +75,7 @@ _WAITING = 0.3
 class ThroughputHook(Hook):
     """Adds to records, over all data ranks since the last record: "samples_per_s"; "tokens_per_s" (with `tokens`);
     "model_flops_per_s"; and "mfu" on devices of `PEAK_FLOPS`: the share of the peak of all ranks' devices in the
-    config's precision. Evaluations and `trainer.save` are not counted. Warns once if training waits for data more than
+    config's precision. Does not count evaluations and `trainer.save`. Warns once if training waits for data more than
     30 % of the time.
 
     Args:

@@ -57,18 +57,17 @@ class Trainer:
         trainer = halfmesh.Trainer(engine)
         trainer.fit(epochs=10, hooks=["progress", "memory"])
 
-    All ranks call its methods together.
+    All ranks must call its methods together.
 
     Args:
         compute: computes loss and output of a batch; by default `halfmesh.compute_batch`.
-        log_every: updates between two records for the hooks. Making a record reads the device.
+        log_every: updates between two records for the hooks. Each record reads the device.
 
     Attributes:
         engine: the engine.
         epoch: number of the current epoch, from 0; -1 before the first.
-        epochs: those that `fit` was given; None before it, and if there is no limit.
-        total_steps: the update (`engine.global_step`) that ends `fit`, as far as the length of the data tells; None if
-            it does not.
+        epochs: the argument of `fit`; None before it, and without a limit.
+        total_steps: the update (`engine.global_step`) that ends `fit`; None if the length of the data is not known.
         result: the result of the last `engine.step()`: None inside an accumulation cycle.
     """
 
@@ -103,21 +102,21 @@ class Trainer:
         eval_steps: int | None = None,
         hooks: Sequence[HookLike] = (),
     ) -> None:
-        """Train until `epochs` epochs or `max_steps` updates are done, counted from the start of the run: after
-        `engine.load` only the rest is trained. (A second call begins with the next epoch.)
+        """Train for `epochs` epochs or `max_steps` updates, whichever ends first, counted from the start of the run:
+        after `engine.load`, only the rest. (Calling it again continues with the next epoch.)
 
         Args:
-            train: by default the engine's dataloader; or your own batches, already on the device, different on each
-                data rank and equally many.
+            train: by default the engine's dataloader; or your own batches, already on the device: different ones on
+                each data rank, and the same number.
             epochs: passes over the data; unlimited if only `max_steps` is given.
             max_steps: updates (`engine.global_step`, including skipped ones).
-            eval_dataloader: by default the engine's, if it has one; a DataLoader is sharded over the data ranks.
-            eval_interval: epochs between evaluations; the last epoch is always evaluated. 0 turns these off.
-            eval_steps: updates between evaluations within epochs; None turns these off.
+            eval_dataloader: by default the engine's, if it has one. halfmesh shards a DataLoader over the data ranks.
+            eval_interval: epochs between evaluations; fit always evaluates after the last one. 0: off.
+            eval_steps: updates between evaluations within epochs. None: off.
             hooks: Hook objects, names of registered ones ("progress"), or dict(type="run", directory=...).
 
         Raises:
-            InputError: an argument is wrong, before anything runs.
+            InputError: an argument is wrong. Raised before anything runs.
         """
         if epochs is None and max_steps is None:
             raise InputError("fit needs an end: give it epochs=, max_steps=, or both")
@@ -126,7 +125,7 @@ class Trainer:
         batches = choose_train_loader(self.engine, train)
         evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval or eval_steps else None
         if eval_steps is not None and evaluated is None:
-            raise InputError("eval_steps needs something to evaluate on: give fit or initialize an eval_dataloader")
+            raise InputError("eval_steps needs data to evaluate on: give fit or initialize an eval_dataloader")
         self._max_steps, self._stopped = max_steps, None
         self._eval_steps, self._evaluated = eval_steps, evaluated
         self._loss = MeanLoss(self.engine)
@@ -143,34 +142,32 @@ class Trainer:
             self._evaluate_once()
             self._call("after_fit")
         if self._stopped is not None:
-            _log.info("training was stopped after update %d: %s", self.engine.global_step, self._stopped)
+            _log.info("stopped after update %d: %s", self.engine.global_step, self._stopped)
 
     def evaluate(self, dataloader: Iterable[Any] | None = None, hooks: Sequence[HookLike] = ()) -> dict[str, float]:
         """The mean loss per sample over a dataloader, and the results of `hooks`; the same on all ranks.
 
         Args:
-            dataloader: by default the engine's eval_dataloader; a DataLoader is sharded over the data ranks.
+            dataloader: by default the engine's eval_dataloader. halfmesh shards a DataLoader over the data ranks.
 
         Returns:
             "eval_loss" (if there is a loss) and the hooks' results.
         """
         loader = choose_eval_loader(self.engine, dataloader)
         if loader is None:
-            raise InputError(
-                "there is nothing to evaluate on: give evaluate a dataloader, or initialize an eval_dataloader"
-            )
+            raise InputError("no data to evaluate on: give evaluate a dataloader, or initialize an eval_dataloader")
         with self._hooked(hooks):
             return self._evaluate(loader)
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
         """The model's outputs for all samples of a DataLoader, in its order, on the CPU of every rank.
 
-        The model does not get the target: the last item of a batch that is a tuple of two or more, or a dict's target.
+        The model does not get the target: the last item of a tuple of two or more items, or the target in a dict.
 
         Returns:
-            The model's outputs (a tensor, or nested tensors), joined along the first dim. If shapes do not fit
-            (sequences of another length in each batch), a list: of the output for each batch, in one process; of each
-            sample's, whose first dim is 1, if data ranks take turns in samples.
+            The model's outputs (a tensor, or nested tensors), joined along the first dim. If their shapes differ (such
+            as sequences of another length in each batch), a list of the outputs: one for each batch in one process, or
+            one for each sample, whose first dim is 1, if data ranks take turns in samples.
 
         Raises:
             InputError: data ranks take turns in samples, and an output does not have one row for each sample.
@@ -178,7 +175,7 @@ class Trainer:
         return predict(self.engine, dataloader)
 
     def stop(self, reason: str = "a hook asked for it") -> None:
-        """End `fit` after this update. All ranks have to call it."""
+        """End `fit` after this update. All ranks must call it."""
         self._stopped = reason
 
     def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
@@ -235,8 +232,8 @@ class Trainer:
                 self._after_step(self.result)
         if not count and batches is not self._own_loader:
             raise InputError(
-                f"epoch {self.epoch}: there was no batch to train on; `train` has to be iterable in each epoch (a "
-                "list, a DataLoader, not a generator)"
+                f"epoch {self.epoch} had no batch to train on; `train` must be iterable in every epoch (a list or a "
+                "DataLoader, not a generator)"
             )
         if is_complete and count and self.result is None:  # the user's batches end within an accumulation cycle
             self.result = engine.step(last=True)
@@ -340,7 +337,11 @@ class Trainer:
             if isinstance(error, Interrupted) or hasattr(sys, "ps1"):
                 raise
             saves = self.engine.config.checkpoint is not None
-            why = "ended at once, which is not saved" if saves else "with the config key checkpoint Ctrl-C saves first"
+            why = (
+                "not saved, because it ended at once"
+                if saves
+                else "set the config key checkpoint, and Ctrl-C saves first"
+            )
             _log.info("interrupted after update %d; %s", self.engine.global_step, why)
             raise Interrupted from None
 

@@ -21,7 +21,7 @@ ROUNDINGS = 4
 """So many roundings of the weights themselves are allowed, however little an update moves them."""
 ORTHOGONALISED = 2.0**-7
 """The way of a matrix may differ by so much that Muon steps: it rounds to bf16, and makes more of a last bit."""
-STAGES = {"begin": 0, "input": 1, "output": 1, "grad_output": 1, "gradient": 2, "norm": 3, "verdict": 4}
+STAGES = {"begin": 0, "input": 1, "output": 1, "grad_output": 1, "gradient": 2, "norm": 3, "overflow": 4}
 STAGES |= {"update": 5, "buffer": 6, "loss": 7}
 """The order of comparison within an update; what modules compute is compared in time order."""
 INFINITE = ("input", "output", "grad_output", "gradient", "loss")
@@ -143,11 +143,11 @@ def _missing(store: Store, distances: Mapping[Key, Any]) -> Iterator[Key]:
 def _figures(
     store: Store, measures: Sequence[Measures], limits: Limits, reduction: str, overflows: int | None
 ) -> Iterator[Finding]:
-    """Norms, verdicts and losses. Where the update `overflows`, norms are compared between ranks only."""
+    """Norms, overflow decisions and losses. Where the update `overflows`, norms are compared between ranks only."""
     ranks = tuple(rank.rank for rank in measures)
     for update in sorted({update for rank in measures for update, _, what in rank.figures if what == "lr"}):
         for name in ("grad_norm", "skipped", "loss_scale", "lr"):
-            key = Key(update, 0, "norm" if name == "grad_norm" else "verdict", name)
+            key = Key(update, 0, "norm" if name == "grad_norm" else "overflow", name)
             values = [rank.figures.get((update, 0, name)) for rank in measures]
             mine, theirs = values[0], store.figures.get((update, 0, name))
             unlike = tuple(rank for rank, value in zip(ranks, values, strict=True) if repr(value) != repr(mine))

@@ -148,11 +148,11 @@ class MachineReport:
     def table(self) -> dict[str, dict[str, str]]:
         """The composition table: rejected, equal, FAILED, or - for what was not run here."""
         table = {
-            row: {column: "-" if verdict == "yes" else "rejected" for column, verdict in cells.items()}
+            row: {column: "-" if cell == "yes" else "rejected" for column, cell in cells.items()}
             for row, cells in composition_table().items()
         }
         for cell, report, _ in sorted(self.results, key=lambda result: not result[1].equal):
-            table[str(cell.row)] |= dict.fromkeys(cell.columns, _verdict(report))
+            table[str(cell.row)] |= dict.fromkeys(cell.columns, _result(report))
         return table
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class MachineReport:
         table, wrong = self.table, [(cell, report) for cell, report, _ in self.results if not report.equal]
         total = sum(seconds for *_, seconds in self.results)
         rows = [
-            [cell.row, cell, report.world_size, _verdict(report), *map(_share, report.phases), f"{seconds:.1f}"]
+            [cell.row, cell, report.world_size, _result(report), *map(_share, report.phases), f"{seconds:.1f}"]
             for cell, report, seconds in self.results
         ]
         parts = [
@@ -176,12 +176,12 @@ class MachineReport:
             "\n".join(f"- {name}: {text}" for name, text in self.about.items()),
             _markdown(["", *table["none"]], [[row, *cells.values()] for row, cells in table.items()]),
             _markdown(["mode", "layout", "ranks", "", "structure", "format", "s"], rows),
-            "structure, format: the largest difference to one process over what is allowed, in fp64 and in the mode.",
+            "structure, format: the largest difference from one process / the allowed one, in float64 and in the mode.",
         ]
         return "\n\n".join(parts + [f"{cell.row}, {cell}:\n\n{report}" for cell, report in wrong])
 
 
-def _verdict(report: VerifyReport) -> str:
+def _result(report: VerifyReport) -> str:
     return "equal" if report.equal else "FAILED"
 
 
@@ -210,7 +210,7 @@ class _Work(Work):
 
 
 def verify_machine(device: str | None = None, quick: bool = False) -> MachineReport:
-    """Verify few cells of the composition table that stand for all that this machine can run, with a bar of progress.
+    """Verify a few cells of the composition table that represent all that this machine can run, with a progress bar.
 
     Args:
         device: "cuda": a rank on each of an even number of GPUs, or on the only one; "cpu": up to 8 ranks; None: GPUs,
@@ -228,9 +228,9 @@ def verify_machine(device: str | None = None, quick: bool = False) -> MachineRep
         "system": platform.platform(),
     }
     if not float8:
-        about["fp8"] = "not run: it needs the package torchao" + (", and a GPU with float8" if gpus else "")
+        about["fp8"] = "not run: it needs torchao" + (" and a GPU with float8" if gpus else "")
     if ranks == 1:
-        about["layouts"] = "not run: they need two GPUs; on ranks of the CPU: halfmesh verify --device cpu"
+        about["layouts"] = "not run: they need two GPUs. To run them on the CPU: halfmesh verify --device cpu"
     results, cells = [], list(find_cells(device, ranks, float8, quick))
     with ExitStack() as stack:
         work = partial(_Work, stack=stack, waiting=defaultdict(list))

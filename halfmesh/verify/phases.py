@@ -58,21 +58,21 @@ def verify(
     Args:
         config: a path, a dict or a Config.
         build: a function, or "package.module:function", that returns (model, inputs), or (model, (inputs, targets),
-            criterion), as for `halfmesh check --model`; a list in place of the second is of batches, used in turn.
+            criterion), as for `halfmesh check --model`. The second element may be a list of batches, used in turn.
         world_size: the number of ranks of the layout.
         updates: how many to compare.
         optimizer: a function of the parameters, or its name; default: SGD with momentum.
-        accumulated: compare with one process that accumulates the ranks' batches and microbatches one by one, in place
-            of one that has them in one batch: for a loss that compares the samples of a batch with each other.
+        accumulated: compare with one process that accumulates the ranks' batches and microbatches one by one, not with
+            one that gets them as one batch: for a loss that compares the samples of a batch with each other.
         overrides: as of `load_config`.
-        shrink: take 2 ranks on each axis that has more; default: on a CPU.
+        shrink: use 2 ranks on each axis that has more; the default on a CPU.
         device: "cpu" or "cuda".
         timeout: seconds for each run.
-        progress: is told what begins.
+        progress: called with the name of each run that begins.
 
     Raises:
         ConfigError: the config cannot be loaded.
-        InputError: the model cannot be built, or not be trained in one process.
+        InputError: the model cannot be built, or cannot be trained in one process.
     """
     options = Options(world_size, updates, accumulated, overrides, shrink, device, timeout, progress)
     return prove(config, options, Given(build, optimizer), Work)
@@ -81,13 +81,13 @@ def verify(
 def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **options: Any) -> VerifyReport:
     """Prove on this machine that a layout trains what a script trains as one process does.
 
-    It runs on the ranks of the layout, where what each data rank uses is kept; in one process, which gets that of all
-    data ranks together in place of one rank's; and on the ranks again, with what was kept. So neither seeds nor batches
-    that depend on the number of ranks make a difference.
+    The script runs on the ranks of the layout first, and verify keeps the batches that each data rank uses. Then it
+    runs in one process, with the batches of all data ranks together, and on the ranks again, with the kept batches. So
+    seeds and batches may depend on the number of ranks.
 
     Args:
         config: a path, a dict or a Config. It decides precision and layout; its other keys go before the script's.
-        script, args: run as they are, in processes of their own, several times. The engine saves nothing in them.
+        script, args: run unchanged and several times, in separate processes. Their engines save nothing.
         options: as of `verify`; after `updates` the script is ended.
 
     Raises:
@@ -96,7 +96,7 @@ def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **o
     """
     path, wanted = Path(script), Options(**options)
     if not path.is_file():
-        raise InputError(f"{path}: there is no such script")
+        raise InputError(f"cannot read {path}: there is no such script")
     return prove(config, wanted, Script(path, tuple(args), config, tuple(wanted.overrides)), Work)
 
 
@@ -170,7 +170,9 @@ class Work:
             if calls >= case.chunks:
                 raise
             reason = str(getattr(error.__context__, "reason", error))
-            notes.append(f"compared with one process that accumulates, since it cannot take the whole batch: {reason}")
+            notes.append(
+                f"compared with one process that accumulates, because it cannot take the whole batch: {reason}"
+            )
             calls = case.chunks
             phase = self.structure(folder, case, calls)
         notes += [file.read_text() for file in sorted(case.start.glob("*.note"))]
@@ -181,14 +183,16 @@ class Work:
     def _survey(self, case: Case, notes: list[str]) -> Case:
         """The case with what the first run finds. A script runs on all ranks."""
         given, ranks = self.given, self.setup.dims.world_size if self.given.is_script else 1
-        self.options.progress(f"{counted(ranks, 'rank')}: what is trained")
+        self.options.progress(f"{counted(ranks, 'rank')}: reading the model and the batches")
         try:
             known = self._run(ranks, given.survey, (case,))
         except RankError as error:
             if not given.is_script:
                 raise
             if case.dtype is not None and re.search("double|float64", error.reason, re.IGNORECASE):
-                notes.append(f"{given.path.name} sets dtypes itself, so float32 in place of float64: {error.reason}")
+                notes.append(
+                    f"compared in float32, not float64, because {given.path.name} sets dtypes itself: {error.reason}"
+                )
                 return self._survey(replace(case, dtype=None), notes)
             if error.rejection:
                 raise RejectedError(error.rejection) from None
@@ -198,7 +202,7 @@ class Work:
         return replace(case, config=known[0][0], batch_norms=names)
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
-        """In float64: beside one process, whose batch is whole; and beside one that accumulates. In float32, of a
+        """In float64: compared with one process, whose batch is whole; and with one that accumulates. In float32, of a
         script that sets dtypes itself."""
         began, whole, parts = time.monotonic(), folder / "whole", folder / "parts"
         case = replace(case, config=layout.structure(case.config))
@@ -214,17 +218,17 @@ class Work:
         other, limits = parts if accumulates else None, Limits(STRUCTURE, UPDATE, {})
         phase = self._layout(case, whole, calls, other, limits)
         if phase.first is not None and phase.first.difference < ROUNDED:
-            self.options.progress("float64: once more, since the difference may be rounding")
+            self.options.progress("float64: again, because the difference may be rounding")
             case = replace(case, lifts=True)
             self._references([(replace(job, lifts=True), path, times) for job, path, times in jobs])
             limits = self._limits(case, whole, calls, 2.0**-53, calls, limits)
             phase = self._layout(case, whole, calls, other, limits)
-            note = "the model computes in float32 in places; for the proof these were lifted to float64"
+            note = "the model computes some parts in float32; the comparison ran them in float64"
             phase = replace(phase, notes=(*phase.notes, note))
         return replace(phase, name="structure", dtype="float64", seconds=time.monotonic() - began)
 
     def format(self, folder: Path, case: Case, calls: int) -> Phase:
-        """In the config's format, beside the same mode in one process."""
+        """In the config's format, compared with the same mode in one process."""
         began, path, recipe, precision = time.monotonic(), folder / "format", self.setup.recipe, case.config.precision
         case, eps = replace(case, config=layout.gentle(case.config), dtype=None), layout.rounding(self.setup)
         if recipe.loss_scale is not None and recipe.loss_scale.dynamic and not self.given.is_script:

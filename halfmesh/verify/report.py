@@ -1,4 +1,4 @@
-"""The result of a verification, for a person and as JSON: where runs differ first, the likely cause, what to try."""
+"""The result of a verification, as text and as JSON: the first difference, its likely cause, and what to try."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Difference:
 
     Attributes:
         step: the update, from 0.
-        what: "input", "output", "grad_output", "gradient", "update", "buffer", "loss", "norm", or "verdict" (the
+        what: "input", "output", "grad_output", "gradient", "update", "buffer", "loss", "norm", or "overflow" (the
             overflow decision, loss scale and learning rate); "failed" or "hangs" of ranks.
         module: the name of the module, parameter or buffer; "" is the model itself.
         difference: relative; inf (null in JSON) where no number describes it.
@@ -119,7 +119,7 @@ class VerifyReport:
     def __str__(self) -> str:
         result = "rejected" if self.problems else "equal" if self.equal else "differs"
         shrunk = f", in place of {self.shrunk_from}" if self.shrunk_from else ""
-        head = f"{result}: {self.layout} ({counted(self.world_size, 'rank')}{shrunk}) beside one process"
+        head = f"{result}: {self.layout} ({counted(self.world_size, 'rank')}{shrunk}) compared with one process"
         parts = [indent(f"- {part}", "  ") for part in [*self.phases, *self.problems]]
         return "\n".join([head, *parts, *([str(self.first)] if self.first else [])])
 
@@ -127,15 +127,15 @@ class VerifyReport:
 # -- a difference in words -------------------------------------------------------------------------------------------
 
 _PLAN = (
-    f"leave those layers whole in the plan, or give sizes as -1 or by 'heads(name)' (see {page('Tensor parallelism')})"
+    f"leave these layers out of the plan, or give sizes as -1 or by 'heads(name)' (see {page('Tensor parallelism')})"
 )
-_BY_ROW = "compute each row by itself; what all ranks need, engine.context.all_reduce sums"
-_COPIES = "an all-reduce or a broadcast between these ranks is missing, or over other ranks"
+_BY_ROW = "compute each row on its own; to combine rows of all ranks, use engine.context.all_reduce"
+_COPIES = "an all-reduce or a broadcast between these ranks is missing, or uses other ranks"
 _TWICE = "a sum or mean over ranks or microbatches is taken twice or not at all (x {factor:.4g})"
 _SUM = "set loss_reduction='sum', or return a mean"
 _NO_MEAN = (
-    "the criterion is no mean over samples (ignored targets in unequal numbers, samples compared with each other): "
-    "the result is that of one process which accumulates the ranks' batches"
+    "the criterion is not a mean over samples (different numbers of ignored targets, or samples compared with each "
+    "other): the result equals that of one process that accumulates the ranks' batches"
 )
 _ACCUMULATED = (
     "return (sum, weight) and set loss_reduction='weighted'; or, if it should compare the samples of one rank's batch, "
@@ -146,23 +146,38 @@ CAUSES = (
     ("loss gradient", "accumulated factor", "the loss is a sum over samples, and ranks average theirs", _SUM),
     ("loss gradient", "accumulated", _NO_MEAN, _ACCUMULATED),
     ("gradient", "factor", _TWICE, ""),
-    ("output", "drawn", "random numbers: {drawn} was called", "draw them outside of the model, or none here"),
-    ("output", "later", "something is kept from an earlier call (an attribute, a cache)", "keep nothing of a batch"),
-    ("output", "cp", "tokens are combined outside of attention, or positions count from 0 on each rank", ""),
-    ("output", "ep", "tokens reach other experts, or rows of the batch are combined", _BY_ROW),
-    ("output", "tp", "features that tensor ranks share are combined, or a style or a size does not fit", _PLAN),
-    ("output", "rows", "rows of the batch are combined, or the rank or the number of ranks is used", _BY_ROW),
-    ("grad_output", "tp", "a gradient is summed over the tensor ranks once too often, or not at all", _PLAN),
-    ("grad_output", "rows", "a backward or hook combines rows, or an activation was computed or kept otherwise", ""),
-    ("gradient", "tp", "a gradient of a part of the activations is not summed (the style 'partial'), or twice", ""),
-    ("gradient", "rows", "gradients are changed, or lost, before the ranks' are averaged (a hook?)", ""),
-    ("norm", "", "a part or a copy of a parameter counts too often in the norm, or not at all", ""),
-    ("verdict", "", "the ranks do not agree on an overflow, or the scale moves at another time", ""),
+    ("output", "drawn", "the model draws random numbers ({drawn})", "draw them outside the model"),
+    (
+        "output",
+        "later",
+        "the module keeps state from an earlier call (an attribute, a cache)",
+        "keep no state of a batch",
+    ),
+    ("output", "cp", "tokens are combined outside attention, or positions start from 0 on each rank", ""),
+    ("output", "ep", "tokens reach other experts, or the model combines rows of the batch", _BY_ROW),
+    (
+        "output",
+        "tp",
+        "the model combines features that are split over tensor ranks, or a style or size is wrong",
+        _PLAN,
+    ),
+    ("output", "rows", "the model combines rows of the batch, or uses the rank or the number of ranks", _BY_ROW),
+    ("grad_output", "tp", "a gradient is summed over the tensor ranks twice, or not at all", _PLAN),
+    (
+        "grad_output",
+        "rows",
+        "a backward or a hook combines rows, or an activation was computed or saved differently",
+        "",
+    ),
+    ("gradient", "tp", "a gradient of a part of the activations is not summed (style 'partial'), or summed twice", ""),
+    ("gradient", "rows", "something (a hook?) changes or drops gradients before they are averaged over ranks", ""),
+    ("norm", "", "a part or a copy of a parameter counts twice in the norm, or not at all", ""),
+    ("overflow", "", "the ranks disagree on an overflow, or the loss scale changes at another update", ""),
     ("update", "", "new weights do not reach all ranks, or the optimizer needs whole tensors", "set its unit='matrix'"),
-    ("buffer", "", "each data rank changes it by its own batches", "all-reduce it in the model, or expect it"),
-    ("loss", "", "the criterion is no mean over samples, or counts other targets", "set loss_reduction"),
+    ("buffer", "", "each data rank updates it from its own batches", "all-reduce it in the model, or accept it"),
+    ("loss", "", "the criterion is not a mean over samples, or counts other targets", "set loss_reduction"),
 )
-"""What differs first, the signs that all have to be there, the likely cause, and what to try. The first row that fits
+"""What differs first, the signs that must all be present, the likely cause, and what to try. The first row that fits
 is taken. Signs: "copies" of a parameter on several ranks differ; the gradients are those of a process that has
 "accumulated" the ranks' batches; all are the reference's times a "factor"; the model has "drawn" random numbers; this
 is "later" than the first call of a rank; and what ranks share: "tp", "cp", "ep", and "rows" of a batch."""

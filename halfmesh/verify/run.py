@@ -119,13 +119,13 @@ class Given:
         BatchNorms. Raises InputError if the builder is wrong."""
         subject = make_subject(self, replace(case, dtype=None))
         if not any(param.requires_grad for param in subject.model.parameters()):
-            raise InputError("the model has no parameters that require gradients, so there is nothing to train")
+            raise InputError("no parameter of the model requires gradients, so there is nothing to train")
         torch.save((dict(named_tensors(subject.model)), subject.batches), case.start / "model")
         rows = count_rows(subject.batches[0])
         if len(subject.batches) == 1 and rows < 2 and case.chunks > 1:
             raise InputError(
-                f"the batch has one row, so {case.chunks} batches of an update would be the same, and prove nothing; "
-                "give it several rows, from which they are drawn, or return a list of batches"
+                f"the batch has one row, so all {case.chunks} batches of an update would be equal and prove nothing; "
+                "return a batch of several rows, or a list of batches"
             )
         return layout.settle(case.config, rows * case.data_ranks), find_batch_norms(subject.model)
 

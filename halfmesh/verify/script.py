@@ -37,9 +37,9 @@ from .run import Case, find_batch_norms
 from .subject import Undropped, cast, join, prepare, split_rows
 
 _EXCHANGES = (
-    "in one process the model gets the batches of all data ranks, and verify exchanges only what engine.dataloader "
-    "gives, and what engine(...) and engine.criterion(...) are given: let engine.criterion(output, target) compute the "
-    "loss, or give the loader to initialize"
+    "in one process the model gets the batches of all data ranks, and verify can exchange only the batches of "
+    "engine.dataloader and the arguments of engine(...) and engine.criterion(...): compute the loss with "
+    "engine.criterion(output, target), or give the DataLoader to initialize"
 )
 
 
@@ -143,8 +143,10 @@ class ScriptRun:
             gc.collect()  # ends the workers of its loaders
             atexit._run_exitfuncs()  # which processes of multiprocessing do not call
         if self._updates < self.case.updates:
-            when = f"after {self._updates} of {self.case.updates} updates" if self.engine else "and has made no engine"
-            raise InputError(f"{path} ends {when}: {end}\nAsk for fewer with --updates; what it is given follows --")
+            when = (
+                f"after {self._updates} of {self.case.updates} updates" if self.engine else "without creating an engine"
+            )
+            raise InputError(f"{path} ends {when}: {end}\nGive fewer --updates, or the script's arguments after --")
         if self._recorder is not None:
             self._recorder.detach()
 
@@ -163,7 +165,7 @@ class ScriptRun:
     def initialize(self, given: Any, config: Any, device: Any) -> Engine:
         """An engine that begins with the kept weights, and is given the kept batches."""
         if self.engine is not None:
-            raise InputError(f"{self.script.path} makes a second engine; verify can follow one only")
+            raise InputError(f"{self.script.path} creates a second engine; verify supports one")
         launch, case, kept = config if isinstance(config, Launch) else None, self.case, list[Kept]()
         self.config = load.load_config(config) if launch is None else launch.config
         settings = layout.structure(self.config)
@@ -196,7 +198,9 @@ class ScriptRun:
         model = given.model = given.model if isinstance(given.model, nn.Module) else given.model()
         materialize(model, given.optimizer)
         if any(value.is_meta for _, value in named_tensors(model)):
-            raise InputError(f"{self.script.path}: its model is on the meta device, without values; give it some")
+            raise InputError(
+                f"{self.script.path}: its model is on the meta device and has no values; initialize them first"
+            )
         prepare(self.case, model, given.criterion, kept[0].weights if kept else None)
         if self.case.dtype is not None and isinstance(given.optimizer, optim.Optimizer):
             for state in given.optimizer.state.values():
@@ -240,7 +244,9 @@ class ScriptRun:
             mine = [tensor for tensor in tensors_of(own) if self._is_input(tensor)]
             kept = self._exchange("calls", mine, self._microbatches)
             if len(kept) != len(mine):
-                raise InputError(f"{self.script.path} gives engine or criterion other arguments than in its first run")
+                raise InputError(
+                    f"{self.script.path} passes other arguments to engine or criterion than in its first run"
+                )
             if any(a.dtype != b.dtype or not torch.equal(a, b.to(a.device)) for a, b in zip(mine, kept, strict=True)):
                 self._exchanged, values = True, iter(kept)
                 own = map_tensors(lambda t: next(values).to(t.device) if self._is_input(t) else t, own)

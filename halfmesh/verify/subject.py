@@ -72,7 +72,9 @@ def make_subject(given: Given, case: Case, weights: Mapping[str, torch.Tensor] |
     built = call_builder(find_function(build) if isinstance(build, str) else build, name, "for real")
     model, criterion = built.model, built.criterion
     if not built.batches:
-        raise InputError(f"{name}: it returned no batch to train with; let it return (model, inputs), too, or more")
+        raise InputError(
+            f"{name}: it returned no batch to train on; return (model, inputs) or (model, (inputs, targets), criterion)"
+        )
     materialize(model)
     tensors = [*(tensor for _, tensor in named_tensors(model)), *tensors_of(built.batches)]
     if any(tensor.is_meta or recording_of(tensor) is not None for tensor in tensors):
@@ -92,7 +94,7 @@ def own_loss(output: Any) -> torch.Tensor:
     """The model's own loss where it returns one, else the mean square of its first output."""
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not floats:
-        raise InputError("the model returned no tensor of floating point, so there is no loss to go backward from")
+        raise InputError("the model returned no floating-point tensor, so there is no loss for the backward")
     return floats[0] if floats[0].dim() == 0 else F.mse_loss(floats[0], torch.zeros_like(floats[0]))
 
 

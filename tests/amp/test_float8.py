@@ -169,7 +169,10 @@ def test_convert_to_amp():
     [
         ({"fp8": {"mode": "naive"}}, "mode 'naive' has no fp8; it has fp16, bf16"),
         (fp8(init_scale=2.0), "fp8.init_scale: fp8 computes gradients in bf16"),
-        ({"fp16": {"mode": "torch", "recipe": "rowwise"}}, "fp16.recipe: it is about float8, and fp16 has none"),
+        (
+            {"fp16": {"mode": "torch", "recipe": "rowwise"}},
+            "fp16.recipe: it sets how float8 works, which fp16 does not use",
+        ),
         (fp8(recipe="blockwise"), "'blockwise': Input should be 'tensorwise' or 'rowwise'"),
         (fp8() | BF16, "bf16, fp8: a run has one precision; keep one"),
     ],

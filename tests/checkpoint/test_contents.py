@@ -40,6 +40,16 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path, caplog):
     assert engine.loss_scale == 256
 
 
+def test_the_size_that_a_save_logs_is_that_of_its_files(tmp_path, caplog):
+    """In binary units, as everywhere."""
+    engine = make_engine("one", "naive")
+    with caplog.at_level("INFO"):
+        folder = engine.save(tmp_path)
+    size = sum(size for size, _ in read_manifest(folder)["files"].values())
+    assert 1024 < size < 1024**2
+    assert f"saved step 0 to {folder}: {size / 1024:.1f} KiB" in caplog.text
+
+
 def activation(x):
     return x
 

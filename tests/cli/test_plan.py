@@ -88,7 +88,7 @@ def test_nothing_fits(tmp_path):
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert (answer["ok"], answer["chosen"], answer["limit"]) == (False, None, 1000 * 1024)
-    (rung,) = answer["rungs"]
+    (rung,) = answer["options"]
     assert (rung["changes"], rung["update_simulated"]) == ([], False)
     assert rung["needs"] > answer["limit"]
     assert not out.exists()

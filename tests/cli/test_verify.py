@@ -69,7 +69,7 @@ def test_equal(run):
     result = run(*args.split())
     assert result.exit_code == 0, result.output
     first, structure, form = result.stdout.splitlines()
-    assert first == "equal: pp 1 x dp 2 x tp 1 (2 ranks) beside one process"
+    assert first == "equal: pp 1 x dp 2 x tp 1 (2 ranks) compared with one process"
     assert structure.startswith("  - structure, float64: equal (")
     assert form.startswith("  - format, float32: equal (")
     assert "the config\n" in result.stderr
@@ -87,7 +87,7 @@ def test_a_difference_in_words_and_as_json(run):
     assert [answer["first"][name] for name in ("step", "what", "module")] == [0, "output", ""]
     assert answer["first"]["difference"] > 0.01 > answer["first"]["allowed"]
     words = run(*args, "--no-shrink", "--set", "parallel.data.size=4").stdout
-    assert words.startswith("differs: pp 1 x dp 4 x tp 1 (4 ranks) beside one process\n")
+    assert words.startswith("differs: pp 1 x dp 4 x tp 1 (4 ranks) compared with one process\n")
     assert "first difference: update 0, " in words
 
 
@@ -100,7 +100,7 @@ def test_a_rejected_config_and_one_with_mistakes(run):
     result = run("config.py", "--model", "a:b", "--world-size", "2", "--set", "clip=3", "--set", "seed=-1")
     assert result.exit_code == 1
     first, *problems = result.stdout.splitlines()
-    assert first == "rejected: config.py (2 ranks) beside one process"
+    assert first == "rejected: config.py (2 ranks) compared with one process"
     assert [line.split(":")[0] for line in problems] == ["  - clip", "  - seed"]
 
 

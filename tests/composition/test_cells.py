@@ -74,7 +74,9 @@ def test_whatever_is_not_trained_is_rejected():
 REJECTIONS = {
     Cell("apex_o1", "gpt", tensor=2): "apex fp16 x tensor: each rank of apex decides alone",
     Cell("apex_bf16", "gpt", data=2): "apex bf16: apex has no bf16",
-    Cell("none", "gpt", data=2, reduce_dtype="float16"): "without a loss scale, gradients leave float16's range",
+    Cell(
+        "none", "gpt", data=2, reduce_dtype="float16"
+    ): "without a loss scale, sums of gradients leave the range of float16",
     Cell("naive_bf16", "mlp", data=2, reduce_dtype="float16"): "without a loss scale",
     Cell("apex_o2", "gpt", pipeline=Pipe(2, "gpipe", 2)): "apex fp16 x pipeline: each rank of apex decides alone",
     Cell("none", "mlp", tensor=2, sequence_parallel=True): "no plan says where the sequence is sharded",

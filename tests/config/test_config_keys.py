@@ -182,7 +182,7 @@ def test_global_batch_size():
         (
             {"global_batch_size": 20},
             make_loader(),
-            "20 is no multiple of batch size 8 x 1 data rank = 8; set it to ",
+            "20 is not a multiple of batch size 8 x 1 data rank = 8; set it to ",
         ),
         ({"global_batch_size": 4}, make_loader(), "set it to 8, or change the batch size"),
         (
@@ -190,7 +190,7 @@ def test_global_batch_size():
             make_loader(),
             "x gradient_accumulation=2 makes 16 samples; remove one of the two keys, or set gradient_accumulation=4",
         ),
-        ({"global_batch_size": 32}, make_loader(batch_size=None), "the loader does not say its batch size"),
+        ({"global_batch_size": 32}, make_loader(batch_size=None), "the loader has no batch_size"),
     ],
 )
 def test_a_global_batch_size_that_does_not_fit(config, loader, words):

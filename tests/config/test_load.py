@@ -59,7 +59,7 @@ def test_the_same_config_from_every_source(write):
     ("name", "text", "message"),
     [
         ("a.ymal", "", "its suffix is '.ymal'; allowed: .py, .yaml, .yml, .json"),
-        ("a.yaml", "- 1\n", "its top level is of type list, but a config is a mapping of keys to values"),
+        ("a.yaml", "- 1\n", "its top level is of type list, but a config must map keys to values"),
         ("a.yaml", "seed: 3\nseed: 4\n", "not valid YAML: line 2, column 1: 'seed' is given twice"),
         ("a.json", '{"seed": 3, "seed": 4}', "not valid JSON: 'seed' is given twice"),
         ("a.yaml", "seed: 1\nfp16: {mode: [\n", "not valid YAML: line 3, column 1: "),
@@ -71,7 +71,7 @@ def test_the_same_config_from_every_source(write):
         ("a.json", '{"seed":\n 3,}', ": line 2 column "),
         ("a.yaml", "clip_grad_norm: '1e-3'\n", "'1e-3': Input should be a valid number"),
         ("a.yaml", "fp16:\n  mode: naive\n  hysterisis: 2\n", "fp16.hysterisis: unknown key; did you mean"),
-        ("a.py", "batch = 3\n", "a constant of your own is written in UPPERCASE, a helper starts with an underscore"),
+        ("a.py", "batch = 3\n", "write your own constants in UPPERCASE, and begin helpers with an underscore"),
     ],
 )
 def test_bad_files(write, name, text, message):
@@ -105,7 +105,8 @@ def test_missing_files_and_wrong_types(tmp_path):
     fails(tmp_path / "config.py", f"there is no such file in {tmp_path}")
     fails(tmp_path / "none" / "config.py", f"there is no such file in {tmp_path}/none")
     fails(
-        [("seed", 3)], "a list was given, but a config is a path (.py, .yaml, .yml, .json), a dict ({} trains in fp32)"
+        [("seed", 3)],
+        "a list was given, but a config must be a path (.py, .yaml, .yml, .json), a dict ({} trains in fp32)",
     )
 
 

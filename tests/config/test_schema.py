@@ -75,7 +75,7 @@ MISTAKES = [
     ({"microbatchs": 4}, "microbatchs: unknown key; did you mean 'parallel.pipeline.microbatches'?"),
     ({"fp16": {"mode": "torch", "hysteresis": 2}}, "fp16.hysteresis: unknown key; mode 'naive' has it"),
     ({"fp16": {"mode": "torch", "qqq": 2}}, "fp16.qqq: unknown key; allowed: mode, init_scale, growth_factor, backoff"),
-    ({"qqq": 2}, "qqq: unknown key; a constant of your own is written in UPPERCASE"),
+    ({"qqq": 2}, "qqq: unknown key; write your own constants in UPPERCASE"),
     ({3: 2}, "3: keys must be strings, not int"),
     # other libraries' keys
     ({"NUM_MICRO_BATCHES": 4}, "NUM_MICRO_BATCHES: set parallel.pipeline.microbatches instead"),

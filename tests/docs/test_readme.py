@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import tomllib
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 import halfmesh
 from halfmesh import compat
 from halfmesh.compat import composition_table, layout_table, mesh_sizes
-from tests.support.pages import check, find_blocks, read_page, shown_commands, snippet, stand_ins
+from halfmesh.parallel.registries import AXES
+from tests.support.pages import ROOT, check, find_blocks, read_page, shown_commands, snippet, stand_ins
 from tests.support.ranks import end_teams, run_ranks
 
 README = read_page("README.md")
@@ -25,6 +27,22 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.py").write_text(snippet("README.md", "config.py"))
     return tmp_path
+
+
+def test_pages_name_the_same_axes_and_versions():
+    first, index = " ".join(README.split()), " ".join(read_page("index.md").split())
+    *axes, last = ("data", *AXES.names())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    torch_version = next(one for one in project["dependencies"] if one.startswith("torch>=")).removeprefix("torch>=")
+    for page in (first, index):
+        assert f"{', '.join(axes)} and {last} parallel" in page
+        assert f"needs Python {python} and torch {torch_version} or later" in page
+    tested = re.search(r"on torch ([\d.]+), ([\d.]+) and > ([\d.]+)\.", first)
+    assert tested
+    assert tested[1] == torch_version
+    assert "torch {}, {} or {}.".format(*tested.groups()) in index
+    assert f"Python {python} or later and torch {torch_version} or later" in read_page("install.md")
 
 
 @pytest.mark.promise("`get_dataloader`, LinearWarmupLR, the loop")

@@ -114,7 +114,7 @@ def test_accumulation_that_follows_from_the_global_batch():
     run = dry_run(pipeline(10).replace(global_batch_size=40), 4, SMALL, ("10,32:int64",))
     assert 2 * 10 < run.ranks[0].sent["pp"].messages < 3 * 10, "an update of two batches"
     rejected = dry_run(pipeline(10).replace(global_batch_size=50), 4, SMALL, ("10,32:int64",))
-    assert "global_batch_size: 50 is no multiple of batch size 10 x 2 data ranks" in rejected.problems[0]
+    assert "global_batch_size: 50 is not a multiple of batch size 10 x 2 data ranks" in rejected.problems[0]
 
 
 def test_all_kinds_of_ranks():

@@ -85,7 +85,7 @@ def test_which_modules_are_computed_again(form, expected):
         ({"patterns": "blocks"}, r"activation_checkpoint.patterns: 'blocks': Input should be a valid tuple"),
         ({"pattern": ["blocks"]}, r"activation_checkpoint.pattern: unknown key; did you mean 'patterns'\?"),
         ({"every": 0}, r"activation_checkpoint.every: 0: Input should be greater than or equal to 1"),
-        ({"every": 2, "patterns": ["a"]}, r"every and patterns are two ways to choose modules"),
+        ({"every": 2, "patterns": ["a"]}, r"every and patterns both choose modules"),
     ],
 )
 def test_wrong_forms(form, message):

@@ -187,7 +187,7 @@ PIPE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
 @pytest.mark.parametrize(
     ("config", "value", "message"),
     [
-        ({"fp16": {"mode": "apex"}}, {}, "compile: O1's casts do not reach into compiled code; use mode='torch'"),
+        ({"fp16": {"mode": "apex"}}, {}, "compile: O1's casts have no effect in compiled code; use mode='torch'"),
         ({"fp16": {"mode": "apex", "opt_level": "O2", "backend": "apex"}}, {}, "compile: compiled code does not call"),
         ({}, {"backend": "eager", "mode": "max-autotune"}, "compile.mode: only backend='inductor' has modes"),
         (PIPE, {"scope": "model"}, "compile.scope: 'model' is not possible under a pipeline"),

@@ -24,7 +24,7 @@ def make_config(**changes):
         "from_step": 0,
         "to_step": 400,
         "argv": ["train.py", "--config", "config.py"],
-        "versions": {"python": "3.11.7", "torch": "2.15.0", "halfmesh": "0.1.0"},
+        "versions": {"python": "3.11.7", "torch": "2.15.0", "cuda": "13.0", "halfmesh": "0.1.0"},
         "device": "NVIDIA H200",
         "world_size": 8,
         "config": config,

@@ -107,3 +107,20 @@ def test_values_under_the_pointer_and_by_keys(visit, folders):
     for update, skipped in (("201", "yes"), ("202", "yes"), ("210", "no")):
         page.keyboard.press("ArrowRight")
         assert values.all_inner_texts()[::2] == [update, skipped]
+
+
+def test_curves_can_be_smoothed_and_shown_on_a_log_axis(visit, folders):
+    page = visit(folders[:1], 1400)
+    offered = {
+        key: page.locator(f"#{key} .switches").inner_text().split("\n") for key in ("lr", "throughput", "loss_scale")
+    }
+    assert [" ".join(words).split() for words in offered.values()] == [["smooth"], ["smooth", "log", "axis"], []]
+    value = page.locator("#throughput .u-legend td").last
+    assert value.inner_text() == "11,106"
+    smooth, log = page.locator("#throughput input").all()
+    smooth.check()
+    assert 11_500 < float(value.inner_text().replace(",", "")) < 12_500
+    log.check()
+    smooth.uncheck()
+    assert value.inner_text() == "11,106"
+    assert page.locator("#throughput canvas").count() == 1

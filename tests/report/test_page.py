@@ -69,21 +69,40 @@ def test_figures_have_their_values_in_a_table_and_gaps_are_gaps(tmp_path):
     assert line["y"] == [4.0, 8.0, None, 2.0, None, 3.5]
 
 
+def test_the_machine_and_the_optimizer(tmp_path):
+    on_cpu = make_config(device="AMD EPYC, 64 cores", world_size=2, versions={"torch": "2.15.0"})
+    for name, config, machine in (
+        ("gpus", make_config(), "8 x NVIDIA H200"),
+        ("cpus", on_cpu, "2 ranks on AMD EPYC, 64 cores"),
+    ):
+        found = rows(section(page_of(write_run(tmp_path / name, config)), "summary"))
+        assert found["Machine"] == [machine]
+        assert found["Optimizer"] == ["AdamW, lr 0.001, betas [0.9, 0.95]"]
+
+
 def test_memory_against_the_plan(tmp_path):
     records = [{"step": 1, "memory_mib": 7030}]
     page = page_of(write_run(tmp_path / "one", plan=make_plan(size=3 * 2**30), records=records))
     chart = charts_of(page)["memory"]
     assert chart["title"] == "Memory (MiB)"
-    assert labels(chart) == ["measured", "plan, without activations"]
+    assert labels(chart) == ["measured", "planned, without activations"]
     assert [line["y"] for line in chart["lines"]] == [[7030], [3072, 3072]]
     assert chart["lines"][1]["x"] == [0, 1]
 
 
 def test_what_was_not_recorded_is_said_in_one_place(tmp_path):
-    page = page_of(write_run(tmp_path / "one", records=[{"step": 1, "loss": 2.0, "my_metric": 5}]))
-    assert sorted(chart["title"] for chart in charts_of(page).values()) == ["Loss", "my_metric"]
+    others = {"my_metric": 5, "model_flops_per_s": 1e9, "tokens_per_s": 3, "eval_accuracy": 0.5}
+    page = page_of(write_run(tmp_path / "one", records=[{"step": 1, "loss": 2.0} | others]))
+    assert [chart["title"] for chart in charts_of(page).values()] == [
+        *("Loss", "My metric", "Model FLOP/s", "Throughput (tokens/s)", "Eval accuracy"),
+    ]
     absent = section(page, "absent")
-    for words in ("Loss scale: only fp16", "Gradient norm: measured with", "Throughput: the hook", "Memory: the hook"):
+    for words in (
+        "Loss scale: only runs in fp16",
+        "Gradient norm: measured in",
+        "Throughput: the hook",
+        "Memory: the hook",
+    ):
         assert words in absent
     assert "skips" not in re.findall(r'<section id="([\w-]+)"', page)
 
@@ -126,7 +145,7 @@ def test_plans_that_differ_are_differences(tmp_path):
     plan["plans"][0]["rows"]["batch"] = "4 per rank"
     one, two = write_run(tmp_path / "1", plan=plan), write_run(tmp_path / "2")
     assert rows(section(page_of(one, two), "differences")) == {"plan: batch": ["4 per rank", ""]}
-    assert "none in config and plan" in section(page_of(one, one), "differences")
+    assert "The configs and resolved configurations are equal" in section(page_of(one, one), "differences")
     assert 'id="differences"' not in page_of(one)
 
 
@@ -183,8 +202,8 @@ def test_a_killed_run(tmp_path):
     run = data_of(folder)
     assert (run["last_step"], run["skipped"]) == (400, [3, 4, 57, 200, 201, 202])
     assert run["notes"] == [
-        "config.json is unreadable, and was skipped (JSONDecodeError)",
-        "plan.json is unreadable, and was skipped (FileNotFoundError)",
+        "config.json is unreadable (JSONDecodeError)",
+        "plan.json is unreadable (FileNotFoundError)",
         "metrics.jsonl: 1 unreadable line left out",
     ]
     page = page_of(folder)
@@ -199,7 +218,7 @@ def test_lines_that_are_no_records(tmp_path):
     folder = write_run(tmp_path / "one", records=[])
     assert "has no records" in data_of(folder)["notes"][0]
     (folder / "metrics.jsonl").write_text('{"step": 5, "skipped": [2, 3], "skipped_steps": 3}\n')
-    assert data_of(folder)["notes"][0].startswith("1 of 3 skipped updates have no number: ")
+    assert data_of(folder)["notes"][0].startswith("the numbers of 1 of 3 skipped updates are unknown: ")
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = data_of(folder)
     assert run["notes"] == ["metrics.jsonl: 5 unreadable lines left out"]
@@ -211,9 +230,9 @@ def test_what_is_no_run(tmp_path):
     write_run(tmp_path / "first")
     (tmp_path / "empty").mkdir()
     for name, message in {
-        "frist": "frist is no folder; give the folder of a RunFolder",
+        "frist": "frist is not a folder; give the folder of a RunFolder",
         "empty": r"empty holds none of config\.json, ",
-        "first/metrics.jsonl": "is no folder",
+        "first/metrics.jsonl": "is not a folder",
     }.items():
         with pytest.raises(InputError, match=message):
             page_of(tmp_path / name)
@@ -230,7 +249,7 @@ def test_the_command(tmp_path, monkeypatch):
     assert re.fullmatch(r"report\.html \(\d+ KiB\)\n", done.stdout)
     done = CliRunner().invoke(app, ["report", "first", "frist", "--out", "other.html"])
     assert (done.exit_code, (tmp_path / "other.html").exists()) == (2, False)
-    assert "frist is no folder" in done.output
+    assert "frist is not a folder" in done.output
     done = CliRunner().invoke(app, ["report", "first", "--out", "q.pdf"])
     assert (done.exit_code, (tmp_path / "q.pdf").exists()) == (2, False)
     assert "give a name that ends in .html" in done.output
@@ -238,6 +257,10 @@ def test_the_command(tmp_path, monkeypatch):
 
 def test_only_reports_are_replaced(tmp_path):
     run, out = write_run(tmp_path / "first"), tmp_path / "deep" / "report.html"
+    with pytest.raises(InputError, match=re.escape(f"cannot be written: there is no folder {tmp_path}/deep")):
+        halfmesh.write_report(run, out=out)
+    assert not out.parent.exists(), "it may be a typing mistake"
+    out.parent.mkdir()
     assert halfmesh.write_report(run, out=out) == out
     halfmesh.write_report(run, run, out=out)
     out.write_text("mine")

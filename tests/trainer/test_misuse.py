@@ -28,8 +28,8 @@ def fit(config=None, engine_options=(), **arguments):
         (lambda: EarlyStopHook(mode="less"), "mode='less': expected 'min'"),
         (lambda: MetricHook({}, on="test"), "on='test': expected 'eval' or 'train'"),
         (lambda: halfmesh.Trainer(linear_engine(), log_every=0), "log_every=0"),
-        (lambda: halfmesh.Trainer(linear_engine(evaluated=0)).evaluate(), "there is nothing to evaluate on"),
-        (lambda: halfmesh.Trainer(linear_engine()).predict([1]), "expected a DataLoader, but a list was given"),
+        (lambda: halfmesh.Trainer(linear_engine(evaluated=0)).evaluate(), "no data to evaluate on"),
+        (lambda: halfmesh.Trainer(linear_engine()).predict([1]), "list is not a DataLoader; wrap it"),
     ],
 )
 def test_arguments(build, message):
@@ -56,11 +56,11 @@ def test_arguments(build, message):
         ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1: there was no batch to train on"),
         (
             {"eval_dataloader": TensorDataset(torch.ones(2))},
-            "expected a DataLoader, but a TensorDataset was given; wrap it",
+            "TensorDataset is not a DataLoader; wrap it",
         ),
-        ({"engine_options": {"evaluated": 0}, "eval_steps": 1}, "eval_steps needs something to evaluate on"),
+        ({"engine_options": {"evaluated": 0}, "eval_steps": 1}, "eval_steps needs data to evaluate on"),
         ({"hooks": [EarlyStopHook("eval_los")]}, "evaluation gave eval_loss; did you mean 'eval_loss'"),
-        ({"hooks": ["lr_scheduler"]}, "needs an lr_scheduler and .* none was given"),
+        ({"hooks": ["lr_scheduler"]}, "needs an lr_scheduler and .* there is none"),
         (
             {"hooks": ["lr_scheduler"], "engine_options": {"lr_scheduler": lambda o: optim.lr_scheduler.StepLR(o, 1)}},
             "the engine advances it with lr_interval='step'",
@@ -79,7 +79,7 @@ def test_arguments_of_fit(arguments, message):
 )
 @pytest.mark.parametrize("reason", ["no data", "no interval"])
 def test_hooks_that_wait_for_an_evaluation_that_never_comes(hook, reason):
-    with pytest.raises(halfmesh.InputError, match="needs 'eval_loss' from an evaluation, and this fit has none"):
+    with pytest.raises(halfmesh.InputError, match="needs 'eval_loss' from an evaluation, but this fit has none"):
         fit(
             MANUAL,
             {"evaluated": 6 if reason == "no interval" else 0, "lr_scheduler": PLATEAU},
@@ -94,5 +94,5 @@ def test_a_metric_does_not_hide_another_value(on, name, times):
         MetricHook({name: MeanMetric()}, on=on, arguments=lambda outcome: (outcome.target.float(),))
         for _ in range(times)
     ]
-    with pytest.raises(halfmesh.InputError, match=rf"gives '(eval_)?{name}', which the record has already"):
+    with pytest.raises(halfmesh.InputError, match=rf"returned '(eval_)?{name}', which the record already has"):
         fit(hooks=hooks)

@@ -103,7 +103,7 @@ def verify(folder: Path) -> Callable[..., dict[str, Any]]:
         ("fails", "--model bad_models:fails: it raised FileNotFoundError: [Errno 2] No such file"),
         ("text", "it returned str; let it return the model"),
         ("alone", "it returned no batch"),
-        ("frozen", "no parameters that require gradients, so there is nothing to train"),
+        ("frozen", "no parameter of the model requires gradients, so there is nothing to train"),
         ("on_meta", "build the model under halfmesh.deferred_init()"),
         ("deferred_data", "and the batch outside of it"),
         ("lacks_targets", "Expected input batch_size (8) to match target batch_size (5)"),

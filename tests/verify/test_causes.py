@@ -81,7 +81,7 @@ PLANNED = {"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise", "proj
 @pytest.mark.parametrize(
     ("config", "build", "ranks", "options", "note"),
     [
-        ({}, single, 2, {}, "in float32 in places; for the proof these were lifted to float64"),
+        ({}, single, 2, {}, "computes some parts in float32; the comparison ran them in float64"),
         ({}, contrastive, 2, {"accumulated": True}, "as asked: compared with one process that accumulates"),
         (PIPELINE, normalised, 4, {}, ""),  # by microbatches
         (PLANNED, deferred, 2, {}, ""),
@@ -96,7 +96,7 @@ def test_what_is_equal(config, build, ranks, options, note):
 def test_batches_that_cannot_be_joined_are_accumulated_in_one_process():
     report = halfmesh.verify({}, of_unequal_lengths, world_size=2, updates=1)
     assert report.equal, str(report)
-    assert "accumulates, since it cannot take the whole batch: RuntimeError: Sizes of" in report.phases[0].notes[0]
+    assert "accumulates, because it cannot take the whole batch: RuntimeError: Sizes of" in report.phases[0].notes[0]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ BAD = Phase("format", "naive float16", False, FORWARD, 40, {}, {"output": 4.1e6}
 def test_a_person_reads_one_line_for_each_phase() -> None:
     report = VerifyReport(True, None, (GOOD, replace(BAD, equal=True, first=None, largest={})), "pp 2 x tp 2", 4, 64)
     assert str(report) == (
-        "equal: pp 2 x tp 2 (4 ranks, in place of 64) beside one process\n"
+        "equal: pp 2 x tp 2 (4 ranks, in place of 64) compared with one process\n"
         "  - structure, float64: equal (812 tensors compared, 7 skipped; 10.2 s); largest difference: gradient, 0.02 "
         "of what is allowed\n"
         "    skipped: grad_output of blocks.0, grad_output of blocks.1, grad_output of blocks.2, "
@@ -61,7 +61,7 @@ def test_the_traceback_of_a_rank_that_failed_is_no_cause() -> None:
 def test_a_rejection_has_its_reasons() -> None:
     report = VerifyReport(False, None, (), "tp 3", 3, None, ("4 heads cannot be shared by 3 ranks", "another"))
     assert str(report) == (
-        "rejected: tp 3 (3 ranks) beside one process\n  - 4 heads cannot be shared by 3 ranks\n  - another"
+        "rejected: tp 3 (3 ranks) compared with one process\n  - 4 heads cannot be shared by 3 ranks\n  - another"
     )
 
 

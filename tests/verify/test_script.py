@@ -130,9 +130,11 @@ def test_other_scripts_are_equal(verify, kind, config, size, options):
 
 
 def test_a_loss_of_tensors_that_cannot_be_exchanged_is_rejected(verify):
-    with pytest.raises(InputError, match=r"computes its loss itself.*let engine.criterion\(output, target\)") as raised:
+    with pytest.raises(
+        InputError, match=r"computes its loss itself.*compute the loss with engine.criterion\(output, target\)"
+    ) as raised:
         verify("unseeded loss")
-    assert str(raised.value).count("verify exchanges only") == 1
+    assert str(raised.value).count("verify can exchange only") == 1
 
 
 def test_another_error_after_an_exchange_says_what_is_exchanged(verify):
@@ -146,7 +148,7 @@ def test_a_loop_with_dtypes_of_its_own_is_compared_in_float32(verify):
     report = verify("dtypes")
     assert report.equal, str(report)
     assert [(phase.name, phase.dtype) for phase in report.phases] == [("structure", "float32")]
-    assert "sets dtypes itself, so float32" in report.phases[0].notes[0]
+    assert "compared in float32, not float64, because" in report.phases[0].notes[0]
     assert "double != float" in report.phases[0].notes[0]
 
 
@@ -161,9 +163,9 @@ def test_rows_that_are_mixed_are_found_in_their_module(verify):
 @pytest.mark.parametrize(
     ("kind", "updates", "message"),
     [
-        ("exit", 1, r"train.py ends and has made no engine: it calls sys.exit\('no data'\)"),
-        ("short", 3, "train.py ends after 1 of 3 updates: it has no more to do\nAsk for fewer with --updates"),
-        ("two", 1, "train.py makes a second engine"),
+        ("exit", 1, r"train.py ends without creating an engine: it calls sys.exit\('no data'\)"),
+        ("short", 3, "train.py ends after 1 of 3 updates: it has no more to do\nGive fewer --updates"),
+        ("two", 1, "train.py creates a second engine"),
     ],
 )
 def test_a_script_that_cannot_be_verified_says_why(verify, kind, updates, message):
