@@ -52,7 +52,7 @@ class Setup:
 
     @property
     def meets_in_forward(self) -> bool:
-        """True if data ranks wait for each other in forward: each has to make the same number of calls."""
+        """True if data ranks wait for each other in forward: each must make the same number of calls."""
         axes = (AXES.get(name) for name, size in self.config.parallel.sizes.items() if size > 1)
         return self.strategy.shards_model or any(axis.replica_dim for axis in axes)
 
@@ -73,7 +73,7 @@ class Setup:
 
 
 def find_key_problems(setup: Setup) -> Iterator[Finding]:
-    """Everything that is wrong with the keys, whatever the number of ranks."""
+    """Everything that is wrong with the keys, on any number of ranks."""
     for check in (_check_axes, _check_data, _check_compile, _check_rest):
         yield from (Finding(key, message) for key, message in check(setup.config, setup.recipe))
 

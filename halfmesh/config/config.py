@@ -41,7 +41,7 @@ class Config(Settings, extra="allow"):
 
     @property
     def precision(self) -> PrecisionConfig | None:
-        """`fp16`, `bf16` or `fp8`, whichever is set."""
+        """The value of `fp16`, `bf16` or `fp8`, whichever is set."""
         return self.fp16 or self.bf16 or self.fp8
 
     @property
@@ -51,7 +51,7 @@ class Config(Settings, extra="allow"):
 
     @property
     def precision_dtype(self) -> Literal["float16", "bfloat16"] | None:
-        """The half precision in use; under fp8 that of all but the float8 products."""
+        """The half precision in use; under fp8, that of everything except the float8 products."""
         return "float16" if self.fp16 else "bfloat16" if self.precision else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,8 +33,8 @@ def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequ
     """The config of a .py, .yaml, .yml or .json file, or of a dict; a Config is returned as it is.
 
     Args:
-        overrides: keys to set in it: "parallel.tensor=2", "fp16.mode=naive", "NUM_EPOCHS=3". A dot leads into a dict;
-            values are written as in YAML, where `null` is None. `--set` of `get_default_parser` collects them.
+        overrides: keys to set: "parallel.tensor=2", "fp16.mode=naive", "NUM_EPOCHS=3". A dot leads into a dict. Write
+            values as in YAML, where `null` is None. `--set` of `get_default_parser` collects them.
 
     Raises:
         ConfigError: with all problems at once.

@@ -223,13 +223,14 @@ class PipelineConfig(Options):
     non_split: Names = ()
     """Arguments of the model and of the criterion that have no batch dimension."""
     send_dtype: Literal["same", "compute"] = "same"
-    """Of fp32 activations between stages and their gradients: as they are, or autocast's dtype (half the bytes)."""
+    """The dtype of fp32 activations and their gradients on their way between stages: unchanged, or autocast's dtype
+    (half the bytes)."""
     keep_outputs: bool = False
     eval_outputs: Literal["all", "last"] = "last"
 
 
 class DataConfig(Options):
-    """`parallel.data`. A derived class has the strategy's own keys, too."""
+    """`parallel.data`. A derived class adds the keys of the strategy."""
 
     def __reduce__(self) -> Any:
         return _read_data, (self.model_dump(),)  # a derived class cannot be found by its name
@@ -244,8 +245,8 @@ class DataConfig(Options):
 
 
 def data_config(strategy: object) -> type[DataConfig]:
-    """The class of a `parallel.data` with this strategy: the keys of all, and its own. (Those of all if there is no
-    such strategy.)
+    """The class of a `parallel.data` with this strategy: the keys of all strategies, and its own. (Without its own if
+    there is no such strategy.)
 
     Raises:
         ValueError: a package's strategy cannot be imported.
@@ -278,7 +279,7 @@ def strategy_keys() -> dict[str, Mapping[str, Any]]:
 
 
 class ParallelConfig(Options):
-    """`parallel`. A derived class has fields for registered axes of your own."""
+    """`parallel`. A derived class adds fields for axes that you or a package registered."""
 
     def __reduce__(self) -> Any:
         return _read_parallel, (self.model_dump(),)  # a derived class cannot be found by its name
@@ -298,7 +299,7 @@ class ParallelConfig(Options):
 
     @property
     def ranks_of_batch(self) -> int:
-        """The number of ranks that compute the batch of one data rank together."""
+        """The number of ranks that together compute the batch of one data rank."""
         return math.prod(size for name, size in self.sizes.items() if not AXES.get(name).replica_dim)
 
     def dims(self, world_size: int) -> ParallelDims:
@@ -348,8 +349,7 @@ class CompileConfig(Options):
 
     enabled: bool = True
     scope: Literal["auto", "model", "blocks"] = "auto"
-    """Compiled modules: the whole model, each repeated block, or ("auto") blocks if there are several ranks, else the
-    whole model."""
+    """What to compile: the whole model, or each repeated block. "auto": blocks with several ranks, else the model."""
     backend: str = "inductor"
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     dynamic: bool | None = None
