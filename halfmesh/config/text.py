@@ -53,7 +53,7 @@ def _construct_tuple(loader: _Loader, node: yaml.SequenceNode) -> tuple[Any, ...
     return tuple(loader.construct_sequence(node, deep=True))
 
 
-for _yaml in (_Loader, _Dumper):  # the dumper, too: it puts a string in quotes where the loader would see a number
+for _yaml in (_Loader, _Dumper):  # also the dumper, which puts a string in quotes where the loader would see a number
     _yaml.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
 _Loader.add_constructor(_TUPLE, _construct_tuple)
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(_TUPLE, value, flow_style=True))

@@ -32,7 +32,7 @@ UNCHANGED = "the config as it is"
 
 
 def both_units(size: int) -> str:
-    """The memory of a device in words; with the decimal unit, too, if it was given in one: "74.5 GiB (80 GB)"."""
+    """The memory of a device in words; with the decimal unit if it was given in one: "74.5 GiB (80 GB)"."""
     decimal = f"{size / 1e9:g} GB" if size >= 1e9 else f"{size / 1e6:g} MB"
     return readable(size) + (f" ({decimal})" if size % 10**6 == 0 and size % 2**20 else "")
 
@@ -195,7 +195,7 @@ def make_layouts(asked: PlanRequest, before: Changes, allowed: Callable[[str], b
 
 def strategy_changes(config: Config) -> list[str]:
     """Each data strategy that shards more than the config's: those that shard the optimizer's state, then those that
-    shard the model, too."""
+    also shard the model."""
     sharded = {name: (kind.shards_model, kind.shards_state) for name, kind in DATA_STRATEGIES.each()}
     now = sharded[config.parallel.data.strategy]
     return [

@@ -33,7 +33,7 @@ class Outcome:
 
 
 to = partial(Outcome, "converted")
-done = partial(Outcome, "converted", {})  # nothing has to be written
+done = partial(Outcome, "converted", {})  # nothing to write
 no = partial(Outcome, "without", {})
 do = partial(Outcome, "by hand", {})
 lost = partial(Outcome, "lost", {})

@@ -31,7 +31,7 @@ _NO_VALUES = ("step", "epoch", "skipped_steps")
 
 @dataclass
 class Series:
-    """Values by number of updates (`step`), ascending; None (a gap) stands for inf and nan."""
+    """Values by number of updates (`step`), ascending; None (a gap) for inf and nan."""
 
     step: list[int] = field(default_factory=list)
     value: list[float | None] = field(default_factory=list)

@@ -19,7 +19,7 @@ from .record import Key, Store
 FLOOR = 1e-6
 """A tensor below this share of the largest of its kind is compared with that share: it may be all rounding."""
 MOST_BLOCKS = 4
-"""A fused layer is split in so many blocks at most: query, key, value and a gate."""
+"""The most blocks of a fused layer: query, key, value and a gate."""
 
 
 class Measure(NamedTuple):
@@ -238,7 +238,7 @@ def _measure(own: torch.Tensor, part: torch.Tensor, factor: float | None) -> Mea
 
 
 def _measure_boxes(boxes: Collection[tuple[Any, Any, torch.Tensor]], expected: torch.Tensor) -> Measure:
-    """Of parts of a parameter; factor: by which the reference's would have to be multiplied to be nearest."""
+    """Of parts of a parameter; factor: by which to multiply the reference's so that it is nearest."""
     error = norm = product = 0.0
     for at, sizes, box in boxes:
         part = expected[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))].double()

@@ -91,7 +91,7 @@ class Cell:
 
 def find_cells(device: str, ranks: int, float8: bool, quick: bool = False) -> Iterator[Cell]:
     """Few cells in which each row of the composition table, each column, and each pair of them occurs that is allowed
-    and can run on `ranks` ranks (on a CPU: on so many at most); quick: each row and each column."""
+    and can run on `ranks` ranks (on a CPU: on at most that many); quick: each row and each column."""
     allowed = [
         cell for cell in _all_cells(device, ranks) if (float8 or cell.row.key != "fp8") and cell.is_allowed(device)
     ]
