@@ -93,8 +93,8 @@ class Registry(Generic[T]):
         key, names = str(name).lower(), self.names()
         if key not in names:
             raise RegistryError(
-                f"no {self.kind} named {name!r}; registered: {', '.join(names) or 'none'}"
-                f"{did_you_mean(name, names) or '.'} A package adds one with the entry point group "
+                f"no {self.kind} named {name!r}{did_you_mean(name, names) or '.'} "
+                f"Registered: {', '.join(names) or 'none'}. A package adds one with the entry point group "
                 f"{self.entry_point_group!r} or with the decorator `.register({str(name)!r})`"
             )
         if isinstance(self._entries[key], _Reference):
