@@ -207,7 +207,7 @@ def test_fsdp_keys_need_fsdp(key):
     for strategy in ("replicate", "zero1"):
         with pytest.raises(ConfigError) as rejected:
             load({"parallel": {"data": given | {"strategy": strategy}}})
-        message = f"parallel.data.{key}: only strategy='fsdp' has it, and the strategy is '{strategy}'; remove it"
+        message = f"parallel.data.{key}: only strategy='fsdp' has this key, and the strategy is '{strategy}'; remove it"
         assert rejected.value.problems == (message,)
     assert find({"parallel": {"data": given | {"strategy": "fsdp"}}}, 2) == []
 

@@ -91,7 +91,7 @@ def test_all_problems_at_once(run, config, lines):
         (["--world-size", "1", "--model", SMALL, "--picture", "/none/mesh.png"], 2, "give a name that ends in .svg"),
         (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80"], 2, "'80' is 80 bytes; did you mean 80GB?"),
         (["--world-size", "1", "--model", SMALL, "--picture", "/proc/a.svg"], 2, "a.svg: it cannot be written (No"),
-        (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'80GBB' is no amount of memory"),
+        (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'80GBB' is not an amount of memory"),
     ],
 )
 def test_what_is_rejected(run, args, status, words):

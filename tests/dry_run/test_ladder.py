@@ -83,7 +83,7 @@ def test_nothing_fits():
     said = list(lines(ladder, asked))
     assert sum("keeps" in line and "between updates, without gradients" in line for line in said) == 4
     assert any(
-        note.startswith("not tried: parallel.tensor.size=2: ") and note.endswith("sharded everything evenly")
+        "parallel.tensor.size=2: a rank would need at least " in note and note.endswith("sharded everything evenly")
         for note in ladder.notes
     )
     assert said[-1].startswith("nothing fits. Use more ranks")

@@ -53,13 +53,13 @@ def test_arguments(build, message):
         ({"hooks": [EarlyStopHook]}, r"EarlyStopHook'> is not a hook: expected an object"),
         ({"train": DataLoader(TensorDataset(torch.ones(2)))}, "a DataLoader that is not sharded"),
         ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item has no target"),
-        ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1: there was no batch to train on"),
+        ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1 had no batch to train on"),
         (
             {"eval_dataloader": TensorDataset(torch.ones(2))},
             "TensorDataset is not a DataLoader; wrap it",
         ),
         ({"engine_options": {"evaluated": 0}, "eval_steps": 1}, "eval_steps needs data to evaluate on"),
-        ({"hooks": [EarlyStopHook("eval_los")]}, "evaluation gave eval_loss; did you mean 'eval_loss'"),
+        ({"hooks": [EarlyStopHook("eval_los")]}, "the results of evaluation are eval_loss; did you mean 'eval_loss'"),
         ({"hooks": ["lr_scheduler"]}, "needs an lr_scheduler and .* there is none"),
         (
             {"hooks": ["lr_scheduler"], "engine_options": {"lr_scheduler": lambda o: optim.lr_scheduler.StepLR(o, 1)}},

@@ -6,6 +6,7 @@ import gzip
 import inspect
 import json
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_trace_of_some_updates(tmp_path, caplog):
         f"halfmesh.{name}": 3 for name in ("forward", "criterion", "backward", "update", "optimizer", "publish")
     }
     assert any("Input Dims" in event.get("args", {}) for event in events)
-    assert "updates-3-5.rank0.json.gz was written" in caplog.text
+    assert re.search(r"wrote \S+updates-3-5\.rank0\.json\.gz", caplog.text)
     assert "_run" not in vars(engine)
 
 
@@ -93,7 +94,7 @@ def test_without_a_folder_it_is_the_present_one(tmp_path, monkeypatch):
 def test_training_that_ends_earlier(last, expected, tmp_path, caplog):
     fit({"type": "profile", "steps": (4, 7), "folder": tmp_path}, max_steps=last)
     assert files(tmp_path) == expected
-    assert (f"no update of 4 to 7 was recorded: this fit made 1 to {last}" in caplog.text) == (last < 4)
+    assert (f"none of the updates 4 to 7 was recorded: this fit made 1 to {last}" in caplog.text) == (last < 4)
     with torch.profiler.profile():  # none is left
         pass
 
@@ -129,7 +130,7 @@ def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     engine = fit({"type": "profile", "steps": (2, 3), "folder": tmp_path / "file"})
     assert engine.global_step == 8
-    assert "updates-2-3.rank0.json.gz could not be written" in caplog.text
+    assert re.search(r"cannot write \S+updates-2-3\.rank0\.json\.gz: ", caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def verify(folder: Path) -> Callable[..., dict[str, Any]]:
     ("build", "words"),
     [
         ("fails", "--model bad_models:fails: it raised FileNotFoundError: [Errno 2] No such file"),
-        ("text", "it returned str; let it return the model"),
+        ("text", "it returned str; return the model"),
         ("alone", "it returned no batch"),
         ("frozen", "no parameter of the model requires gradients, so there is nothing to train"),
         ("on_meta", "build the model under halfmesh.deferred_init()"),
