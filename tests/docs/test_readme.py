@@ -30,18 +30,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_pages_name_the_same_axes_and_versions():
-    first, index = " ".join(README.split()), " ".join(read_page("index.md").split())
+    pages = [" ".join(re.sub("^> ", "", page, flags=re.MULTILINE).split()) for page in (README, read_page("index.md"))]
     *axes, last = ("data", *AXES.names())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = project["requires-python"].removeprefix(">=")
     torch_version = next(one for one in project["dependencies"] if one.startswith("torch>=")).removeprefix("torch>=")
-    for page in (first, index):
+    for page in pages:
         assert f"{', '.join(axes)} and {last} parallel" in page
         assert f"needs Python {python} and torch {torch_version} or later" in page
-    tested = re.search(r"on torch ([\d.]+), ([\d.]+) and > ([\d.]+)\.", first)
-    assert tested
-    assert tested[1] == torch_version
-    assert "torch {}, {} or {}.".format(*tested.groups()) in index
+    tested = [re.findall(r"torch (2\.\d+), (2\.\d+) (?:and|or) (2\.\d+)", page) for page in pages]
+    assert tested[0] == tested[1]
+    assert tested[0][0][0] == torch_version
     assert f"Python {python} or later and torch {torch_version} or later" in read_page("install.md")
 
 
