@@ -20,7 +20,7 @@ EXIT_PREEMPTED = 75
 """Exit status of a preempted process that has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 NO_BATCH = (
-    "the dataloader gave no batch on this rank; give it at least batch_size x data ranks samples, or set "
+    "the dataloader has no batch for this rank; give it at least batch_size x data ranks samples, or set "
     "drop_last=False"
 )
 
@@ -221,7 +221,7 @@ def reject_closure(call: str, closure: object) -> None:
     if closure is not None:
         raise InputError(
             f"{call}({show(closure)}): it takes no closure. Compute the loss in the loop, and call backward(loss) "
-            "before each step; an optimizer that computes the loss again within a step, such as LBFGS, cannot be used"
+            "before each step; optimizers that recompute the loss inside a step, such as LBFGS, cannot be used"
         )
 
 

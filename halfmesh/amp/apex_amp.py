@@ -120,7 +120,7 @@ class ApexOptions(Options):
 
 def _find_problems(options: ApexOptions) -> Iterator[str]:
     if options.opt_level != "O1" and options.patch_torch_functions:
-        yield f"patch_torch_functions=True with opt_level={options.opt_level!r}: only opt_level='O1' does that"
+        yield f"patch_torch_functions=True with opt_level={options.opt_level!r}: only opt_level='O1' patches functions"
     for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights") if options.opt_level == "O1" else ():
         value = getattr(options, name)
         if value is not None and (name != "cast_model_type" or value == "float16"):

@@ -172,8 +172,8 @@ def _load_full(
         value, shard = state.get(prefix + name), held.get(id(param))
         if value is not None and shard is not None and assigns(metadata):
             raise InputError(
-                "load_state_dict(..., assign=True) would replace parameters that the optimizer holds; load without "
-                "assign, or before initialize"
+                "load_state_dict(..., assign=True) would replace the parameters that the optimizer holds; load "
+                "without assign, or before initialize"
             )
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             continue

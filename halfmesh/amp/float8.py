@@ -131,9 +131,9 @@ class Float8Product:
         names = [name for name, *_ in layers]
         for pattern in self.filter or ():
             if not any(fnmatchcase(name, pattern) for name in names):
-                yield f"fp8.filter: {pattern!r} is the name of no linear layer{did_you_mean(pattern, names)}"
+                yield f"fp8.filter: no linear layer is named {pattern!r}{did_you_mean(pattern, names)}"
         if not any(in_float8 for *_, in_float8 in layers):
-            yield f"fp8: no linear layer has sizes that {MULTIPLE} divides and is not in fp8.filter; use bf16"
+            yield f"fp8: every linear layer is in fp8.filter, or has a size that {MULTIPLE} does not divide; use bf16"
 
     def describe(self, model: nn.Module, device: torch.device) -> str:
         """The layers of this rank that multiply in float8, and those that do not, in words."""

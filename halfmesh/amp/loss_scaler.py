@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, counted
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard, clear_grads, set_grad
 from ..utils.tensors import bucket_bytes, by_bytes
@@ -224,8 +224,8 @@ class LossScales:
         """Raise InputError if `loss_id` is not one of the losses."""
         if type(loss_id) is not int or not 0 <= loss_id < self._num_losses:
             raise InputError(
-                f"loss_id={loss_id!r} is not one of {self._num_losses} loss(es); allowed: 0 to "
-                f"{self._num_losses - 1}; num_losses of mode='apex' says how many there are"
+                f"loss_id={loss_id!r} is not allowed with {counted(self._num_losses, 'loss scale')}; allowed: 0 to "
+                f"{self._num_losses - 1}; num_losses of mode='apex' sets their number"
             )
 
     def current(self) -> tuple[float, ...]:
@@ -236,7 +236,7 @@ class LossScales:
     def explain(self) -> str:
         """The state of the scales in words, for an error. Reads the device."""
         if not self.scalers:
-            return "no loss scaling is in use"
+            return "there is no loss scaling"
         options = self.scalers[0].options
         words = f"the loss scale is {', '.join(f'{scaler.scale.item():g}' for scaler in self.scalers)}"
         if not options.dynamic:

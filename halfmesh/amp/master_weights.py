@@ -18,9 +18,9 @@ from .recipe import HALF
 _log = get_logger(__name__)
 
 _UNCOUNTED = (
-    "%s in the model and their fp32 master weights differ: one was written through `.data`, which torch does not "
-    "count. The model and saves use the model's values, but the next step trains on the masters. Write without .data, "
-    "as in `with torch.no_grad(): param.copy_(...)`"
+    "%s in the model and their fp32 master weights differ: one was written through `.data`, which leaves the other "
+    "unchanged. The model and saves use the model's values, but the next step trains the masters. Write without "
+    ".data, as in `with torch.no_grad(): param.copy_(...)`"
 )
 
 
@@ -213,9 +213,9 @@ class MasterWeights:
         if own and values and (unfit or own.keys() != values.keys()):
             names = sorted(own.keys() ^ values.keys()) or unfit
             raise InputError(
-                f"the fp32 masters in this state do not fit: {shorten(names)} are missing there, unknown here, or of "
-                "another shape; load a state of the same model with the same parameters in the optimizer, or the "
-                "weights alone: model.load_state_dict"
+                f"the fp32 masters in this state do not fit: {shorten(names)} are missing there, unknown here, or "
+                "have another shape; load a state of the same model with the same parameters in the optimizer, or "
+                "only the weights with model.load_state_dict"
             )
 
     def _reject_unknown_params(self) -> None:
@@ -225,9 +225,9 @@ class MasterWeights:
             sharded = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
             names = [sharded.get(id(param), place) for place, param in foreign.items()]
             raise InputError(
-                f"{shorten(names)} came into the optimizer after initialize, which takes parameters of this rank's "
-                "model only (of zero1 and fsdp not those: they step shards). Add them before initialize (they may be "
-                "frozen, and unfrozen later), and take them from engine.model, not from a list made before"
+                f"{shorten(names)} were added to the optimizer after initialize, when it takes only parameters of "
+                "this rank's model, and none under zero1 and fsdp. Add them before initialize (you can freeze them "
+                "and unfreeze them later), or take them from engine.model, not from a list made before"
             )
 
 

@@ -109,8 +109,8 @@ class MixedPrecisionOptimizer:
         """
         if self.is_unscaled:
             raise InputError(
-                "backward was called after engine.unscale_gradients() of the same update: it would add gradients that "
-                "are not unscaled; call engine.unscale_gradients() after the last backward of an update"
+                "backward was called after engine.unscale_gradients() of the same update, and would add gradients "
+                "that are still scaled; call engine.unscale_gradients() after the last backward of an update"
             )
         if self._clip_once is not None:
             self._clip_once = self._clip_once[0], None  # the norm is no longer that of all gradients
@@ -149,7 +149,7 @@ class MixedPrecisionOptimizer:
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the options'. Returns the norm before clipping (0-dim)."""
         if not isinstance(max_norm, Real) or not max_norm > 0:
-            raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
+            raise InputError(f"max_norm={max_norm!r}: it must be greater than 0; to not clip, remove the call")
         grads = self.gradients()
         norm = self._measure(grads).norm
         self._clip_once = float(max_norm), norm
@@ -300,8 +300,8 @@ class MixedPrecisionOptimizer:
             if unlike:
                 raise InputError(
                     f"both {shorten(unlike)} in the model and the fp32 master weights (engine.master_params()) were "
-                    "written since the last update, to different values; write into one of the two only, or load "
-                    "weights after it (engine.load_weights)"
+                    "written since the last update, with different values; write into only one of them, or load "
+                    "weights after the writes (engine.load_weights)"
                 )
             self.send_masters()
         masters.mark_published(masters.trained)
@@ -328,7 +328,7 @@ class MixedPrecisionOptimizer:
         masters = self.master_weights
         if self.has_gradients and held_ids(self.optimizer) != set(map(id, masters.stepped.values())):
             raise InputError(
-                "parameters were added to the optimizer, or exchanged, between backward and step; do that before the "
+                "parameters were added to the optimizer, or replaced, between backward and step; do that before the "
                 "first backward of an update, or after its step"
             )
         known = set(masters.trained)

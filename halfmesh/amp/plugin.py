@@ -80,7 +80,7 @@ class AMPPlugin(ABC):
 
 def _no_mode(obj: object) -> str | None:
     fits = isinstance(obj, type) and issubclass(obj, AMPPlugin)
-    return None if fits else f"{obj!r} is no mode; expected a subclass of halfmesh.AMPPlugin"
+    return None if fits else f"{obj!r} is not a mode; expected a subclass of halfmesh.AMPPlugin"
 
 
 AMP_PLUGINS: Registry[type[AMPPlugin]] = Registry("AMP mode", "halfmesh.amp_plugins", _no_mode)

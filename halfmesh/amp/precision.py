@@ -124,7 +124,7 @@ class Precision:
             if is_first and (change := find_change(tensor, new)):
                 _log.warning(
                     "the model's argument %r %s in %s. If that matters, keep it in float32 with keep_fp32=[%r] (and "
-                    "let the model cast what it computes from it: .to(x.dtype)), or set mode='torch'",
+                    "cast what the model computes from it: .to(x.dtype)), or set mode='torch'",
                     *(name, change, dtype_name(dtype), name),
                 )
             return new
@@ -157,8 +157,8 @@ class Precision:
         stay = f"; these of the model stay in float32: {shorten(kept)}" if kept else ""
         raise InputError(
             f"in {where}: {error}. The mode casts weights and the model's inputs to {dtype}, but not tensors that "
-            f"forward makes or casts itself{stay}. Cast them where they meet others (x.to(self.weight.dtype)), or set "
-            "mode='torch', which casts for each operation"
+            f"forward creates or casts itself{stay}. Cast those before they meet others (x.to(self.weight.dtype)), or "
+            "set mode='torch', which casts for each operation"
         ) from error
 
     def check_loss(self, loss: torch.Tensor) -> None:
@@ -168,8 +168,8 @@ class Precision:
         if loss.dtype != torch.float16 or scale is None or scale.dynamic or scale.initial <= FP16_MAX_SCALE:
             return
         raise InputError(
-            f"the static loss_scale {scale.initial:g} cannot be used with an fp16 loss, for which the largest possible "
-            f"scale is {FP16_MAX_SCALE:g}. Lower it, or compute the loss in fp32, from output.float()"
+            f"the static loss_scale {scale.initial:g} is too large for an fp16 loss, whose largest possible scale is "
+            f"{FP16_MAX_SCALE:g}. Lower it, or compute the loss in fp32, from output.float()"
         )
 
 
@@ -231,7 +231,8 @@ def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> 
         return None
     most = value.abs().nan_to_num(0.0, posinf=0.0).max().item()
     words = (
-        f"{name!r} holds values up to {most:g}, but {dtype_name(dtype)} ends at {largest:g}; use bf16, or mode='torch'"
+        f"{name!r} holds values up to {most:g}, but the maximum of {dtype_name(dtype)} is {largest:g}; use bf16, or "
+        "mode='torch'"
     )
     return words if most > largest else None
 
@@ -274,9 +275,9 @@ def find_kept_problems(model: nn.Module, recipe: Recipe) -> Iterator[str]:
         is_argument = head != "*" and any(fnmatchcase(name, head) for name in arguments)
         if not is_argument and not any(_matches(name, pattern) for name in tensors):
             yield (
-                f"keep_fp32: {pattern!r} is the name of no buffer, parameter or argument of the model's forward"
-                f"{did_you_mean(pattern, [*arguments, *tensors])} (its arguments: {shorten(arguments)}; an entry of a "
-                f"dict among them is written as '{arguments[0] if arguments else 'batch'}.key')"
+                "keep_fp32: no buffer, parameter or argument of the model's forward is named "
+                f"{pattern!r}{did_you_mean(pattern, [*arguments, *tensors])} (its arguments: {shorten(arguments)}; an "
+                f"entry of a dict among them is written as '{arguments[0] if arguments else 'batch'}.key')"
             )
 
 

@@ -87,8 +87,8 @@ class SplitMasters(MasterWeights):
             param = shard.param
             if param.dtype != torch.bfloat16:
                 raise InputError(
-                    f"masters='split': {shard.name!r} stays in {dtype_name(param.dtype)}, which is not the upper half "
-                    "of fp32; build the model in fp32 or bf16, or use masters='float32'"
+                    f"masters='split': {shard.name!r} stays in {dtype_name(param.dtype)}, but only bfloat16 is the "
+                    "upper half of an fp32 number; build the model in fp32 or bf16, or use masters='float32'"
                 )
             master = self.masters[param]
             weight = master.detach().clone()
@@ -185,7 +185,7 @@ class SplitMasters(MasterWeights):
     def reject_split(self, call: str) -> None:
         if self.masters:  # under fsdp the shards are the masters
             raise InputError(
-                f"{call}: with masters='split' there are no fp32 masters between updates; read them in "
+                f"{call}: with masters='split' there are no fp32 masters between updates; read them from "
                 "model.state_dict(), write into the model's parameters, or use masters='float32'"
             )
 

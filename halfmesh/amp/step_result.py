@@ -24,10 +24,10 @@ _LOOK_EVERY = 10
 """The host checks the updates that were taken for inf and nan at least once in so many updates."""
 
 _TOLD = (
-    "%sthe loss, or the gradient norm, of the last %d updates is inf or nan, and they were taken "
-    "(on_nonfinite='auto'), so the weights may be inf or nan now. Look for inf or nan in the batch, a division by 0 or "
-    "logarithm of 0, and at the learning rate. After %d such updates in a row (max_consecutive_skips) the run ends; "
-    "on_nonfinite='raise' ends it at the first one, and with debug='nonfinite' names the module"
+    "%sthe loss or the gradient norm was inf or nan in %d consecutive updates, which were not skipped "
+    "(on_nonfinite='auto'): the weights may be inf or nan now. Look for inf or nan in the batch, a division by 0, a "
+    "logarithm of 0, or a learning rate that is too high. The run ends after %d such updates in a row "
+    "(max_consecutive_skips); on_nonfinite='raise' ends it at the first, and debug='nonfinite' names the module"
 )
 
 
@@ -206,8 +206,8 @@ class SkipCounter:
                 self._read_previous()
         if self._known >= self.limit:
             raise NonFiniteError(
-                f"{self._known} updates in a row had gradients with inf or nan (max_consecutive_skips="
-                f"{self.limit})" + self._explain(grads, scale())
+                f"{self._known} updates in a row had inf or nan in their gradients "
+                f"(max_consecutive_skips={self.limit})" + self._explain(grads, scale())
             )
 
     def _is_time(self, updates: int) -> bool:

@@ -249,8 +249,8 @@ class Stepper:
     def _reject_calls_from_outside(self, *_: Any) -> None:
         if not self._stepping:
             raise InputError(
-                "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
-                "checked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
+                "optimizer.step() was called outside the engine, when gradients may be scaled, incomplete or "
+                "unchecked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
             )
 
 

@@ -204,14 +204,17 @@ class StopAgreement:
                 self.ask()
             elif self._lost is not None and not self._has_warned:
                 self._has_warned = True  # by the main thread: a launch that has failed ends before, and says so itself
-                text = "the store that ranks agree through does not answer: %s; signals, engine.preempt() save no more"
+                text = (
+                    "the store that ranks agree through does not answer: %s; stop signals and engine.preempt() can no "
+                    "longer save"
+                )
                 _log.warning(text, self._lost, ranks=None)
             return False
         if not self._decided.wait(self._timeout_s):
             posted = {int(line.split()[0]) for line in self._store.get("posts").decode().splitlines()}
             missing = set(range(self._size)).difference(posted)
             late = f"within {self._timeout_s:g} s (config key timeout)"
-            raise TimeoutError(f"{list_ranks(missing)} did not say {late} at which step to stop; have they ended?")
+            raise TimeoutError(f"{list_ranks(missing)} did not answer {late} at which step to stop; have they ended?")
         self._reject_lost()
         self._passed += 1
         return self._passed == self._stop_at

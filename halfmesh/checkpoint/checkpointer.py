@@ -194,7 +194,9 @@ class Checkpointer:
         ]
         saved_name, name = storage.engine_name(stored.manifest), self.config.name
         if saved_name and name and saved_name != name:
-            problems.append(f"the engine {saved_name!r} saved it, and this is {name!r}; give each a separate folder")
+            problems.append(
+                f"the engine {saved_name!r} saved it, but this engine is {name!r}; give each a separate folder"
+            )
         if problems:
             title = f"{stored.folder} does not fit the model and optimizer of this engine:"
             raise InputError(bullet_list(title, problems))
@@ -235,9 +237,9 @@ class Checkpointer:
             losses.load_state_dict(scalers)
         elif losses.scalers:
             saved = counted(len(scalers), "loss scale")
-            yield f"it has {saved}, and this run {len(losses.scalers)}: they start from the config"
+            yield f"it has {saved}, but this run has {len(losses.scalers)}: loss scales start from the config"
         if lr.scheduler is not None and common["lr_scheduler"] is None:
-            yield "it has no learning-rate scheduler: this run's keeps its state"
+            yield "it has no learning-rate scheduler: this run's scheduler keeps its own state"
         lr.load_state_dict(None if "lr_scheduler" in keep else common["lr_scheduler"])
         same_layout = about["layout"] == self._layout and stored.own is not None
         same = same_layout and about["device"] == context.device.type
@@ -247,7 +249,7 @@ class Checkpointer:
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
-            yield f"it was saved {where}: random numbers (dropout) are reseeded"
+            yield f"it was saved {where}: random numbers (dropout) start from a new seed"
         if state.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
             yield "it has no average of the weights (engine.averaged_model): the average restarts from these weights"
         yield from self._load_own(own, same, own if same_layout else stored.first)
@@ -260,7 +262,7 @@ class Checkpointer:
             attached: the `_own_state` with the attached state to load.
         """
         if self.loader is not None:
-            note: str | None = "it has no position in the data: the data start from the beginning"
+            note: str | None = "it has no position in the data: the data starts from the beginning"
             if own["dataloader"] is not None:
                 note = self.loader.load_state_dict(own["dataloader"], own=same)
             yield from [] if note is None else [note]

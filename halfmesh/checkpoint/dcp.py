@@ -101,7 +101,7 @@ _CLASSES = {
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed there")
         return super().find_class(module, name)
 
 

@@ -74,7 +74,7 @@ def save_weights(
 def _reject_folder(given: str | Path) -> None:
     if str(given).endswith(os.sep) or Path(given).is_dir():
         example = str(Path(given) / "model.safetensors")
-        raise InputError(f"that is a folder, and weights are written to a file; give a path such as {example!r}")
+        raise InputError(f"that is a folder, but weights are written to a file; give a path such as {example!r}")
 
 
 def _find_aliases(state: ShardedState, tensors: Iterable[str]) -> dict[str, list[str]]:
@@ -151,7 +151,7 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
     state.publish()
     if state.average.values:
         state.average.restart()
-        _log.info("the average of the weights restarts from those of %s", path)
+        _log.info("the average of the weights restarts from the weights in %s", path)
 
 
 def _find_files(path: Path) -> list[Path]:
@@ -160,7 +160,7 @@ def _find_files(path: Path) -> list[Path]:
     if path.is_file() and path != index:
         return [path]
     if not index.is_file():
-        raise CheckpointError(f"there is no file {path}, and no {index.name}; give what save_weights was given")
+        raise CheckpointError(f"there is no file {path}, and no {index.name}; give the path that you gave save_weights")
     weight_map = json.loads(index.read_bytes())["weight_map"]
     return [index.with_name(name) for name in sorted(set(weight_map.values()))]
 
@@ -259,8 +259,8 @@ def save_pretrained(
     # Others would write what this rank holds: diffusers' and the hub's mixin look at the model's own state dict.
     if names is None and "state_dict" not in inspect.signature(getattr(model, "save_pretrained", len)).parameters:
         raise InputError(
-            f"a {type(model).__name__} has no save_pretrained(folder, state_dict=...), as models of transformers and "
-            "PEFT have; write the weights to a file by engine.save_weights(path)"
+            f"a {type(model).__name__} has no save_pretrained(folder, state_dict=...), unlike models of transformers "
+            "and PEFT; write the weights to a file with engine.save_weights(path)"
         )
     weights = full_state_dict(state, context, only=names)
     if dtype is not None:

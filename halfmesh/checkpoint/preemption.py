@@ -90,7 +90,7 @@ class PreemptionHook(EngineHook):
                 loader.worker_init_fn = partial(worker_ignoring_signals, handled, loader.worker_init_fn)
         others = [name for name in self.options.signals if found[name] is None]
         if others:
-            why = "handled already (or this is not the main thread); call engine.preempt() from that handler"
+            why = "it already has a handler (or this is not the main thread); call engine.preempt() from that handler"
             _log.warning("checkpoint.signals: %s: %s", ", ".join(others), why, ranks=None)
 
     def request_stop(self, why: str = "engine.preempt()") -> bool:
@@ -154,7 +154,7 @@ class PreemptionHook(EngineHook):
             return
         reason, folder = self._reason(), self._save_last()
         _log.info(
-            "interrupted by %s; saved update %d in %s; run again with resume='auto' to go on", reason, step, folder
+            "interrupted by %s: saved update %d in %s; to resume, run again with resume='auto'", reason, step, folder
         )
         for handler in self._handlers:
             # Python removes its own handlers when it shuts down, and a second signal would change the status.
@@ -183,7 +183,7 @@ class PreemptionHook(EngineHook):
         elif not reason:
             self._save_if_due(self._step)
             if self.progress.global_step not in (self._saved, self.checkpointer.saved):
-                text = "the run ends after update %d, which is not saved: call engine.save(%r) before, if it is to be"
+                text = "the run ends after update %d without saving it; to save it, call engine.save(%r) before the end"
                 _log.info(text, self.progress.global_step, self.options.directory)
         elif self.progress.global_step == self._saved:
             _log.info("stop signal (%s) after training: there is nothing new to save", reason)

@@ -48,7 +48,7 @@ class AttachedState:
         """`Engine.attach`."""
         if name in self._calls:
             raise InputError(
-                f"engine.attach({name!r}, ...): the name is taken; give another, or engine.detach it first"
+                f"engine.attach({name!r}, ...): the name is taken; choose another, or call engine.detach first"
             )
         if isinstance(holder, dict):
             calls: _Calls = holder.copy, holder.update
@@ -76,7 +76,7 @@ class AttachedState:
             if name in self._unclaimed:
                 load(self._unclaimed.pop(name))
             else:
-                yield f"it has no state of {name!r} (engine.attach), which stays as it is"
+                yield f"it has no state of {name!r} (engine.attach), which stays unchanged"
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------

@@ -283,7 +283,8 @@ class ShardedState:
                 own += [repr(key) for key in part.state_dict() if key not in ("state", "param_groups")]
         if own:
             raise InputError(
-                f"{kind} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it in the groups"
+                f"{kind} keeps state that belongs to no parameter, {shorten(own)}, which cannot be saved; keep it in "
+                "the param_groups"
             )
         plain: dict[str, dict[str, Any]] = {}
         for name, (shard, placement) in self._stepped().items():
@@ -392,7 +393,7 @@ def rebuild_compound(values: dict[str, Any]) -> dict[str, Any]:
         module, _, name = kind.rpartition(".")
         found = getattr(sys.modules.get(module), name, None)
         if not (isinstance(found, type) and issubclass(found, torch.Tensor)):
-            raise InputError(f"the optimizer's state holds a {kind}; import it before the load")
+            raise InputError(f"the saved optimizer state holds a {kind}; import its module before the load")
         inner = {name: values.pop(key + name) for name in names}
         values[key[:-1]] = cast(Any, found).__tensor_unflatten__(inner, context, size, stride)
     return values

@@ -104,7 +104,9 @@ def write(
 
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
         if not unfinished.is_dir():
-            problem = f"{unfinished}, which rank 0 made, is not on this machine; give a folder that all machines share"
+            problem = (
+                f"rank 0 created {unfinished}, but this machine cannot see it; use a folder that all machines share"
+            )
             raise CheckpointError(problem)
         names = [rank_file(context.rank)]
         write_file(unfinished / names[0], snapshot.own)
@@ -160,7 +162,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
         if content["format"] == FORMAT and content.pop("sha256") != _digest(content):
-            raise ValueError("its sha256 does not fit its content")
+            raise ValueError("its sha256 does not match its content")
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
     except (KeyError, ValueError, TypeError) as error:
@@ -218,8 +220,8 @@ def finish(unfinished: Path, keep: int | None) -> Path:
     for path in [*same_step, *rest[len(kept) :]]:
         _remove(path)
     if kept and kept[0].name > final.name:  # the run went back to an earlier checkpoint
-        later = f"{final} was saved beside {kept[0].name}, which is of a later step"
-        _log.warning("%s, and which resume='auto' would load; if you went back on purpose, remove that one", later)
+        later = f"saved {final}, but the same folder has {kept[0].name}, from a later step"
+        _log.warning("%s, which resume='auto' would load; if you went back on purpose, remove that one", later)
     return final
 
 
@@ -244,7 +246,7 @@ def _remove(path: Path) -> None:
             path = path.rename(path.with_name(f".{path.name}.tmp"))
         shutil.rmtree(path)
     except OSError as error:
-        _log.warning("%s is no longer needed, but cannot be removed (%s); remove it yourself", path, error)
+        _log.warning("could not remove the old checkpoint %s (%s); remove it yourself", path, error)
 
 
 def find(directory: Path, context: ParallelContext) -> Stored:
@@ -267,13 +269,13 @@ def find(directory: Path, context: ParallelContext) -> Stored:
             continue
         if manifest["format"] != FORMAT:  # an older checkpoint in the folder is not the one requested
             raise CheckpointError(
-                f"{what}: {folder} has the format {manifest['format']!r}, and this version of halfmesh reads format "
+                f"{what}: {folder} has the format {manifest['format']!r}, but this version of halfmesh reads format "
                 f"{FORMAT}; load it with the version that wrote it, or a later one"
             )
         if damaged:
-            _log.warning("%s", bullet_list(f"{folder} is loaded, because newer checkpoints are damaged:", damaged))
+            _log.warning("%s", bullet_list(f"loading {folder}, because newer checkpoints are damaged:", damaged))
         return run_on_all_ranks(context, what, partial(_open, folder, manifest, context.rank))
-    raise CheckpointError(bullet_list(f"{what}: all of its checkpoints are damaged:", damaged))
+    raise CheckpointError(bullet_list(f"{what}: all checkpoints there are damaged:", damaged))
 
 
 def _open(folder: Path, manifest: Mapping[str, Any], rank: int) -> Stored:
@@ -297,7 +299,7 @@ def _candidates(directory: Path) -> list[Path]:
     found = checkpoints(directory) if directory.is_dir() else []
     if not found:
         there = "it holds no complete checkpoint" if directory.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{there}; give the folder that engine.save was given, or one of those in it")
+        raise CheckpointError(f"{there}; give the folder that you gave engine.save, or a checkpoint in it")
     return found
 
 
@@ -327,11 +329,11 @@ def lock(folder: Path, held: dict[Path, IO[str]]) -> None:
     except (BlockingIOError, PermissionError):
         file.seek(0)
         raise CheckpointError(
-            f"another job saves into {folder} ({file.read(200)}), and each would remove checkpoints of the other; end "
-            f"that job first, or give this one another folder. (If its machine is gone, remove {folder / LOCK}.)"
+            f"another job saves into {folder} ({file.read(200)}), and each job would remove checkpoints of the other; "
+            f"end that job first, or use another folder. (If its machine is gone, remove {folder / LOCK}.)"
         ) from None
     except OSError as error:
-        _log.warning("%s cannot be locked (%s); make sure that no other job saves there", folder, error)
+        _log.warning("could not lock %s (%s); make sure that no other job saves there", folder, error)
         return
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -367,8 +369,8 @@ def as_bytes(content: Mapping[str, Any]) -> bytes:
     if unsafe:
         names = ", ".join(sorted(unsafe))
         raise InputError(
-            f"{names} in the state of {', '.join(content)} cannot be saved: reading it back could run code. Keep such "
-            "objects out of state dicts"
+            f"{names} in the state of {', '.join(content)} cannot be saved, because loading it could run code. Keep "
+            "such objects out of state dicts"
         )
     return buffer.getvalue()
 

@@ -36,13 +36,13 @@ def reject_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
     """Raise InputError if `update` was not saved by an `owner` with this many loss scalers."""
     if "scalers" not in update:
         raise InputError(
-            f"this is not the state of an {owner}: pass what {owner}.state_dict() gave (a model's goes into "
+            f"this is not the state of an {owner}: pass what {owner}.state_dict() returned (for a model's state, call "
             "model.load_state_dict)"
         )
     if len(update["scalers"]) != scalers:
         raise InputError(
-            f"the state was saved with {counted(len(update['scalers']), 'loss scale')}, and this run trains with "
-            f"{scalers}; take the precision and num_losses that it was saved with"
+            f"the state was saved with {counted(len(update['scalers']), 'loss scale')}, but this run trains with "
+            f"{scalers}; use the precision and num_losses that it was saved with"
         )
 
 
@@ -51,8 +51,8 @@ def reject_other_shards(saved: Mapping[str, int], own: Mapping[str, int]) -> Non
     if dict(saved) != dict(own):
         words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, own)]
         raise InputError(
-            f"the state is of {words[0]}, and this rank is {words[1]}; load what the same rank of the same layout has "
-            "saved (for any layout use engine.save and engine.load)"
+            f"the state is from {words[0]}, but this rank is {words[1]}; load what the same rank saved in the same "
+            "layout (for any layout, use engine.save and engine.load)"
         )
 
 
@@ -74,7 +74,7 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
         if saved[name] != model[name]
     ]
     if other:
-        yield f"other shapes: {shorten(other)}"
+        yield f"different shapes: {shorten(other)}"
 
 
 def optimizer_problems(
@@ -90,8 +90,8 @@ def optimizer_problems(
     for what, (kind, own) in kinds.items():
         if own is not None and kind not in (None, class_name(own)):
             yield (
-                f"it was saved with the {what} {kind}, and this is {class_name(own)}; use the same class, or load the "
-                "weights alone: engine.load_weights"
+                f"it was saved with the {what} {kind}, but this is {class_name(own)}; use the same class, or load "
+                "only the weights with engine.load_weights"
             )
     if common["optimizer"] != class_name(optimizer):
         return
@@ -99,14 +99,15 @@ def optimizer_problems(
     if sorted(mine) != sorted(saved):
         other = sorted(set(chain(*mine)) ^ set(chain(*saved)))
         yield (
-            f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))}"
-            f"{f' (not in both: {shorten(other)})' if other else ''}; build the same groups"
+            f"its optimizer has groups of {list(map(len, saved))} parameters, but this one has groups of "
+            f"{list(map(len, mine))}{f' (not in both: {shorten(other)})' if other else ''}; build the same groups"
         )
     elif mine != saved and scheduler is not None and common["lr_class"] is not None:
         order = [str(saved.index(group)) for group in mine]
         yield (
-            f"its optimizer's groups are here in the order {shorten(order)}: the lr_scheduler's state is by number, so "
-            "learning rates would be exchanged; build the groups in the saved order, or give initialize no lr_scheduler"
+            f"its optimizer's groups are here in the order {shorten(order)}: lr_scheduler's state goes by group "
+            "number, so learning rates would be swapped; build the groups in the saved order, or give initialize no "
+            "lr_scheduler"
         )
 
 
@@ -126,7 +127,7 @@ def warn_of_other_batch(
     before, now = step * about["config"]["gradient_accumulation"], own_step * config.gradient_accumulation
     if unit == own_unit == "samples" and before != now:
         _log.warning(
-            "%s was saved by a run on %s, whose updates took %d samples; on %s they take %d. To keep the number, set "
+            "%s was saved by a run on %s with %d samples per update; on %s an update has %d. To keep the number, set "
             "global_batch_size = %d",
             *(folder, counted(about["layout"]["data"], "data rank"), before, counted(ranks, "data rank"), now, before),
         )
@@ -169,9 +170,9 @@ class GivenSettings:
             raise InputError(f"keep={show(keep)}: expected a tuple of some of {KEPT}{near}")
         if "lr_scheduler" in keep and self._lr.scheduler is not None and not (self._schedule and can_go_on(saved)):
             raise InputError(
-                f"keep={show(keep)}: the schedule of this run, or the saved one, counts no steps, so this run's cannot "
-                "be advanced to where that one was (as those of torch can, but for ReduceLROnPlateau); set what should "
-                "be another after the load (engine.lr_scheduler)"
+                f"keep={show(keep)}: the schedule of this run, or the saved one, counts no steps (as "
+                "ReduceLROnPlateau), so it cannot be advanced to the saved step; load without it, and change "
+                "engine.lr_scheduler after the load"
             )
 
     def loaded(self, source: object, given: Settings, keep: Sequence[str], saved: Any) -> None:
@@ -205,7 +206,7 @@ class GivenSettings:
         if keeps_schedule and saved is not None:
             self._lr.replay(copy.deepcopy(self._schedule), saved)
         elif keeps_schedule:
-            _log.warning("%s has no schedule: the lr_scheduler of this run is not advanced, and begins", source)
+            _log.warning("%s has no schedule: the lr_scheduler of this run is not advanced", source)
         lines: dict[str, dict[str, None]] = {}
         for own, theirs, now in zip(self._given, self.in_force, self._describe(), strict=False):
             for key, value in own.items():
@@ -215,9 +216,9 @@ class GivenSettings:
         if lines:
             kinds = tuple(sorted({*keep, *map(self._kind, lines)}))
             title = (
-                f"{source} was saved by a run with other settings, which are in force now in place of those that this "
-                f"run gave; to keep those of this run, load with keep={kinds}, or set one after the load "
-                "(engine.optimizer.param_groups, engine.lr_scheduler):"
+                f"{source} was saved with other settings, which replace those of this run; to keep those of this run, "
+                f"load with keep={kinds}, or set them after the load (engine.optimizer.param_groups, "
+                "engine.lr_scheduler):"
             )
             _log.warning("%s", bullet_list(title, [f"{key}: {cut('; '.join(of))}" for key, of in lines.items()]))
 

@@ -133,7 +133,9 @@ class EngineDataLoader:
         if trained is None or persists:
             self.next_epoch += 1
             seen = f"{state['trained']} batches of epoch {state['epoch']} were trained on"
-            return f"{seen}, which is no position in this run's order: training continues with epoch {self.next_epoch}"
+            return (
+                f"{seen}, which is not a position in this run's order: training continues with epoch {self.next_epoch}"
+            )
         self._loaded = {**state, "trained": trained, "share": tuple(order)}
         return None
 
@@ -320,7 +322,7 @@ def get_dataloader(
         options: further arguments of `torch.utils.data.DataLoader`.
     """
     if not add_sampler:
-        raise InputError("add_sampler=False would let every data rank see the same samples; remove it")
+        raise InputError("add_sampler=False would give every data rank the same samples; remove it")
     options.setdefault("pin_memory", torch.cuda.is_available())
     options.setdefault("generator", torch.Generator().manual_seed(seed))
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, **options)

@@ -116,9 +116,9 @@ class ShardedLoader:
             return
         if self.training:
             raise InputError(
-                f"the dataloader shards itself, and has {max(lengths)} batches on some ranks and {min(lengths)} on "
-                "others, which would wait for each other; give each data rank equally many (drop the rest), or let "
-                "initialize shard a loader of all of the data"
+                f"the dataloader shards itself, but has {max(lengths)} batches on some ranks and {min(lengths)} on "
+                "others, and training would hang; give each data rank the same number (drop the rest), or let "
+                "initialize shard a loader of all the data"
             )
         self._shorter_by = max(lengths) - lengths[context.rank]
 
@@ -288,9 +288,11 @@ class ShardedLoader:
         if self._is_compared:
             same_on_ranks(
                 f"epoch {epoch}: {data.hexdigest()}",
-                what=f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks "
-                "only ({ranks} other data than rank 0). Seed it the same on all ranks (initialize shards the data); if "
-                "it shards itself, pass sharded=True to initialize",
+                what=(
+                    f"the {type(source).__name__} gives different data on each rank, or was iterated on only some "
+                    "ranks ({ranks} other data than rank 0). Seed it the same on all ranks (initialize shards the "
+                    "data); if it shards itself, pass sharded=True to initialize"
+                ),
             )
 
 
@@ -309,8 +311,8 @@ class _Indices:
     def __iter__(self) -> Iterator[Any]:
         if self._has_ended:
             raise InputError(
-                "the dataloader's __iter__ goes through its samples a second time in one epoch; remove the loop around "
-                "super().__iter__(), and iterate engine.dataloader once for each epoch"
+                "the dataloader's __iter__ reads its samples twice in one epoch; remove the loop around "
+                "super().__iter__(), and iterate engine.dataloader once per epoch"
             )
         self._was_asked, items = True, self._items
         yield from items
@@ -374,7 +376,8 @@ def _is_ours(holder: Any, name: str, theirs: tuple[Any, Any], rank: int, size: i
         return True
     raise InputError(
         f"the dataloader's {type(holder).__name__} has {name}={theirs[0]}, rank={theirs[1]}, but this is data rank "
-        f"{rank} of {size}; give it these (launch.dp_rank, launch.dp_size), or all of the data: initialize shards it"
+        f"{rank} of {size}; give it these numbers (launch.dp_rank, launch.dp_size), or all the data: initialize "
+        "shards it"
     )
 
 

@@ -67,8 +67,10 @@ class Fault:
         counts = [f"{count} {kind}" for count, kind in ((stats.inf, "inf"), (stats.nan, "nan")) if count]
         text = f"{what}, in {dtype_name(stats.dtype)}: {' and '.join(counts)} of {stats.count} numbers"
         if self.inputs is not None:
-            text += f"; its inputs reach {self.inputs:.3g}"
-        return text + (f"; float16 ends at {largest_number(torch.float16):g}" if stats.dtype == torch.float16 else "")
+            text += f"; largest input magnitude {self.inputs:.3g}"
+        return text + (
+            f"; the maximum of float16 is {largest_number(torch.float16):g}" if stats.dtype == torch.float16 else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,10 @@ class Diagnosis:
             scales = [f"{scale:g}" + (f" ({count} updates)" if count > 1 else "") for scale, count in self.scales]
             lines.append(f"loss scale: {' -> '.join(['...'] * (len(scales) > _SHOWN) + scales[-_SHOWN:])}")
         if self.began:
-            began = f"the loss, or the gradient norm, is inf or nan since update {self.began}, whose weights were kept"
-            lines.append(f"{began}; what follows is of the last update, which began with them")
+            began = (
+                f"the loss or the gradient norm has been inf or nan since update {self.began}, which was not skipped"
+            )
+            lines.append(f"{began}; the lines below describe only the last update")
         if self.fault is not None:
             ranks = self.fault.ranks
             where = ", on all ranks" if len(ranks) == self.world_size else f", on {list_ranks(ranks)}"
@@ -115,11 +119,11 @@ class Diagnosis:
 
 
 _UNWATCHED = (
-    "set debug='nonfinite' in the config: the first module with inf or nan is named then, in each update, which is "
-    "slow (max_consecutive_skips does that automatically in the last updates before it stops)"
+    "set debug='nonfinite' in the config, which names the first module with inf or nan but is slow "
+    "(max_consecutive_skips turns it on for the last updates before it stops)"
 )
 _SUMS = "the gradient of a parameter, or its sum over microbatches or ranks, left the dtype's range: "
-_SMALLER = "look for losses that are sums over very many terms, and lower the learning rate"
+_SMALLER = "look for losses that sum very many terms, and lower the learning rate"
 _LOWER = "lower the loss scale (a dynamic one backs off automatically), or %s"
 _RANGE = (
     "%s, which has a wider range, or make its inputs smaller (a norm before it). In mode 'torch' a layer "
@@ -127,8 +131,10 @@ _RANGE = (
 )
 _LOOK = "in that forward for a division by 0, a logarithm, root or exponential"
 _ADVICE: dict[Kind, str] = {
-    "weight": "the model was bad before this batch; resume from an older checkpoint, with a lower learning rate or "
-    "clip_grad_norm (on_nonfinite='raise' stops at the first inf or nan)",
+    "weight": (
+        "the weights were already bad before this batch; resume from an older checkpoint, with a lower learning rate "
+        "or clip_grad_norm (on_nonfinite='raise' stops at the first inf or nan)"
+    ),
     "input": f"look at the data, or {_LOOK}",
     "output": f"look {_LOOK}, or for numbers that grow",
     "loss": "look for a logarithm of 0, an exponential, or a division by 0; let the criterion compute in fp32, from "

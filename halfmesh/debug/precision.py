@@ -106,7 +106,7 @@ class PrecisionReport:
         title.append(f"{self.skipped} of the last {self.updates} updates skipped")
         table = ["  ".join(name.ljust(width) for name, width, _ in _COLUMNS)]
         table += ["  ".join(cell(row).ljust(width) for _, width, cell in _COLUMNS) for row in self.layers]
-        findings = [f"- {finding}" for finding in self.findings] or ["nothing that is worth a change was found"]
+        findings = [f"- {finding}" for finding in self.findings] or ["no problems found"]
         wrap = partial(textwrap.fill, width=120, subsequent_indent="  ", break_on_hyphens=False)
         return "\n".join([", ".join(title), *map(str.rstrip, table), *map(wrap, findings)])
 
@@ -149,18 +149,18 @@ def find_problems(report: PrecisionReport) -> Iterator[str]:
         return shorten([row.name or "the model itself" for row in report.layers if chosen(row)])
 
     if bad := names(lambda row: row.nonfinite > 0):
-        yield f"inf or nan in outputs or gradients of {bad}: this update is skipped, or spoilt"
+        yield f"inf or nan in outputs or gradients of {bad}: this update is skipped, or spoils the weights"
     if report.loss_scale is not None:
         yield from judge_scale(report.loss_scale)
     if high := names(lambda row: row.output_dtype == "float16" and (row.output_share or 0) > HIGH_OUTPUT):
         yield (
-            f"outputs of {high} reach above {HIGH_OUTPUT:.0%} of float16's largest number: use bf16, or a norm before "
+            f"outputs of {high} exceed {HIGH_OUTPUT:.0%} of float16's largest number: use bf16, or a norm before "
             "these layers"
         )
     if small := names(
         lambda row: max(row.subnormal_gradients or 0, row.subnormal_weight_gradients or 0) > MUCH_SUBNORMAL
     ):
-        how = "the loss scale has no room above, as gradients elsewhere are large: use bf16"
+        how = "the loss scale cannot grow, because other gradients are large: use bf16"
         if (report.room or 1) >= 2:
             how = f"the loss scale could be {report.room:.0f} times larger"
         yield (
@@ -178,9 +178,9 @@ def judge_scale(scale: float) -> Iterator[str]:
         )
     if scale > HIGH_SCALE:
         yield (
-            f"the loss scale is {scale:g}, above 2**24: gradients are so small that nothing overflows. Look whether "
-            "the loss is divided too much or does not depend on the parameters; max_scale of mode 'naive' "
-            "(max_loss_scale of 'apex') is a ceiling"
+            f"the loss scale is {scale:g}, above 2**24: gradients are so small that nothing overflows. Check whether "
+            "the loss is divided too often, or does not depend on the parameters; max_scale of mode 'naive' "
+            "(max_loss_scale of 'apex') limits the scale"
         )
 
 
@@ -281,8 +281,8 @@ class PrecisionSurvey(Probes):
         """
         if self._scale is None:
             raise InputError(
-                "the block of engine.precision_report() ended without a step; go through forward, backward and "
-                "engine.step() within it"
+                "the block of engine.precision_report() ended without a step; call forward, backward and "
+                "engine.step() inside it"
             )
         report, results = self.report, self._progress.results
         recipe, losses = self._update.recipe, self._update.loss_scales

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _AVERAGED = (*STATISTICS, "num_batches_tracked")
 _DRIFTED = (
-    "Look for what only some ranks do between two steps: code under `if rank == 0` that writes weights, buffers, "
-    "settings or optimizer state, draws random numbers within the model, or steps a scheduler; a loader of your own"
+    "Look for code that only some ranks run between two steps: an `if rank == 0` that writes weights, buffers, "
+    "settings or optimizer state, draws random numbers inside the model, or steps a scheduler; or your own loader"
 )
 
 

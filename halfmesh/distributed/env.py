@@ -28,8 +28,8 @@ class ProcessEnv:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise LaunchError(
-                f"rank {self.rank} of world size {self.world_size} is impossible: ranks go from 0 to world size - 1; "
-                "give each process its own rank, and all the same world size"
+                f"rank {self.rank} is impossible with world size {self.world_size}: ranks go from 0 to "
+                f"{self.world_size - 1}; give each process its own rank, and all processes the same world size"
             )
 
 
@@ -53,7 +53,7 @@ class Launcher:
         if value is None or not value.isdecimal():
             raise LaunchError(
                 f"{' or '.join(names)} is {'missing from' if value is None else f'{value!r} in'} the environment: "
-                f"expected a whole number, which the launcher of {self.function} sets; start with: {self.command}"
+                f"{self.function} expects a whole number, which its launcher sets; start with: {self.command}"
             )
         return int(value)
 
@@ -93,8 +93,8 @@ def find_process() -> ProcessEnv:
     for variable, launcher in STARTED_BY.items():
         if os.environ.get(variable, "1") not in ("", "1"):
             raise LaunchError(
-                f"{variable}={os.environ[variable]}: several processes were started, each of which would train alone; "
-                f"use {launcher.function} instead, or start with: {TORCHRUN.command}"
+                f"{variable}={os.environ[variable]}: several processes were started, but each would train alone; call "
+                f"{launcher.function} instead, or start with: {TORCHRUN.command}"
             )
     return ProcessEnv(0, 1, 0)
 

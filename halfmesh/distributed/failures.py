@@ -150,8 +150,8 @@ class FailureWatch:
             return ""
         counts = "; ".join(f"{self._names.names(ranks)}: {text}" for text, ranks in by_text.items() if text)
         return (
-            f"calls of engine(...): {counts} (under fsdp and expert data ranks meet in forward: each has to make as "
-            "many calls)"
+            f"calls of engine(...): {counts} (under fsdp and expert, data ranks meet in forward, so each must make "
+            "the same number of calls)"
         )
 
     def _end(self, word: str, error: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, counted
 from .env import list_ranks, ranks_by_value
 from .rank_process import MODULES, RankError, live
 
@@ -80,14 +80,14 @@ class LocalRanks:
             RankError: no process can be started.
         """
         if self._device == "cuda" and self.world_size > (found := torch.cuda.device_count()):
-            raise InputError(f"{self.world_size} ranks need a GPU each, and there are {found}; use device='cpu'")
+            raise InputError(
+                f"{self.world_size} ranks need a GPU each, but found {counted(found, 'GPU')}; use device='cpu'"
+            )
         try:
             self._call = pickle.dumps((function, tuple(args)))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            allowed = "name functions of a module's top level, such as package.module:build"
-            raise InputError(
-                f"this cannot be sent to the processes that should call it ({error}); {allowed}"
-            ) from error
+            allowed = "name functions at the top level of a module, such as package.module:build"
+            raise InputError(f"this cannot be sent to other processes ({error}); {allowed}") from error
         self._timeout, self._group, self._attempts = timeout, group, ATTEMPTS
         self._send()
 

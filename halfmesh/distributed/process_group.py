@@ -113,9 +113,9 @@ def make_group(
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
         raise LaunchError(
-            f"rank {process.rank} of {process.world_size} could not join the {backend} process group at {where} within "
-            f"{timeout_s:g} s: {error}. All {process.world_size} processes have to be started with the same host and "
-            "port, which is free on rank 0's machine; where nodes have several addresses, "
+            f"rank {process.rank} of {process.world_size} could not join the {backend} process group at {where} "
+            f"within {timeout_s:g} s: {error}. Start all {process.world_size} processes with the same host and port, "
+            "which must be free on rank 0's machine. If nodes have several addresses, "
             f"{'NCCL' if 'nccl' in backend else 'GLOO'}_SOCKET_IFNAME names the interface that the others reach"
         ) from error
 

@@ -97,17 +97,17 @@ class Engine(MixedPrecisionState):
         return self._run(None, self._forward, args, kwargs)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The value of another method of the model than forward, computed as `engine(...)` is.
+        """Call another method of the model than forward, in the same way as `engine(...)`.
 
             images = engine.call("decode", z)
             tokens = engine.call("generate", input_ids, max_new_tokens=20)
 
         Inputs and outputs are cast in the config's precision, and fsdp gathers the weights. Under fsdp and expert the
-        ranks compute together: each must call as many layers as the others (in Hugging Face's `generate`,
+        ranks compute together: each must call the same number of layers (in Hugging Face's `generate`,
         `synced_gpus=True`). Tensor ranks must pass the same arguments and draw the same random numbers.
 
         Raises:
-            InputError: only a stage of the model is here (pipeline); or, with `parallel.context`, gradients are on.
+            InputError: under a pipeline; or, with `parallel.context`, if gradients are on.
         """
         return self._run(method, self._executor.method(method), args, kwargs)
 
@@ -130,7 +130,8 @@ class Engine(MixedPrecisionState):
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
 
-        For a handle it returns a handle: the loss of the full batch, on every rank, after `backward`.
+        Under a pipeline it takes the handle of the output and returns a handle of the loss, whose value (of the full
+        batch, on every rank) is there after `backward`.
         """
         if self._criterion.function is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
@@ -146,14 +147,14 @@ class Engine(MixedPrecisionState):
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
 
-        At the end of a cycle they are reduced over the data ranks while backward runs. Under a pipeline forward and
-        backward of all microbatches run here.
+        At the end of a cycle the gradients are reduced over the data ranks while backward runs. Under a pipeline,
+        forward and backward of all microbatches run here.
 
         Args:
-            loss_id: the number of the loss, of `num_losses` (mode APEX); each has a separate loss scale.
+            loss_id: the index of the loss, below `num_losses` (mode APEX); each loss has its own loss scale.
 
         Raises:
-            InputError: not a scalar with a graph, or an unknown `loss_id`.
+            InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
         self._reject_if_closed()
         for told in self._hooks.calls["before_backward"]:
@@ -177,17 +178,18 @@ class Engine(MixedPrecisionState):
         """Count one microbatch; at the end of an accumulation cycle take one optimizer step.
 
         Args:
-            closure: as in torch's optimizers, but only None.
-            last: end the cycle here, also without a new backward: after the last batch of your own loader, or after a
-                `break` (`engine.dataloader` knows its end).
+            closure: must be None; it is there for code written for torch's optimizers.
+            last: end the cycle here, even without a new backward: after the last batch of your own loader, or after a
+                `break`. (`engine.dataloader` knows its end.)
 
         Returns:
             The step's result, or None inside an accumulation cycle.
 
         Raises:
             InputError: no backward since the last step, or a closure.
-            NonFiniteError: inf or nan, by `on_nonfinite` and `max_consecutive_skips`; with a diagnosis.
-            SyncError: with `debug="sync"`: values differ that should be equal on all ranks.
+            NonFiniteError: inf or nan under `on_nonfinite="raise"`, or in `max_consecutive_skips` updates in a row; it
+                has a diagnosis.
+            SyncError: under `debug="sync"`, values that should be equal on all ranks differ.
         """
         if closure is not None:
             reject_closure("engine.step", closure)
@@ -232,7 +234,7 @@ class Engine(MixedPrecisionState):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients; does nothing inside an accumulation cycle. (`set_to_none` is there for code of torch.)"""
+        """Free the gradients; does nothing inside an accumulation cycle. `set_to_none` is ignored."""
         self._accumulation.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, *, last: bool = False) -> torch.Tensor:
@@ -245,7 +247,7 @@ class Engine(MixedPrecisionState):
         return self._update.clip_grad_norm_(max_norm, self._accumulation.grad_divisor())
 
     def unscale_gradients(self, *, last: bool = False) -> None:
-        """Make each `param.grad` what it would be in fp32 in one process, to read or change it before `step`.
+        """Make each `param.grad` what it is in fp32 in one process, so that you can read or change it before `step`.
 
             engine.backward(loss)
             engine.unscale_gradients()
@@ -257,8 +259,8 @@ class Engine(MixedPrecisionState):
         `step`.
 
         Raises:
-            InputError: before that backward; or this rank has shards of the gradients (zero1, tensor, expert, and fsdp
-                under a loss scale).
+            InputError: called before that backward; or this rank holds only shards of the gradients (zero1, tensor,
+                expert, and fsdp under a loss scale).
         """
         self._accumulation.unscale(last)
 
@@ -274,31 +276,32 @@ class Engine(MixedPrecisionState):
         return self.train(False)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """The scope of forward and criterion, for your own computations; `enabled=False` leaves it again."""
+        """The autocast scope of forward and criterion, for your own computations; `enabled=False` turns it off."""
         return self._precision.autocast(enabled)
 
     # -- properties --------------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> optim.Optimizer:
-        """The user's optimizer; of several, one over all of their groups, with themselves as `parts`. It steps through
-        the engine only."""
+        """Your optimizer. Of several, one over all of their groups, which has them as `parts`. Only the engine may step
+        it."""
         return self._update.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler given to initialize, or a list of several; it advances by `config.lr_interval`."""
+        """The scheduler given to initialize, or a list of several; the engine advances it by `config.lr_interval`."""
         self._lr.settle()
         return self._lr.scheduler
 
     @property
     def dataloader(self) -> EngineDataLoader:
-        """The loader given, sharded over the data ranks, its batches on the device. Raises InputError without one."""
+        """The training loader, sharded over the data ranks; batches arrive on the device. Raises InputError if none was
+        given."""
         return _required(self._dataloader, "dataloader")
 
     @property
     def eval_dataloader(self) -> EngineDataLoader:
-        """The evaluation loader, sharded without padding: each sample once. Raises InputError without one.
+        """The evaluation loader, sharded without padding: each sample once. Raises InputError if none was given.
 
         Under fsdp and expert every forward needs all data ranks. There a rank with fewer batches repeats its last calls
         of the engine when its loop ends (not after a `break`), and drops their results.
@@ -341,7 +344,7 @@ class Engine(MixedPrecisionState):
 
     @property
     def casts(self) -> CastTable:
-        """O1's lists of functions, to which you can add functions. Raises InputError outside O1."""
+        """O1's cast lists, where you can register your model's functions. Raises InputError outside O1."""
         if self._precision.casts is None:
             raise InputError("this engine has no cast lists; only mode='apex' with opt_level='O1' has")
         return self._precision.casts
@@ -356,7 +359,7 @@ class Engine(MixedPrecisionState):
 
     @contextmanager
     def precision_report(self) -> Iterator[PrecisionReport]:
-        """Measure the effect of the precision on the numbers of each layer, in a real update. All ranks together.
+        """Measure in a real update what the precision does to the numbers of each layer. Call it on all ranks.
 
             with engine.precision_report() as report:
                 loss = engine.criterion(engine(images), labels)
@@ -364,8 +367,8 @@ class Engine(MixedPrecisionState):
                 engine.step()
             print(report)
 
-        The report is filled at the end of the block, the same on all ranks; `report.to_dict()` gives plain values.
-        Compiled modules run uncompiled in it. Raises InputError within an accumulation cycle, or without a step.
+        The report is filled at the end of the block, the same on all ranks; `report.to_dict()` returns plain values.
+        Compiled modules run uncompiled inside. Raises InputError inside an accumulation cycle, or without a step.
         """
         self._before_call("engine.precision_report()")
         from ..debug.precision import PrecisionSurvey
@@ -382,7 +385,7 @@ class Engine(MixedPrecisionState):
     # -- saving and loading ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for an exact resume in the same layout; this rank's shards.
+        """This rank's part of everything that the next step depends on, for an exact resume in the same layout.
 
         Weights are the fp32 masters where there are any. Tensors are not copied: save or copy them before the next
         step. Raises InputError inside an accumulation cycle, whose gradients would be lost.
@@ -391,7 +394,7 @@ class Engine(MixedPrecisionState):
         return self._checkpointer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep: Sequence[str] = ()) -> None:
-        """Restore `state_dict`: the next step is the one that would have followed it. `keep` is that of `load`."""
+        """Restore a `state_dict`: the next step is the one that would have followed it. `keep` is as in `load`."""
         self._accumulation.reject_averaged("engine.load_state_dict()")
         self._checkpointer.reject_unfit(state, keep)
         self._accumulation.clear()
@@ -399,9 +402,9 @@ class Engine(MixedPrecisionState):
         self._hooks.run("after_load")
 
     def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
-        """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
+        """Write a complete checkpoint, `directory/step-00001200`, or none at all. Call it on all ranks.
 
-        It can be loaded in any layout and precision. Returns its folder.
+        You can load it in any layout and precision. Returns its folder.
 
         Args:
             directory: a folder that all ranks share; it is created if missing.
@@ -411,27 +414,28 @@ class Engine(MixedPrecisionState):
                 logged at once, and raised on all ranks by the call that waits.
 
         Raises:
-            InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
+            InputError: inside an accumulation cycle, whose gradients would be lost; or for state that cannot be saved.
             CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact.
         """
         self._before_call("engine.save()")
         return self._checkpointer.save(Path(directory), keep, in_background)
 
     def wait_for_save(self) -> None:
-        """Wait until `save(in_background=True)` is complete. All ranks together; CheckpointError if it failed."""
+        """Wait until `save(in_background=True)` is complete. Call it on all ranks. Raises CheckpointError if the save
+        failed."""
         self._checkpointer.wait()
 
     def load(self, directory: str | Path, *, keep: Sequence[str] = ()) -> Path:
-        """Resume from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
+        """Resume from a checkpoint of `save`, in this engine's layout and precision. Call it on all ranks.
 
-        `directory` is a checkpoint, or a folder of which the newest complete one is taken; the checkpoint's folder is
-        returned. In the layout in which it was saved, training resumes exactly, with the next batch.
+        `directory` is a checkpoint, or a folder of checkpoints, of which the newest complete one is loaded. Returns the
+        checkpoint's folder. In the layout that saved it, training resumes exactly, with the next batch.
 
         Args:
             keep: what stays as this run gave it. "lr_scheduler": the schedule, which may be of another class, the
                 learning rates and a momentum that it cycles. It is advanced to the step of the saved one, so one that
                 counts no steps (ReduceLROnPlateau) is rejected. "optimizer_settings": the weight decay and other
-                settings that the two runs gave differently; without a scheduler the learning rates as well.
+                settings that differ between the two runs; without a scheduler the learning rates as well.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -445,24 +449,24 @@ class Engine(MixedPrecisionState):
         return stored.folder
 
     def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
-        """Save the state of `holder` with the engine's under `name`: counters of the loop, for example.
+        """Save the state of `holder` together with the engine's, under `name`: counters of your loop, for example.
 
             best = {"accuracy": 0.0}
             engine.attach("best", best)  # engine.load updates it in place
 
-        `holder` is a dict, or an object with `state_dict()`, which every save calls and which must not communicate, and
-        `load_state_dict(state)`. A load restores each rank's state, in another layout rank 0's; a state that was loaded
+        `holder` is a dict, or an object with `load_state_dict(state)` and `state_dict()`, which every save calls and
+        which must not communicate. A load restores each rank's state, or in another layout rank 0's; a state loaded
         before this call is restored at once. Raises InputError if the name is taken.
         """
         self._reject_if_closed()
         self._checkpointer.attached.attach(name, holder)
 
     def detach(self, name: str, *, keep: bool = True) -> None:
-        """Undo `attach`. With `keep` the last state is still saved, for the next holder of that name."""
+        """Undo `attach`. With `keep`, checkpoints still hold the last state, for the next holder of that name."""
         self._checkpointer.attached.detach(name, keep)
 
     def preempt(self) -> None:
-        """End the run, as the config's `checkpoint.signals` do. May be called on one rank, and by a signal handler.
+        """End the run as the config's `checkpoint.signals` do. You can call it on one rank, or in a signal handler.
 
         All ranks save after this step or one of the next two, and raise `Preempted`, which ends the process with
         status 75; if the save fails, they raise CheckpointError. After the last batch `close` saves, and the program
@@ -476,10 +480,11 @@ class Engine(MixedPrecisionState):
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
     ) -> None:
-        """Write the full model's weights, unsharded and in full precision, on rank 0. All ranks together.
+        """Write the full model's weights, unsharded and in full precision, on rank 0. Call it on all ranks.
 
-        More than `max_file_gb` goes into several files with an index, named as in Hugging Face. Format "torch" is that
-        of `torch.save(model.state_dict(), path)`. Raises InputError if `path` is a folder, and CheckpointError.
+        Weights larger than `max_file_gb` go into several files with an index, named as in Hugging Face. Format "torch"
+        is that of `torch.save(model.state_dict(), path)`. Raises InputError if `path` is a folder, and CheckpointError
+        if it cannot be written.
         """
         self._reject_if_closed()
         self.context.agree_on_call("engine.save_weights")
@@ -487,20 +492,20 @@ class Engine(MixedPrecisionState):
             export.save_weights(self._state, self.context, path, format, max_file_gb)
 
     def full_state_dict(self, *, optimizer: bool = False, rank0_only: bool = True) -> dict[str, Any]:
-        """The full model's state dict, unsharded and in full precision, on the CPU. All ranks together.
+        """The full model's state dict, unsharded and in full precision, on the CPU. Call it on all ranks.
 
             weights = engine.full_state_dict()  # {} on other ranks than 0
             if engine.context.rank == 0:
                 plain_model.load_state_dict(weights)
 
-        It has parameters and persistent buffers under the names of the model that initialize was given, copied; fp32
-        masters where there are any. One tensor is gathered at a time.
+        It has copies of the parameters (fp32 masters where there are any) and persistent buffers, under the names of
+        the model that you gave initialize. One tensor is gathered at a time.
 
         Args:
             optimizer: return `{"model": ..., "optimizer": ...}`. The optimizer's state is keyed by parameter names, as
                 of torch's `get_optimizer_state_dict` with `full_state_dict=True`, and is loaded with its
                 `set_optimizer_state_dict`.
-            rank0_only: other ranks than 0 get {}, and need no memory. With False each rank gets all of it.
+            rank0_only: the other ranks get {}, and need no memory. If False, each rank gets all of it.
 
         Raises:
             InputError: the optimizer has state whose position in the full model is unknown.
@@ -511,15 +516,15 @@ class Engine(MixedPrecisionState):
             return export.full_state_dict(self._state, self.context, optimizer, rank0_only)
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any) -> None:
-        """Write a Hugging Face model to a folder, for `from_pretrained`; of a model with PEFT's adapters, the adapters.
-        All ranks together.
+        """Write a Hugging Face model to a folder for `from_pretrained`, or only the adapters of a PEFT model. Call it
+        on all ranks.
 
-        It calls the model's own `save_pretrained` on rank 0 with the full weights, from any layout. With adapters only
-        these are gathered.
+        It calls the model's `save_pretrained` on rank 0 with the full weights, from any layout. Of a model with
+        adapters, only these are gathered.
 
         Args:
-            dtype: of the floating-point weights; None: full precision, as of `full_state_dict`.
-            options: of the model's `save_pretrained`, such as `max_shard_size` and `push_to_hub`.
+            dtype: of the floating-point weights; None: full precision, as in `full_state_dict`.
+            options: passed to the model's `save_pretrained`, such as `max_shard_size` and `push_to_hub`.
 
         Raises:
             InputError: the model has no `save_pretrained` that takes a state dict.
@@ -531,7 +536,7 @@ class Engine(MixedPrecisionState):
             export.save_pretrained(self._state, self.context, folder, dtype, options)
 
     def load_weights(self, path: str | Path) -> None:
-        """Load the model's weights, and masters, from a file with the same names. All ranks together.
+        """Load the weights of the model, and its masters, from a file with the same names. Call it on all ranks.
 
         The optimizer's state is not changed. Raises CheckpointError if the file cannot be read, and InputError if
         names or shapes do not fit; nothing has changed then.
@@ -541,19 +546,18 @@ class Engine(MixedPrecisionState):
             export.load_weights(self._state, self.context, Path(path))
 
     def averaged_model(self, decay: float, *, every: int = 1, buffers: bool = False) -> AveragedModel:
-        """Start an exponential moving average (EMA) of the weights, which keeps the fraction `decay` of it each time.
+        """Start an exponential moving average (EMA) of the weights; each update keeps the fraction `decay` of it.
 
-        It begins with the present weights, or with the average of a checkpoint that was loaded; loading a checkpoint
-        without one restarts it. All ranks together.
+        It starts from the current weights, or from the average in the checkpoint that was loaded; loading a checkpoint
+        without one restarts it. Call it on all ranks.
 
         Args:
-            every: it follows the weights after each update whose number (`global_step`) this divides; `decay` then
-                counts once.
-            buffers: average floating-point buffers, such as BatchNorm's statistics, too; else those of the model are
+            every: update the average only after every `every` steps (of `global_step`); `decay` counts once each time.
+            buffers: also average floating-point buffers, such as BatchNorm's statistics; otherwise the model's are
                 used. (Buffers that are not in the state dict are always the model's.)
 
         Raises:
-            InputError: a decay that is not between 0 and 1, or there is an average already.
+            InputError: `decay` is not between 0 and 1, or there already is an average.
         """
         self._reject_if_closed()
         if self._average.decay is not None:
@@ -569,12 +573,12 @@ class Engine(MixedPrecisionState):
     def close(self) -> None:
         """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
-        A model that is not sharded is restored to its original dtype, with the trained weights, and the optimizer holds
-        its parameters again. A sharded model stays sharded, and must not be trained or saved any more: before that call
-        `save`, `save_weights` or `full_state_dict`.
+        A model that is not sharded gets its original dtype back, with the trained weights, and the optimizer holds its
+        parameters again. A sharded model stays sharded and can no longer be trained or saved: call `save`,
+        `save_weights` or `full_state_dict` first.
 
         Raises:
-            CheckpointError: after closing, if a save in the background failed.
+            CheckpointError: if a save in the background failed. The engine is closed then.
         """
         self._accumulation.reject_averaged("engine.close()")
         try:

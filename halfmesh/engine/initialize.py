@@ -100,30 +100,29 @@ def initialize(
 ) -> Engine:
     """Make a model, an optimizer and a config into an engine.
 
-    Everything is checked first: a rejection names all problems and leaves the arguments untouched. Then the model moves
-    to the device, takes rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters where the
-    mode keeps them. If something fails after that, such as `resume`, both are restored, as by `close`, unless they are
-    sharded already.
+    Everything is checked first: an error names all problems and leaves your arguments untouched. Then the model moves
+    to the device, gets rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters if the mode
+    keeps them. If something fails after that, such as `resume`, both are restored as by `close`, unless they are
+    already sharded.
 
     Args:
-        model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
-            rank's shard is materialised (as of a model built under `halfmesh.deferred_init`).
-        optimizer: a torch optimizer over `model.parameters()`, a list of several, each over other parameters, or a
-            callable that returns one of these, given the parameters.
+        model: in fp32 (mode NAIVE also takes its own half precision), or a callable that builds it: then only this
+            rank's shard gets memory, as with `halfmesh.deferred_init`.
+        optimizer: a torch optimizer over `model.parameters()`, a list of several over different parameters, or a
+            callable `params -> optimizer` (or list).
         criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss. If it has a method
             `set_context(context)`, that is called once with `engine.context`, so that the criterion can average over
             data ranks: `context.all_reduce(x, "dp", op="mean")`. Save its buffers with `engine.attach`.
         dataloader: training DataLoader, with the batch size of one data rank. It is sharded over the data ranks, unless
             its sampler shards already (DistributedSampler, timm's). Every rank reads all of an `IterableDataset` and
             trains on its turns, unless the dataset has `rank` and `world_size`, or an attribute `sharded = True`.
-        config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch of a `launch*` function. Without one
-            it trains in fp32.
+        config: path of a .py, .yaml or .json file, a dict, a Config, or the Launch that a `launch*` function returned.
+            Without one, the engine trains in fp32.
         eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
-        lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`, which is called with each of several
-            optimizers; or a list of these, the callables in the order of the optimizers. A parameter
-            `updates_per_epoch` of a callable, without a default, gets the number of updates in an epoch of
-            `dataloader`.
-        device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
+        lr_scheduler: a scheduler of `optimizer`, or a callable `optimizer -> scheduler`, called with each of several
+            optimizers; or a list of these, callables in the order of the optimizers. If a callable has a parameter
+            `updates_per_epoch` without a default, it gets the number of updates in an epoch of `dataloader`.
+        device: where to train; by default the device of the launch, or this rank's GPU, or the CPU if there is none.
         sharded: `dataloader` gives each data rank its own data, as some streams do. Each data rank must have equally
             many batches, or no end: a rank that runs out leaves the others waiting until `timeout`.
 

@@ -39,9 +39,9 @@ class Launch:
     Attributes:
         config: the config, as loaded.
         device: the device that this process trains on.
-        rank: this process among all, from 0.
+        rank: the rank of this process, from 0.
         world_size: the number of processes.
-        local_rank: this process on its machine, from 0.
+        local_rank: the rank of this process on its machine, from 0.
         group: the process group that was created; None if none was.
     """
 
@@ -59,15 +59,15 @@ class Launch:
 
     @property
     def dp_rank(self) -> int:
-        """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
+        """The data rank of this process, from 0. All ranks that compute the same samples have the same."""
         return coordinates_of(self.rank, self.config.parallel.dims(self.world_size).sizes)["dp"]
 
     def updates_per_epoch(self, dataloader: DataLoader[Any], *, sharded: bool = False) -> int:
-        """The optimizer updates of an epoch of a training DataLoader, with its batches divided over the data ranks and
-        accumulated as by `initialize`; the last one may be of fewer batches.
+        """The number of optimizer updates in an epoch of a training DataLoader, with batches divided over the data
+        ranks and accumulated as `initialize` does. The last update may have fewer batches.
 
         Args:
-            sharded: as of `initialize`.
+            sharded: as in `initialize`.
 
         Raises:
             InputError: not a DataLoader, or one without a length.
@@ -75,7 +75,7 @@ class Launch:
         return count_updates(dataloader, Setup.of(self.config, self.world_size), self.device, sharded)
 
     def close(self) -> None:
-        """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
+        """Destroy the process group if this launch created it, and restore the exception hook."""
         _launched[:] = [launch for launch in _launched if launch is not self]
         if self.group is not None:
             self.group.close()
@@ -106,14 +106,14 @@ def launch(
 
     Args:
         config: a path, dict or Config, as for `initialize`.
-        backend: "nccl" for CUDA, "gloo" for the CPU unless given.
-        local_rank: index of this process on its machine; `rank` modulo the number of GPUs unless given.
-        seed: for python's, numpy's and torch's generators, the same on all ranks, so that a model built next is the
-            same everywhere; `config.seed` unless given.
-        device: cuda:local_rank where there is CUDA, else the CPU, unless given.
+        backend: defaults to "nccl" for CUDA and "gloo" for the CPU.
+        local_rank: index of this process on its machine; defaults to `rank` modulo the number of GPUs.
+        seed: seeds Python, NumPy and torch identically on all ranks; defaults to `config.seed`.
+        device: defaults to cuda:local_rank if there is CUDA, else to the CPU.
 
     Raises:
-        LaunchError: numbers that do not fit together, no such device or backend, or no group within `config.timeout`.
+        LaunchError: the numbers do not fit together, the device or backend does not exist, or no group forms within
+            `config.timeout`.
     """
     if local_rank is None:
         local_rank = rank % max(1, torch.cuda.device_count() or world_size)
@@ -130,7 +130,7 @@ def launch_from_torch(
     device: torch.device | str | None = None,
     verbose: bool = True,
 ) -> Launch:
-    """Launch under torchrun; without any of its variables (`python train.py`), as a single process.
+    """Launch under torchrun, or as a single process if torchrun's variables are missing (`python train.py`).
 
     Arguments and errors as in `launch`.
     """

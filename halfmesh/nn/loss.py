@@ -82,19 +82,19 @@ def linear_cross_entropy(
         )
     if isinstance(head, torch.Tensor):
         raise InputError(
-            "linear_cross_entropy() takes the module that makes the logits, in place of its weight, which may be a "
-            "shard or not be gathered: linear_cross_entropy(hidden, self.head, targets). Of a tied weight the head is "
-            "an nn.Linear, with head.weight = embedding.weight"
+            "linear_cross_entropy() takes the module that makes the logits, not its weight, which may be sharded: "
+            "linear_cross_entropy(hidden, self.head, targets). For a tied weight, use an nn.Linear with head.weight = "
+            "embedding.weight"
         )
     if input.shape[:-1] != target.shape:
         raise InputError(
-            f"linear_cross_entropy() takes hidden states [..., features] and classes [...], but was given "
+            "linear_cross_entropy() takes hidden states [..., features] and class indices [...], but got "
             f"{list(input.shape)} and {list(target.shape)}"
         )
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f"linear_cross_entropy(): reduction={reduction!r} is not 'mean', 'sum' or 'none'")
     if chunk_size is not None and chunk_size < 1:
-        raise InputError(f"linear_cross_entropy(): chunk_size={chunk_size} is not a number of tokens, 1 or more")
+        raise InputError(f"linear_cross_entropy(): chunk_size={chunk_size} must be a number of tokens, 1 or more")
     targets = target.reshape(-1)
     losses = _losses(input.reshape(-1, input.shape[-1]), head, targets, options, chunk_size)
     if reduction == "none":

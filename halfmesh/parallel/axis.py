@@ -85,8 +85,8 @@ class AppliedAxis:
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            "a sharded model cannot be pickled; save engine.state_dict(), or engine.full_state_dict(), which has the "
-            "whole model"
+            "a sharded model cannot be pickled; save engine.state_dict(), or engine.full_state_dict() for the whole "
+            "model"
         )
 
     # -- for `apply` -------------------------------------------------------------------------------------------

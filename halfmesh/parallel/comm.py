@@ -69,7 +69,7 @@ def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     if len({shape[1:] for shape in shapes}) > 1:
         raise InputError(
             f"context.gather joins tensors along dim 0, but the ranks gave {shorten(list(map(show, shapes)))}; give "
-            "all of them one dtype, and the same size in each other dim"
+            "all of them the same dtype, and the same size in every other dim"
         )
     counts = [shape[0] for shape in shapes]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -140,8 +140,8 @@ class SameCalls:
         """Raise InputError on all ranks if the inputs differ; `of`: their name in messages."""
         if not self.are_same((args, kwargs), of, training):
             raise InputError(
-                f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "
-                "batch together; iterate engine.dataloader, or shard your loader by engine.context.dp_rank"
+                f"the {self._group.size()} ranks of a {self._what} got different {of}, but they compute one batch "
+                "together; iterate engine.dataloader, or shard your loader by engine.context.dp_rank"
             )
 
     @torch.compiler.disable
@@ -158,8 +158,9 @@ class SameCalls:
         is_near = partial(math.isclose, rel_tol=2e-2, abs_tol=1e-6)  # equal up to rounding in bf16
         if not all(others == shapes and all(map(is_near, mine, theirs)) for others, theirs in everyone):
             raise InputError(
-                f"the model's output differs between the ranks of a {self._what}: part of it is sharded. Give the last "
-                "layer the style 'colwise_gather'; do not return what is between sharded layers (attention weights)"
+                f"the model's output differs between the ranks of a {self._what}: part of it is sharded. Give the "
+                "last layer the style 'colwise_gather', and do not return tensors from between sharded layers "
+                "(attention weights)"
             )
 
 
@@ -254,7 +255,7 @@ class NamedCalls:
         missing = sorted(set(range(self._size)).difference(here))
         return (
             f"{call} was called on {list_ranks(here)} only; call it on every rank, without an `if` around it: "
-            f"which rank writes is chosen inside ({list_ranks(missing)} {why})"
+            f"halfmesh chooses which rank writes ({list_ranks(missing)} {why})"
         )
 
     def _compare(self) -> str:
@@ -285,7 +286,7 @@ class NamedCalls:
             elif is_over and silent:  # killed?
                 self._end_with(f"{lost}no answer from {list_ranks(silent)}", is_lost=True)
             elif is_over or waited > self._timeout_s:
-                self._end_with(self._absent(call, "ended, or waited elsewhere, without it" if is_over else self._late))
+                self._end_with(self._absent(call, "ended, or waited elsewhere" if is_over else self._late))
             elif waited > PATIENCE_S and not has_warned:
-                has_warned, text = True, "%s waits for %s to call it, too, since %g s; call it on all ranks, or on none"
+                has_warned, text = True, "%s still waits for %s to call it, after %g s; call it on every rank"
                 _log.warning(text, call, list_ranks(missing), PATIENCE_S, ranks=None)

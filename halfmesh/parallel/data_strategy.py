@@ -22,8 +22,8 @@ from .mesh import ParallelContext
 from .reducer import Buffers, Reducer, Reduction
 from .shard_spec import Placement
 
-SCATTERED = "where under data='zero1' each rank has the sums of its shard only"
-UNFINISHED = "where under data='fsdp' it is still scaled, undivided, or of this rank's part of the model only"
+SCATTERED = "when under data='zero1' each rank has only the sums of its shard"
+UNFINISHED = "when under data='fsdp' it may still be scaled or undivided, or cover only this rank's part of the model"
 
 
 @dataclass(frozen=True)

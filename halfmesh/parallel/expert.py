@@ -136,15 +136,18 @@ class ExpertParallelism(Axis):
     dim, replica_dim = "ep", "edp"
     options = ExpertOptions
     same_rng = False
-    cost = "each layer of experts sends its tokens to their experts and back, and the host waits for their numbers"
+    cost = "each expert layer sends tokens to their experts and back, and the host waits for the counts"
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
         if getattr(config.parallel.data, "hybrid", None) is not None:
-            message = "experts are sharded over other ranks than other weights; leave hybrid out, or expert"
+            message = "experts are sharded over other ranks than the other weights; remove hybrid, or expert"
             yield "parallel.data.hybrid", message
         if config.compile.enabled:
-            message = "tokens are sent in numbers that compiled code does not know; leave compile out, or expert"
+            message = (
+                "the numbers of tokens sent change from batch to batch, which compiled code cannot handle; remove "
+                "compile, or expert"
+            )
             yield "compile", message
 
     @staticmethod
@@ -155,8 +158,9 @@ class ExpertParallelism(Axis):
         layers = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]  # of adapters
         if not layers:
             problems.append(
-                f"parallel.expert: {type(model).__name__} has no layer of experts: a module with `num_experts`, whose "
-                f"parameters have that many rows, and forward({', '.join(_ARGUMENTS)}), as transformers' MixtralExperts"
+                f"parallel.expert: {type(model).__name__} has no expert layer: a module with `num_experts`, "
+                f"parameters with that many rows, and forward({', '.join(_ARGUMENTS)}), as transformers' "
+                "MixtralExperts"
             )
         for name in layers:
             count: Any = model.get_submodule(name).num_experts

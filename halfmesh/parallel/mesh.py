@@ -125,7 +125,9 @@ class ParallelContext:
     def mesh(self) -> DeviceMesh:
         """The DeviceMesh with the axes of `sizes`. Created on first use, by all ranks together."""
         if self.size == 1:
-            raise InputError("one process has no DeviceMesh; start several with torchrun --nproc-per-node N")
+            raise InputError(
+                "one process has no DeviceMesh; start several with torchrun --standalone --nproc-per-node N train.py"
+            )
         groups = [self.group(axis) for axis in self.sizes]
         ranks = torch.arange(self.size).view(*self.sizes.values())
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(self.sizes))

@@ -234,8 +234,8 @@ class Reducer(Reduction):
         is_stale = self.state in ("reduced", "stale") and not self.is_complete
         if is_stale and (self.sums_once or not self.options.mean):
             raise InputError(
-                "gradients were added by a backward outside this engine after those of the update had been summed over "
-                "ranks; call engine.backward(loss) for every loss"
+                "a backward outside this engine added gradients after those of the update were summed over ranks; "
+                "call engine.backward(loss) for every loss"
             )
 
     def _reset(self) -> None:
@@ -258,7 +258,7 @@ class Reducer(Reduction):
         if bucket.sent is not None:
             name = bucket.shards[[id(held) for held in bucket.params].index(id(param))].name
             raise InputError(
-                f"the gradient of {name!r} arrived after it was sent, from a backward within the last one; reentrant "
+                f"the gradient of {name!r} changed after it was sent, by a backward inside the last one; reentrant "
                 "activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
         # Not sent here if this was its last gradient: more hooks of this parameter may follow, which change it.

@@ -109,9 +109,9 @@ def find_unit(optimizer: optim.Optimizer) -> str:
         for other in inner:
             if find_unit(other) != "element":
                 raise InputError(
-                    f"optimizer: {name} steps {type(other).__name__}, which steps a parameter as a whole (its norm, "
-                    f"rows or columns count), and a rank holds shards; pass {type(other).__name__} without {name}, or "
-                    "use tensor=1 and data='replicate'"
+                    f"optimizer: {name} steps {type(other).__name__}, which needs whole parameters (their norms, rows "
+                    f"or columns), but a rank holds shards; pass {type(other).__name__} without {name}, or use "
+                    "tensor=1 and data='replicate'"
                 )
         return "element"
     groups = optimizer.param_groups
@@ -129,9 +129,9 @@ def find_unit(optimizer: optim.Optimizer) -> str:
         ) from error
     if couples:
         raise InputError(
-            f"optimizer: {name} steps a parameter by what it reads of others (a norm of all gradients, one estimate "
-            "for all), of which a rank has some only. If it clips by a norm of its own (LAMB's max_grad_norm), switch "
-            "that off and use the config's clip_grad_norm; else use tensor=1 and data='replicate'"
+            f"optimizer: {name} steps each parameter with values from others (a norm of all gradients, one estimate "
+            "for all), but a rank holds only some. If it clips by its own norm (LAMB's max_grad_norm), turn that off "
+            "and set clip_grad_norm in the config; otherwise use tensor=1 and data='replicate'"
         )
     return "matrix"
 

@@ -72,8 +72,8 @@ class JoinedOptimizer(optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Rejected: which of the parts should step it?"""
         raise InputError(
-            f"add_param_group was called on {len(self.parts)} optimizers together; call it on the one that is to step "
-            "the parameters: engine.optimizer.parts[0].add_param_group(...)"
+            f"add_param_group was called on {len(self.parts)} optimizers together; call it on the one that should "
+            "step the parameters, as in engine.optimizer.parts[0].add_param_group(...)"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def saved_state(optimizer: optim.Optimizer) -> Mapping[torch.Tensor, dict[str, A
         is_there = all(values.keys() <= state.get(key, {}).keys() for key, values in entries.items())
         if entries and not (is_there and gives_back):
             name = type(inner).__name__
-            why = "load_state_dict() does not give it back" if is_there else "state_dict() leaves it out"
+            why = "load_state_dict() does not restore it" if is_there else "state_dict() leaves it out"
             raise InputError(
                 f"{outer} holds another optimizer, {name}, whose state would be lost: {outer}.{why}; give {outer} a "
                 f"state_dict() and a load_state_dict() with the state of {name} in 'state', by parameter, or pass "
@@ -169,8 +169,8 @@ def reject_other_state(optimizer: optim.Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
                 raise InputError(
-                    f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)} for a parameter of "
-                    f"which this rank holds {tuple(param.shape)}; load what the same rank saved in the same layout, or "
+                    f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)} , but this rank holds "
+                    f"{tuple(param.shape)} of the parameter; load what the same rank saved in the same layout, or "
                     "load the whole state into the optimizer before initialize"
                 )
 

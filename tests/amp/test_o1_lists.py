@@ -229,7 +229,7 @@ def test_in_place_floats_are_rejected_on_half_and_work_on_float():
     for function, name, args in listed(Cast.NOT_HALF):
         half = Maker(HALF, requires_grad=False).all(args)
         kept = half[0].clone()
-        with scope(), pytest.raises(NotImplementedError, match=r"in place.*write it out of place"):
+        with scope(), pytest.raises(NotImplementedError, match=r"in place.*use the out-of-place form"):
             function(*half)
         assert torch.equal(half[0], kept), name
         full = Maker(FULL, HALF, requires_grad=False).all(args)

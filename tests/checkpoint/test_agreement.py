@@ -113,7 +113,9 @@ def test_a_rank_that_loses_the_store_warns_once_and_says_why_it_cannot_stop(capl
     assert agreement._decided.wait(20)
     for _ in range(3):
         assert not agreement.pass_boundary(asks=False)
-    assert caplog.text.count("does not answer: connection lost; signals, engine.preempt() save no more") == 1
+    assert (
+        caplog.text.count("does not answer: connection lost; stop signals and engine.preempt() can no longer save") == 1
+    )
     with pytest.raises(CheckpointError, match=r"told to stop, but cannot save: the store .* connection lost"):
         agreement.pass_boundary(asks=True)
     agreement.close()

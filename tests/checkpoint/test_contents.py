@@ -31,10 +31,10 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path, caplog):
     with caplog.at_level("INFO"):
         engine.load(tmp_path)
     for words in (
-        "it has 0 loss scales, and this run 1: they start from the config",
-        "it has no learning-rate scheduler: this run's keeps its state",
-        "it has no position in the data: the data start from the beginning",
-        "it was saved on another kind of device: random numbers (dropout) are reseeded",
+        "it has 0 loss scales, but this run has 1: loss scales start from the config",
+        "it has no learning-rate scheduler: this run's scheduler keeps its own state",
+        "it has no position in the data: the data starts from the beginning",
+        "it was saved on another kind of device: random numbers (dropout) start from a new seed",
     ):
         assert words in caplog.text
     assert engine.loss_scale == 256

@@ -28,7 +28,7 @@ def test_ctrl_c_finishes_the_update_and_saves(accumulation, tmp_path, caplog, ca
     assert isinstance(ended.value, (Preempted, SystemExit))
     assert (ended.value.code, steps_in(tmp_path / "saves")) == (130, [number])
     place = tmp_path / "saves" / f"step-{number:08d}"
-    said = f"interrupted by SIGINT; saved update {number} in {place}; run again with resume='auto' to go on"
+    said = f"interrupted by SIGINT: saved update {number} in {place}; to resume, run again with resume='auto'"
     assert caplog.messages[-1] == said
     assert capfd.readouterr().err.count("press it again to end at once") == 1
     session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
@@ -83,7 +83,7 @@ def test_ctrl_c_ends_fit_with_a_line_and_a_status(saves, tmp_path, caplog):
         halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
     assert isinstance(ended.value, SystemExit)  # so Python prints no traceback
     assert (ended.value.code, ended.value.folder is not None) == (130, saves)
-    said = "interrupted by SIGINT; saved update 2 in" if saves else "interrupted after update 2; with the config key ch"
+    said = "interrupted by SIGINT: saved update 2 in" if saves else "interrupted after update 2; with the config key ch"
     assert caplog.messages[-1].startswith(said)
     session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
     assert (session["status"], session["to_step"]) == ("interrupted", 2)

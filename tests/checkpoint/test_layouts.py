@@ -200,7 +200,7 @@ def test_an_epoch_goes_on_at_the_same_sample_in_another_layout(tmp_path):
     assert dropped[0] != dropped[1]
     for (_, _, said), anew in zip(first[1:], (False, True, True), strict=True):
         assert not [words for words in said if "change during training" in words], "of a buffer that the load wrote"
-        assert ("it was saved in another layout: random numbers (dropout) are reseeded" in said[-1]) == anew
+        assert ("it was saved in another layout: random numbers (dropout) start from a new seed" in said[-1]) == anew
     assert not any(mask in dropped[0] + dropped[1] for ranks in (first, second) for mask in ranks[2][1])
     for batch, number, left in ((8, 6, whole[2:]), (4, 12, whole[2:]), (5, 7, whole[4:])):
         seen, _, said = samples_seen(0, 1, "one", dp2, None, batch)

@@ -56,7 +56,7 @@ def test_a_second_job_is_rejected_by_name_on_all_ranks(tmp_path):
         assert automatic.startswith(f"checkpoint.directory={str(folder)!r}:")
         assert who in by_hand
         assert who in automatic
-        assert "end that job first, or give this one another folder" in automatic
+        assert "end that job first, or use another folder" in automatic
     assert all(place.exists() for place in places[1:])
     first.close()
     run_ranks(another_job, 1, str(folder))

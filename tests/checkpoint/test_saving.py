@@ -158,7 +158,7 @@ def test_a_run_that_went_back_is_warned_of_later_checkpoints(tmp_path, caplog):
     engine.load(tmp_path / "step-00000001")
     train(engine, 1)
     assert engine.save(tmp_path).name == "step-00000002.1"
-    assert "step-00000002.1 was saved beside step-00000003, which is of a later step" in caplog.text
+    assert "step-00000002.1, but the same folder has step-00000003, from a later step" in caplog.text
 
 
 def test_only_checkpoints_of_this_model_are_removed(tmp_path):
@@ -177,5 +177,5 @@ def test_only_checkpoints_of_this_model_are_removed(tmp_path):
 
 def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "begin", lambda directory, step: directory / "made by rank 0, on another disk")
-    with pytest.raises(CheckpointError, match="is not on this machine; give a folder that all machines share"):
+    with pytest.raises(CheckpointError, match="but this machine cannot see it; use a folder that all machines share"):
         make_engine("one", "none").save(tmp_path)

@@ -45,8 +45,8 @@ def test_each_setting_that_a_load_overwrites_is_told_once(kind, tmp_path, caplog
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         kinds = ("lr_scheduler", "optimizer_settings")
         assert warning.partition("\n")[0].endswith(
-            "was saved by a run with other settings, which are in force now in place of those that this run gave; to "
-            f"keep those of this run, load with keep={kinds}, or set one after the load "
+            "was saved with other settings, which replace those of this run; to "
+            f"keep those of this run, load with keep={kinds}, or set them after the load "
             "(engine.optimizer.param_groups, engine.lr_scheduler):"
         )
         assert sorted(told(caplog)) == sorted(expected)
@@ -104,8 +104,8 @@ def save_on_two(rank, world_size, folder):
 def test_fewer_samples_in_an_update_on_fewer_data_ranks_are_told_once_with_the_key_that_keeps_them(tmp_path, caplog):
     run_ranks(save_on_two, 2, tmp_path)
     words = (
-        "{} was saved by a run on 2 data ranks, whose updates took 48 samples; on 1 data rank they take 24. To keep "
-        "the number, set global_batch_size = 48"
+        "{} was saved by a run on 2 data ranks with 48 samples per update; on 1 data rank an update has 24. "
+        "To keep the number, set global_batch_size = 48"
     )
     for batch, is_told in (
         ({"gradient_accumulation": 3}, True),

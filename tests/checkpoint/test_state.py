@@ -45,7 +45,7 @@ def test_states_that_do_not_fit_are_rejected():
     assert "state_dict() was called in the middle of a cycle, after microbatch 1 of 2" in said(engine.state_dict)
     for state, words in (
         ({"epoch": 1}, "not the state of an engine: pass what engine"),
-        (engine.model.state_dict(), "(a model's goes into model.load_state_dict)"),
+        (engine.model.state_dict(), "(for a model's state, call model.load_state_dict)"),
         (make_engine().state_dict(), "saved with 0 loss scales, and this run trains with 1;"),
     ):
         assert words in said(engine.load_state_dict, state)

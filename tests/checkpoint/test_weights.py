@@ -250,7 +250,11 @@ def test_places_and_formats_that_cannot_be_written_are_rejected(name, format, wo
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [
-        (None, CheckpointError, r"there is no file .*, and no w.pt.index.json; give what save_weights"),
+        (
+            None,
+            CheckpointError,
+            r"there is no file .*, and no w\.pt\.index\.json; give the path that you gave save_weights",
+        ),
         (nn.Linear(2, 2), CheckpointError, "loading weights from .* failed: UnpicklingError: Weights only load failed"),
         ({**Net().state_dict(), "more": torch.ones(2)}, InputError, r"does not fit .*:\n  - the model has no more"),
     ],

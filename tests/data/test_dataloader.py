@@ -159,7 +159,7 @@ def test_get_dataloader():
     assert order(1) == order(1) != order(2)
     assert len(halfmesh.get_dataloader(data, batch_size=5, drop_last=True)) == 3
     assert halfmesh.get_dataloader(Queue(4), batch_size=4).batch_size == 4
-    with pytest.raises(InputError, match="add_sampler=False would let every data rank see the same samples"):
+    with pytest.raises(InputError, match="add_sampler=False would give every data rank the same samples"):
         halfmesh.get_dataloader(data, add_sampler=False)
 
 

@@ -80,7 +80,7 @@ def test_data_of_this_rank_is_taken_as_it_is():
             assert mine[0] != mine[1], "other numbers in each epoch"
             assert mine[0] != theirs[0], "the numbers of this rank's generators"
         assert "the dataloader's Node has world_size=4, rank=0, but this is data rank" in found["other rank"]
-        assert "shards itself, and has 9 batches on some ranks and 8 on others" in found["unequal"]
+        assert "shards itself, but has 9 batches on some ranks and 8 on others" in found["unequal"]
 
 
 def loops(rank: int, world_size: int) -> dict[str, list[str]]:

@@ -143,11 +143,11 @@ REJECTED = {
         lambda: DataLoader(range(16), 4, sampler=DistributedSampler(range(16), 4, 1)),
         "num_replicas=4, rank=1, but this is data rank 0 of 2",
     ),
-    "empty": (lambda: DataLoader(range(3), 4, drop_last=True), "the dataloader gave no batch on this rank"),
+    "empty": (lambda: DataLoader(range(3), 4, drop_last=True), "the dataloader has no batch for this rank"),
     "own order": (lambda: DataLoader(range(16), 4, sampler=OwnGenerator()), "the OwnGenerator gives different data on"),
     "own endless order": (lambda: DataLoader(range(2**40), 4, sampler=Endless(True)), "the Endless gives different"),
     "past its sampler": (lambda: OwnIter("past"), "OwnIter overrides __iter__ without using its sampler"),
-    "again and again": (lambda: OwnIter("endless"), "goes through its samples a second time in one epoch"),
+    "again and again": (lambda: OwnIter("endless"), "reads its samples twice in one epoch"),
 }
 
 

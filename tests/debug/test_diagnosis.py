@@ -110,7 +110,7 @@ def log_of_total(engine, output):
 
 NAN_WEIGHT = "the weight '1.last.weight', before the forward, in float32: 1 nan of 64 numbers"
 BAD_BATCH = "what the model (Sequential) was given by the loop, in float32: 1 inf and 1 nan of 32 numbers"
-CAST = "what the model (Sequential) was given by the loop, in float16: 32 inf of 32 numbers; float16 ends at 65504"
+CAST = "what the model (Sequential) was given by the loop, in float16: 32 inf of 32 numbers; the maximum of float16 is 65504"
 BETWEEN = "what '1.last' (Linear) was given, made by operations in the forward of '1' (Block), in float32"
 ROOT = "the gradient of the output of '1.first' (Linear), made by the backward of what follows it"
 FAULTS = {  # model, config, how it is run, kind and name of the fault, words
@@ -118,7 +118,13 @@ FAULTS = {  # model, config, how it is run, kind and name of the fault, words
     "a master fp16 has not": (net(), NAIVE, {"before": weight_to(1e6)}, ("weight", "1.last.weight"), "1 inf of 64"),
     "the batch": (net(), TORCH, {"x": bad_batch()}, ("input", ""), BAD_BATCH),
     "a batch fp16 has not": (net(), NAIVE, {"x": torch.full((4, 8), 1e6)}, ("input", ""), CAST),
-    "an activation, torch": (net(Times(1e4), Times(1e4)), TORCH, {}, ("output", "1.inner.1"), "float16 ends at 65504"),
+    "an activation, torch": (
+        net(Times(1e4), Times(1e4)),
+        TORCH,
+        {},
+        ("output", "1.inner.1"),
+        "the maximum of float16 is 65504",
+    ),
     "an activation, naive": (net(Times(1e4), Times(1e4)), NAIVE, {}, ("output", "1.inner.1"), "advice: use bf16"),
     "between modules": (net(between=lambda x: x / 0), RAISE, {}, ("input", "1.last"), BETWEEN),
     "a backward, naive": (net(Root()), NAIVE, {}, ("gradient", "1.first"), ROOT),
@@ -143,7 +149,7 @@ def test_the_course_of_the_scale_and_how_to_watch():
     config = {"fp16": {"mode": "torch", "init_scale": 16.0}, "max_consecutive_skips": 4}
     error = fail(net(Times(INF)), config, batches=4)
     assert error.diagnosis.scales == ((16.0, 1), (8.0, 1), (4.0, 1), (2.0, 1))
-    assert str(error).startswith("4 updates in a row had gradients with inf or nan (max_consecutive_skips=4)")
+    assert str(error).startswith("4 updates in a row had inf or nan in their gradients (max_consecutive_skips=4)")
     assert "3 of the 3 updates before this one were skipped" in str(error)
     assert "loss scale: 16 -> 8 -> 4 -> 2\n" in str(error)
     error = fail(net(Times(INF)), {"on_nonfinite": "raise"})

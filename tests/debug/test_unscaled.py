@@ -71,11 +71,14 @@ def run_into_nan(config, first=5, is_bad=lambda context: True, words=False):
 def test_the_first_nan_is_told_soon_and_counted(name):
     update, error, told = run_into_nan(CONFIGS[name])
     assert [at for at, _ in told] == [8], "once, at the next look"
-    assert told[0][1].startswith("the loss, or the gradient norm, of the last 4 updates is inf or nan, and they were")
+    assert told[0][1].startswith("the loss or the gradient norm was inf or nan in 4 consecutive updates, which were")
     assert update == 54
-    assert str(error).startswith("50 updates in a row had gradients with inf or nan (max_consecutive_skips=50)")
+    assert str(error).startswith("50 updates in a row had inf or nan in their gradients (max_consecutive_skips=50)")
     assert error.diagnosis.began == 5
-    assert "is inf or nan since update 5, whose weights were kept; what follows is of the last update" in str(error)
+    assert (
+        "has been inf or nan since update 5, which was not skipped; the lines below describe only the last update"
+        in str(error)
+    )
     assert "bf16" not in str(error).replace("bfloat16", "")
 
 

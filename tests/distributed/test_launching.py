@@ -226,7 +226,7 @@ def test_what_is_offloaded_needs_a_backend_of_the_host_too(monkeypatch):
             r"^RANK is missing .* launch_from_torch\(config\) sets; .* torchrun --nproc-per-node N train.py",
         ),
         ({"RANK": "first"}, r"^RANK is 'first' in the environment: expected a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, r"rank 2 of world size 2 is impossible: ranks go"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"rank 2 is impossible with world size 2: ranks go"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": None}, r"could not join .* MASTER_ADDR expected"),
     ],
 )
@@ -242,7 +242,7 @@ def test_variables_of_torchrun_that_cannot_be(variables, changes, message):
 )
 def test_several_processes_never_train_alone_by_mistake(monkeypatch, variable, function):
     monkeypatch.setenv(variable, "4")
-    message = rf"{variable}=4: .* would train alone; use {function}\("
+    message = rf"{variable}=4: .* would train alone; call {function}\("
     with pytest.raises(LaunchError, match=message):
         launch_from_torch({}, device="cpu")
     with pytest.raises(LaunchError, match=message):
@@ -398,7 +398,7 @@ def test_offloading_needs_a_group_that_also_sends_from_the_host(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for there in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
         monkeypatch.setattr(dist, "get_backend_config", lambda config=there: config)
-        rejected = pytest.raises(LaunchError, match=r"make it with init_process_group\('cpu:gloo,cuda:nccl'\)")
+        rejected = pytest.raises(LaunchError, match=r"create it with init_process_group\('cpu:gloo,cuda:nccl'\)")
         with rejected if there == "cuda:nccl" else nullcontext():
             launching.ensure_process_group(config, device, RankNames(1), False)
 

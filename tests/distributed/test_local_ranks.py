@@ -253,8 +253,8 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 
 def test_what_other_processes_cannot_call_and_more_ranks_than_gpus_are_rejected(monkeypatch) -> None:
-    with pytest.raises(InputError, match=r"cannot be sent .*lambda.*name functions of a module's top level"):
+    with pytest.raises(InputError, match=r"cannot be sent .*lambda.*name functions at the top level of a module"):
         LocalRanks(1).begin(lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(InputError, match="2 ranks need a GPU each, and there are 1; use device='cpu'"):
+    with pytest.raises(InputError, match="2 ranks need a GPU each, but found 1 GPU; use device='cpu'"):
         LocalRanks(2, "cuda").begin(look_around)

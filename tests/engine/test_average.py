@@ -288,7 +288,7 @@ def test_loads_where_only_one_side_has_an_average(tmp_path, caplog):
     average = again.averaged_model(DECAY)
     for load, given, words in (
         (again.load, tmp_path / "without", "it has no average of the weights (engine.averaged_model): the average"),
-        (again.load_weights, tmp_path / "weights.pt", "the average of the weights restarts from those of"),
+        (again.load_weights, tmp_path / "weights.pt", "the average of the weights restarts from the weights in"),
         (again.load_state_dict, {key: part for key, part in state.items() if key != "average"}, ""),  # an older one's
     ):
         load(given)

@@ -163,13 +163,13 @@ def test_a_scale_that_is_too_large_for_an_fp16_loss_backs_off_or_is_rejected():
     assert (skipped, engine.loss_scale) == ([True, False, False], 2.0**15)
     config = {"fp16": {"mode": "naive", "loss_scale": 65536.0}}
     engine = make_engine(config, model=OwnLoss())
-    with pytest.raises(InputError, match=r"the static loss_scale 65536 cannot be used.* largest .* 32768.*fp32"):
+    with pytest.raises(InputError, match=r"the static loss_scale 65536 is too large.* largest .* 32768.*fp32"):
         engine(X, Y)
     with torch.no_grad():
         engine(X, Y)
     engine = make_engine(config)
     assert not step_on(engine, X, Y).skipped
-    with pytest.raises(InputError, match="the static loss_scale 65536 cannot be used"):
+    with pytest.raises(InputError, match="the static loss_scale 65536 is too large"):
         engine.backward(engine.criterion(engine(X), Y).half())
 
 

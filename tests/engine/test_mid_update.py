@@ -34,7 +34,7 @@ def pair_engine(config):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_parameters_are_added_or_exchanged_between_updates_only(config):
     """And what backward left in one before it was added does not count."""
-    words = "parameters were added to the optimizer, or exchanged, between backward and"
+    words = "parameters were added to the optimizer, or replaced, between backward and"
     engine = pair_engine(config)
     engine.backward(engine(X))
     engine.step()

@@ -63,7 +63,7 @@ class Takes(nn.Linear):
         return super().forward(pair[0])
 
 
-NO_DATA = "the model's forward failed on tensors without data"
+NO_DATA = "the model's forward failed on the tensors without data"
 MODELS: list[tuple[Any, str]] = [
     (
         lambda: nn.Sequential(deep(), Apply(lambda x: x.square().mean())),
@@ -204,7 +204,7 @@ def grows(rank: int, world_size: int) -> None:
     told("3: modules that were added to the model after initialize, or removed", step, engine, x, y)
     engine.optimizer.add_param_group({"params": list(model[-1].parameters())})
     del model[-1]
-    told("came into the optimizer after initialize", step, engine, x, y)
+    told("were added to the optimizer after initialize", step, engine, x, y)
 
 
 def test_layers_that_come_after_initialize():
@@ -245,7 +245,7 @@ def raises(rank: int, world_size: int) -> None:
     [
         pytest.param(
             goes_on,
-            r"left this pipeline in the middle of a batch \(IndexError",
+            r"stopped this pipeline in the middle of a batch \(IndexError",
             marks=pytest.mark.on_cpu("on a GPU a word that there is not ends the process"),
         ),
         (raises, r"LookupError: no such class"),

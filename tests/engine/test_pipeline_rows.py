@@ -125,7 +125,7 @@ EDGES = torch.tensor([[0, 1, 1], [1, 0, 1]])
 WHOLE: dict[str, Any] = {"non_split": ("table",)}
 ONE: dict[str, Any] = {"microbatches": 1, "schedule": "gpipe"}
 GRAPHS: list[tuple[Any, torch.Tensor, dict[str, Any], str]] = [
-    (by_matrix, LATE, WHOLE, "failed on tensors without data"),
+    (by_matrix, LATE, WHOLE, "failed on the tensors without data"),
     (by_edges, EDGES, WHOLE, "with microbatches=1 and schedule='gpipe'"),
     (by_prototypes, torch.eye(8, 6), {}, "name it in parallel.pipeline.non_split"),
 ]

@@ -21,11 +21,14 @@ def config_of(schedule, **more):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"parallel": {"data": "fsdp"}}, "which 'fsdp' would not notice; use data='zero1', or schedule='interleaved'"),
-        ({"compile": True}, "compiled code has one backward for all; leave compile out"),
-        ({"activation_checkpoint": "full"}, "activations would be computed or fetched twice; leave that out"),
+        ({"parallel": {"data": "fsdp"}}, "which 'fsdp' would miss; use data='zero1', or schedule='interleaved'"),
+        ({"compile": True}, "compiled code has one backward for both; remove compile"),
+        ({"activation_checkpoint": "full"}, "activations would be computed or fetched twice; remove that"),
         ({"activation_offload": True}, "activations would be computed or fetched twice"),
-        ({"gradient_dtype": "float32"}, "adds weights' gradients up in the dtype of the weights; leave gradient_dtype"),
+        (
+            {"gradient_dtype": "float32"},
+            "adds up the gradients of weights in the dtype of the weights; remove gradient_dtype",
+        ),
     ],
 )
 def test_what_needs_whole_backwards_is_rejected(more, words):

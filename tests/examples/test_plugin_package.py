@@ -92,7 +92,7 @@ def test_names_of_packages_are_registered_and_a_broken_one_breaks_nothing_else(t
     assert "did you mean 'keepnorm'" in found[3]
     words = "is registered as 'crashing:A' by the package 'crashing', which fails: OSError: no licence"
     assert words in found[4]
-    assert "which fails: 3 is no mode; expected a subclass of halfmesh.AMPPlugin" in found[5]
+    assert "which fails: 3 is not a mode; expected a subclass of halfmesh.AMPPlugin" in found[5]
     assert found[6:9] == ["nothing"] * 3, "halfmesh's own names are not replaced"
     assert words in found[9]
     assert found[10] == "nothing"

@@ -196,7 +196,7 @@ def test_ctrl_c_at_one_process_ends_it_with_status_130(tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
-    assert output.splitlines()[-1].startswith("interrupted by SIGINT; saved update ")
+    assert output.splitlines()[-1].startswith("interrupted by SIGINT: saved update ")
     assert "Traceback" not in output
 
 
@@ -212,7 +212,7 @@ def test_one_process_ends_with_status_75_and_resumes(tmp_path):
             time.sleep(0.05)
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 75, output
-    assert "interrupted by SIGTERM; saved update " in output.splitlines()[-1]
+    assert "interrupted by SIGTERM: saved update " in output.splitlines()[-1]
     assert "Traceback" not in output
     whole = checkpoint_program.main(str(tmp_path / "whole.pt"))
     rest = checkpoint_program.main(**options)

@@ -193,10 +193,10 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
 
 
-CONVOLUTIONS = "convolutions cannot be sharded: if most of the model is in them, leave tensor at 1"
+CONVOLUTIONS = "Convolutions cannot be sharded: if most of the model is convolutions, leave tensor at 1"
 HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
 
-LINEAR = "its layers are Conv2d, and only Linear ones can be sharded; build the model with those"
+LINEAR = "its layers are Conv2d, and only Linear layers can be sharded; build the model with"
 NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points cannot cut it either"
 RESNET: dict[str, Any] = {"points": ("layer3",), "rejected": {"tensor": CONVOLUTIONS}}
 CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "rejected": {"tensor": LINEAR}}

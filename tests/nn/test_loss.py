@@ -317,7 +317,7 @@ def test_size_of_a_chunk():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"head": torch.zeros(CLASSES, FEATURES)}, "the module that makes the logits, in place of its weight"),
+        ({"head": torch.zeros(CLASSES, FEATURES)}, "the module that makes the logits, not its weight"),
         ({"target": torch.zeros(7, 3, dtype=torch.int64)}, "was given [3, 7, 8] and [7, 3]"),
         ({"target": torch.zeros(3, 7, CLASSES)}, "was given [3, 7, 8] and [3, 7, 20]"),
         ({"reduction": "avg"}, "reduction='avg' is not 'mean', 'sum' or 'none'"),

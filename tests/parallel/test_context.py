@@ -49,7 +49,7 @@ def joined(context: ParallelContext, rank: int) -> None:
     shapes = r"context\.gather joins tensors along dim 0, but the ranks gave \(1, 1, 'torch\.float32'\), \(1, 2, "
     with pytest.raises(InputError, match=shapes):
         context.gather(here(torch.ones(1, 1 + rank)))
-    with pytest.raises(InputError, match="give all of them one dtype"):
+    with pytest.raises(InputError, match="give all of them the same dtype"):
         context.gather(here(torch.ones(1, dtype=torch.float64 if rank else torch.float32)))
     with pytest.raises(InputError, match="op='avg': all_reduce gives the 'sum' or the 'mean'"):
         context.all_reduce(value, op="avg")  # type: ignore[arg-type]

@@ -140,7 +140,7 @@ def test_a_layout_that_does_not_fit(
     ("option", "words"),
     [
         ("--optimizer=bad_models:adam", "--optimizer bad_models:adam: bad_models.adam does not exist"),
-        ("--device=cuda", "ranks need a GPU each, and there are 0"),
+        ("--device=cuda", "ranks need a GPU each, but found 0 GPUs"),
     ],
 )
 def test_options_that_do_not_fit(verify: Callable[..., Any], monkeypatch: Any, option: str, words: str) -> None:

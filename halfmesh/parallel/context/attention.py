@@ -108,9 +108,9 @@ def _reject_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.
         masked = "" if mask is None else f" and a mask of shape {list(mask.shape)}"
         raise InputError(
             f"scaled_dot_product_attention was called with queries, keys and values of shapes {shapes}{masked}; with "
-            f"context={size} they have to be [batch, heads, tokens, features] of this rank's tokens of one sequence, "
-            f"and a mask has to be [..., {length}, {length}] or [..., 1, {length}], of whole sequences "
-            "(name the argument that it comes from in parallel.context.non_split, or use is_causal=True)"
+            f"context={size} they must be [batch, heads, tokens, features] for this rank's tokens of each sequence, "
+            f"and a mask must be [..., {length}, {length}] or [..., 1, {length}], for whole sequences (name the "
+            "argument that it comes from in parallel.context.non_split, or use is_causal=True)"
         )
 
 
@@ -123,7 +123,7 @@ def attend_in_layer(layer: Any, query: torch.Tensor, *args: Any, **options: Any)
     """
     if options["need_weights"]:
         raise InputError(
-            "with parallel.context no rank has the weights of attention; call torch.nn.MultiheadAttention with "
+            "with parallel.context no rank has the attention weights; call torch.nn.MultiheadAttention with "
             "need_weights=False"
         )
     mask, padding, heads = options["attn_mask"], options["key_padding_mask"], args[3]

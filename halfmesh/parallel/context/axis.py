@@ -26,9 +26,9 @@ from .sequences import Sequences
 from .trial import ModelTrial, Run, try_criterion
 
 _SHIFT = (
-    "engine.criterion takes what engine(...) returned, all of this rank's tokens, and targets [batch, sequence, ...] "
-    "of whole sequences; compute within the criterion what you need of them. Shift the targets of whole sequences, "
-    "before the call: target = F.pad(ids, (0, 1), value=-100)[:, 1:]"
+    "engine.criterion takes what engine(...) returned, unchanged, and targets [batch, sequence, ...] for whole "
+    "sequences; do other computations inside the criterion. Shift targets of whole sequences before the call: target "
+    "= F.pad(ids, (0, 1), value=-100)[:, 1:]"
 )
 _IN_ORDER = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone", "Mul", "Div")}
 _VIEWS = _IN_ORDER | {f"{name}Backward0" for name in ("Transpose", "Permute", "T", "Slice", "Select", "Squeeze")}
@@ -138,8 +138,8 @@ class ContextParallel(AppliedAxis):
         if not must_be_even:
             return None
         raise InputError(
-            f"a sequence of {length} tokens cannot be sharded over context={self.size} ranks: {self.size} does not "
-            f"divide it; pad it to {-(-length // self.size) * self.size}, with targets that the loss ignores"
+            f"a sequence of {length} tokens cannot be sharded over context={self.size} ranks, which does not divide "
+            f"it; pad it to {-(-length // self.size) * self.size}, with targets that the loss ignores"
         )
 
     def prepare(self, model: nn.Module, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
@@ -198,7 +198,9 @@ class ContextParallel(AppliedAxis):
             if not marks:
                 continue
             if any(made != (sequences or marks[0]) for made in marks):
-                raise InputError("parallel.context: the criterion got outputs of calls with other lengths; pad them")
+                raise InputError(
+                    "parallel.context: the criterion got outputs of different sequence lengths; pad them to one length"
+                )
             sequences, names = marks[0], {node.name() for node in nodes}
             is_flat = tensor.shape[0] == sequences.rows * sequences.own
             if not names <= _VIEWS or not (is_flat or sequences.own in tensor.shape[1:]):
@@ -214,7 +216,7 @@ class ContextParallel(AppliedAxis):
             if tensor.dim() != 1 or len(tensor) != sequences.rows * sequences.length:
                 return sequences.cut_if_whole(tensor)
             if not in_order:
-                raise InputError(f"parallel.context: {len(tensor)} targets without a dim of tokens. {_SHIFT}")
+                raise InputError(f"parallel.context: {len(tensor)} targets without a sequence dim. {_SHIFT}")
             return sequences.cut(tensor.view(sequences.rows, -1)).flatten()
 
         targets: list[torch.Tensor] = []
@@ -243,10 +245,11 @@ class ContextParallel(AppliedAxis):
             is_neither = any(adds is None and (number.requires_grad or self.is_weighted) for number, adds in pairs)
             if is_neither or is_made_otherwise(nodes, ends):
                 raise InputError(
-                    "with parallel.context the criterion has to be a mean over tokens, or a sum, which each rank "
-                    "computes of its own; tried with a few tokens, it is neither. A mean over some of them only has to "
-                    "be F.cross_entropy(..., ignore_index=i), or (sum, weight) with loss_reduction='weighted'; what "
-                    "compares tokens or uses what the model keeps has to be left out, or context"
+                    "with parallel.context the criterion must be a mean or a sum over tokens, which each rank "
+                    "computes for its own tokens; a trial on a few tokens shows that it is neither. For a mean over "
+                    "some tokens, use F.cross_entropy(..., ignore_index=i), or (sum, weight) with "
+                    "loss_reduction='weighted'. A criterion that compares tokens, or uses values that the model "
+                    "keeps, does not work with context"
                 )
             self._criteria[made] = found
         return self._complete(value, self._criteria.get(made, ()), is_deferred)
@@ -268,9 +271,9 @@ class ContextParallel(AppliedAxis):
             is_right = not is_made_otherwise(nodes, ends) if ends else self._calls.are_same(total, "losses")
         if not is_right:
             raise InputError(
-                "with parallel.context the loss was computed from outputs of engine(...), or from what the model "
-                "keeps, which are of this rank's tokens only: compute the loss in the model or in engine.criterion; "
-                "what is added to it has to be the same on all ranks, as a penalty on weights is"
+                "with parallel.context the outputs of engine(...), and what the model keeps, cover only this rank's "
+                "tokens, but the loss was computed from them directly: compute it in the model or in "
+                "engine.criterion. Add only terms that are the same on all ranks, such as a penalty on weights"
             )
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
@@ -313,7 +316,7 @@ class ContextParallelism(Axis):
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
         if config.compile.enabled:
-            message = "attention waits for other ranks, which compiled code would not; leave compile out, or context"
+            message = "attention waits for other ranks, and compiled code would not; remove compile, or context"
             yield "compile", message
 
     @staticmethod

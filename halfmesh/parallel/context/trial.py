@@ -39,11 +39,11 @@ _LIMITS = (TOLERANCE, HALF_TOLERANCE), (1e-5, 1e-3)
 token's result is the same to the bit, except in layers of experts."""
 
 _ADVICE = (
-    "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention, and positions only be taken from "
-    "the argument position_ids (or positions, or the one that parallel.context.positions names; pass it if they do not "
-    "count from 0): no convolution, mean or shift along the sequence, no arange(length). Each output has to be "
-    "[batch, sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets "
-    "of whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
+    "Only torch.nn.functional.scaled_dot_product_attention may combine tokens, and positions must come from the "
+    "argument position_ids (or positions, or the one that parallel.context.positions names; pass it if they do not "
+    "count from 0): no convolution, mean or shift along the sequence, no arange(length). Each output must be [batch, "
+    "sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets of whole "
+    "sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
 )
 
 Run = Callable[[Mapping[str, Any]], Any]
@@ -167,9 +167,9 @@ class ModelTrial:
                 taken = [name for name, value in given.items() if any(map(sequences.is_whole, tensors_of(value)))]
                 raise InputError(
                     f"with parallel.context the model returns something else: its output for {few.length} tokens, "
-                    f"which was tried before any update, differs by {min(worst, 9.99):.2%} ({what}). {_ADVICE}. Taken "
-                    f"for sequences were {shorten(taken)}: name others in parallel.context.non_split. Or train this "
-                    "model without parallel.context"
+                    f"which was tried before any update, differs by {min(worst, 9.99):.2%} ({what}). {_ADVICE}. These "
+                    f"arguments were split as sequences: {shorten(taken)}; if one is not a sequence, name it in "
+                    "parallel.context.non_split. Or train this model without parallel.context"
                 )
         return adds
 

@@ -15,12 +15,12 @@ from ..tensor.plans import LayerPlan, elementwise
 def _find_norm(layer: Any) -> str | None:
     if isinstance(layer.norm, nn.Identity):
         return None
-    return "its norm works on all features between its layers, which are sharded; build it without that norm"
+    return "it has a norm over all features between its sharded layers; build it without that norm"
 
 
 def _find_mlp_problem(mlp: Any) -> str | None:
     if isinstance(getattr(mlp, "fc1", None), nn.Conv2d):
-        return "its layers are Conv2d, and only Linear ones can be sharded; build the model with those (conv_mlp=False)"
+        return "its layers are Conv2d, and only Linear layers can be sharded; build the model with conv_mlp=False"
     return _find_norm(mlp) or elementwise("act")(mlp)
 
 

@@ -96,7 +96,7 @@ HUGGING_FACE = HuggingFacePlan()
 
 def _find_cross_attention(attention: Any) -> str | None:
     if getattr(attention, "is_cross_attention", False):
-        return "it is a cross-attention, which this plan does not know; build it with add_cross_attention=False"
+        return "it has cross-attention, which this plan does not support; build it with add_cross_attention=False"
     return None
 
 
@@ -192,11 +192,14 @@ def find_context_problem(model: nn.Module) -> str | None:
         if "sliding_attention" in _layer_kinds(config) and not is_known:
             return f"{inside}its windows are not those of transformers' {maker}; let it attend to all tokens"
         if rope := {"dynamic", "longrope"} & set(re.findall(r"\w+", str(getattr(config, "rope_parameters", "")))):
-            return f"{inside}its rotations are {rope.pop()!r}, and depend on the length of what a rank has"
+            return (
+                f"{inside}its rotations are {rope.pop()!r}, which depend on the sequence length, but a rank has only "
+                "a part"
+            )
         if not _is_transformers(model) and "labels" in inspect.signature(model.forward).parameters:
             return (
-                f"{name} would shift the labels that {type(model).__name__} gives it on each rank, and lose those at "
-                "borders; pass the Hugging Face model itself, or give labels to a criterion"
+                f"{name} would shift the labels on each rank, and lose those at the borders between ranks; pass the "
+                f"Hugging Face model itself, without {type(model).__name__}, or give labels to a criterion"
             )
     return None
 
@@ -209,8 +212,9 @@ def without_cache(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     """
     if asked := [name for name in ("past_key_values", "use_cache") if given.get(name)]:
         raise InputError(
-            f"{asked[0]}: with parallel.context each rank has keys and values of its own tokens, so that decoding with "
-            "a cache would be wrong; leave it out, or decode with the model of engine.full_state_dict()"
+            f"{asked[0]}: with parallel.context each rank has keys and values only for its own tokens, so decoding "
+            "with a cache would be wrong; leave it out, or decode with a whole model that loads "
+            "engine.full_state_dict()"
         )
     model = base_model(model)
     config: Any = getattr(model, "config", None)
@@ -261,8 +265,8 @@ def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known
     given["return_dict"] = given.get("return_dict") is False  # the only one that is on by default
     if odd := [n for n, value in given.items() if value is not None and not (isinstance(value, int) and value == 0)]:
         raise InputError(
-            f"{', '.join(odd)}: under a pipeline a Hugging Face model takes {', '.join(known)} only; leave it out "
-            "(instead of labels give initialize a criterion: loss = engine.criterion(output, labels))"
+            f"{', '.join(odd)}: under a pipeline a Hugging Face model takes only {', '.join(known)}; remove the "
+            "argument (for labels, give initialize a criterion and write loss = engine.criterion(output, labels))"
         )
     return values
 
@@ -300,7 +304,7 @@ def _make_output(kind: str, logits: torch.Tensor) -> Any:
 def _find_stage_problem(model: Any) -> str | None:
     for key in ("output_hidden_states", "output_attentions", "is_decoder"):
         if getattr(model.config, key, False):
-            return f"its config has {key}=True, which is not known under a pipeline; set {key}=False"
+            return f"its config has {key}=True, which a pipeline does not support; set {key}=False"
     return None
 
 

@@ -32,7 +32,7 @@ class PipelineParallelism(Axis):
     splits_params = False
     splits_modules = True
     splits_batch = "microbatches"
-    cost = "stages send each microbatch's activations, and wait at the beginning and the end of a batch (the bubble)"
+    cost = "stages send each microbatch's activations, and idle at the start and end of a batch (the bubble)"
 
     @staticmethod
     def sizes_to_try(ranks: int, node: int) -> Iterator[int]:
@@ -46,7 +46,7 @@ class PipelineParallelism(Axis):
         size, microbatches = pipeline.size, pipeline.microbatches
         if microbatches is None:
             start = f"pipeline=dict(size={size}, microbatches={2 * size})"
-            yield "parallel.pipeline.microbatches", f"is required when pipeline.size > 1; {start} is a start"
+            yield "parallel.pipeline.microbatches", f"is required when pipeline.size > 1; for example {start}"
         schedule = SCHEDULES.get(pipeline.schedule)
         for key, message in schedule.find_problems(size, pipeline.chunks, microbatches):
             yield f"parallel.pipeline.{key}", message
@@ -79,13 +79,13 @@ def _find_split_problems(config: Any) -> Iterator[str]:
         found = f"torch {torch.__version__} counts weights that a stage uses several times (a GRU, tied ones) twice"
         yield f"{why}, where {found}; use torch 2.13 or later, {instead}"
     if DATA_STRATEGIES.get(strategy).shards_model:
-        yield f"{why}, which {strategy!r} would not notice; use data='zero1', {instead}"
+        yield f"{why}, which {strategy!r} would miss; use data='zero1', {instead}"
     if config.compile.enabled:
-        yield f"{why}, and compiled code has one backward for all; leave compile out, {instead}"
+        yield f"{why}, and compiled code has one backward for both; remove compile, {instead}"
     if config.activation_checkpoint.enabled or config.activation_offload:
-        yield f"{why}, so that activations would be computed or fetched twice; leave that out, {instead}"
+        yield f"{why}, so activations would be computed or fetched twice; remove that, {instead}"
     if config.gradient_dtype == "float32":
-        yield f"adds weights' gradients up in the dtype of the weights; leave gradient_dtype out, {instead}"
+        yield f"adds up the gradients of weights in the dtype of the weights; remove gradient_dtype, {instead}"
 
 
 def _find_problems(inputs: PlanInputs, partition: Partition | None) -> Iterator[str]:
@@ -94,25 +94,25 @@ def _find_problems(inputs: PlanInputs, partition: Partition | None) -> Iterator[
     joint = {key: group[key] for group in inputs.optimizer.param_groups for key in _OF_ALL_PARAMETERS if group.get(key)}
     for key, value in joint.items():
         yield (
-            f"optimizer: {kinds_of(inputs.optimizer)} has {key}={value!r}, which it applies to all parameters "
-            "together, but a rank of a pipeline holds only some; set it to None (see clip_grad_norm in the config)"
+            f"optimizer: {kinds_of(inputs.optimizer)} has {key}={value!r}, which applies to all parameters together, "
+            "but a pipeline rank holds only some; set it to None, and clip_grad_norm in the config"
         )
     own = set(criterion.parameters()) if isinstance(criterion, nn.Module) else ()
     if names := [name for name, param in model.named_parameters() if param in own]:
         yield (
-            f"criterion: it uses weights of the model ({shorten(names)}), which belong to no stage; let the last "
-            "module of the forward use them (logits of ArcFace), or train without parallel.pipeline"
+            f"criterion: it uses weights of the model ({shorten(names)}), which would belong to no stage; use them in "
+            "the last module of the forward (as for the logits of ArcFace), or train without parallel.pipeline"
         )
     known = [name for called in (model, criterion) if called is not None for name in parameter_names(called)]
     for name in (n for n in inputs.options.non_split if n not in known and not any(k.startswith("*") for k in known)):
         near = did_you_mean(name, known)
         yield f"parallel.pipeline.non_split: neither the model nor the criterion has an argument {name!r}{near}"
     if any(is_compiled(module) for module in model.modules()):
-        yield "a compiled model cannot be cut into stages; pass it uncompiled"
+        yield "a compiled model cannot be split into stages; pass it uncompiled"
     if names := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
         yield (
-            f"{shorten(names)}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm, "
-            "whose running statistics are averaged over the data ranks"
+            f"{shorten(names)}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm: "
+            "halfmesh averages its running statistics over the data ranks"
         )
     tables = [(n, module) for n, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     if names := [name for name, table in tables if table.sparse or table.scale_grad_by_freq]:
@@ -122,14 +122,14 @@ def _find_problems(inputs: PlanInputs, partition: Partition | None) -> Iterator[
     ranks, buffers = partition.holders(model), model.named_buffers(remove_duplicate=False)
     if names := [n for n, x in buffers if n.rpartition(".")[2].startswith("running_") and len(ranks[id(x)]) > 1]:
         yield (
-            f"{shorten(names)}: several stages would keep these running statistics, each of its own activations; use "
-            "a norm without statistics, or cut the model so that one stage has both uses"
+            f"{shorten(names)}: several stages use this norm, and each would keep its own running statistics; use a "
+            "norm without statistics, or split the model so that one stage has both uses"
         )
     passed = partition.not_called(model)
     if names := [name or "the model itself" for name, module in passed if call_hooks(module)]:
         yield (
-            f"{shorten(names)}: hooks are registered on it, but under a pipeline it is not called as a whole; "
-            "register them on the modules below it"
+            f"{shorten(names)}: it has hooks, but under a pipeline it is not called as a whole; register them on the "
+            "modules inside it"
         )
 
 
@@ -166,8 +166,8 @@ class StageParameters(AppliedAxis):
             self.meta_model = meta_copy(model, model)
         except Exception as error:
             raise InputError(
-                f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
-                "remove from the model what copy.deepcopy rejects"
+                f"the model cannot be copied ({error}), but a pipeline needs a copy to find the shapes between "
+                "stages; remove what copy.deepcopy rejects from the model"
             ) from error
         self.first_names = first_names(model)
         self.context = context

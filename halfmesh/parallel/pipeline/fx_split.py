@@ -117,8 +117,8 @@ class _SplitForward:
                 raise
             what = f"{error}{line_of(reversed(list(traceback.walk_tb(error.__traceback__))))}"
             raise InputError(
-                f"{self._class}.forward cannot be traced for split points: {what}. Move code that asks for values, "
-                f"keeps them, or uses no_grad or autocast into a module that is no split point, or {_REGISTER}"
+                f"{self._class}.forward cannot be traced for split points: {what}. Move code that reads values, keeps "
+                f"them, or uses no_grad or autocast into a module that is not a split point, or {_REGISTER}"
             ) from error
 
 
@@ -152,7 +152,7 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
     missing = [point for point in points if point not in begins]
     if missing:
         raise InputError(
-            f"partition: {', '.join(missing)} is never called by the model's forward; name modules that are"
+            f"partition: {', '.join(missing)} is never called by the model's forward; name modules that it calls"
         )
     starts = [begins[point] for point in points]
     if starts != sorted(starts):
@@ -185,7 +185,7 @@ def _reject_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
     name = changed.target if is_of_weights else changed
     raise InputError(
         f"partition: the forward changes {name} in place{node.meta['line']}, but other stages have a copy of it; use "
-        "the form that returns a new tensor, or change a buffer where it is used first, or in a separate module"
+        "the out-of-place form, or change a buffer where it is first used, or in a separate module"
     )
 
 

@@ -73,7 +73,7 @@ def _record(
         graph = tracer.trace(model, concrete_args=dict(fixed))
         _reject_kept(opened)
         if _state(opened) != before:
-            raise InputError("it changes numbers or flags on the model, or draws random numbers of python or numpy")
+            raise InputError("it changes numbers or flags on the model, or draws random numbers from python or numpy")
     return graph
 
 
@@ -138,13 +138,13 @@ class _Tracer(fx.Tracer):
         """Tensors that are on no module fx would add to the model."""
         arg: Any = super().create_arg(value)
         if isinstance(value, torch.Tensor) and str(arg.target).startswith("_tensor_constant"):
-            raise InputError("it uses a tensor that is not on the model; make it a buffer")
+            raise InputError("it uses a tensor that is not part of the model; make it a buffer")
         return arg
 
     def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:
         if _modes() != self._modes:
             name = getattr(target, "__name__", target)
-            raise InputError(f"{name} is called within no_grad, autocast or the like, which a trace does not keep")
+            raise InputError(f"{name} is called inside no_grad, autocast or similar, which a trace does not record")
         proxy = super().create_proxy(kind, target, *args, **kwargs)
         proxy.node.meta["line"] = line_of(traceback.walk_stack(None))
         return proxy
@@ -180,8 +180,8 @@ def _reject_kept(modules: Iterable[nn.Module]) -> None:
         for name, value in (module._buffers | vars(module)).items():
             for proxy in leaves_of(value, fx.Proxy):
                 raise InputError(
-                    f"it keeps a value on the model ({name}){proxy.node.meta['line']}; only buffers can keep "
-                    "values, if they are changed in place: self.table.add_(...) or .copy_(...)"
+                    f"it keeps a value on the model ({name}){proxy.node.meta['line']}; only buffers can keep values, "
+                    "changed in place: self.table.add_(...) or .copy_(...)"
                 )
 
 
@@ -218,7 +218,7 @@ def _evaluate(condition: _ShapeCondition, model: nn.Module, values: Mapping[str,
     try:
         found: bool = run_without_data(model, compute, device, condition.args[0], dict(values))
     except Exception as error:
-        message = f"it asks for a shape that depends on data: {error}"
+        message = f"it reads a shape that depends on data: {error}"
         raise InputError(message).with_traceback(condition.__traceback__) from error
     return found
 

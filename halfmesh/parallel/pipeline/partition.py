@@ -153,7 +153,7 @@ def _suggest(model: nn.Module, count: int) -> str:
     """Split points for `count` stages, from the longest list of modules."""
     if any(name.startswith("*") for name in parameter_names(model)):
         return (
-            "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
+            "split points do not work either, because its forward takes *args or **kwargs; register a partitioner "
             f"(halfmesh.PARTITIONERS, see {page('Pipeline parallelism')}), or use tensor parallelism or fsdp"
         )
     rows = [
@@ -163,4 +163,4 @@ def _suggest(model: nn.Module, count: int) -> str:
     ]
     _, names = max((row for row in rows if len(row[1]) >= count), default=(0, []))
     points = tuple(names[len(names) * stage // count] for stage in range(1, count)) if names else "(...)"
-    return f"name the modules that begin a stage, for example partition={points}; or register a partitioner"
+    return f"name the modules that start a stage, for example partition={points}; or register a partitioner"

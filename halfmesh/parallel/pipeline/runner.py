@@ -97,8 +97,8 @@ class Pipeline:
         """
         if self._error:
             raise InputError(
-                f"an error has left this pipeline in the middle of a batch ({self._error}); end the run: a batch "
-                "cannot be skipped by catching its error"
+                f"an error stopped this pipeline in the middle of a batch ({self._error}); end the run: under a "
+                "pipeline you cannot catch the error and skip the batch"
             )
         modes = self.modes()
         # Not by all modes: ranks whose modes differ would not ask for shapes in the same calls.
@@ -155,7 +155,7 @@ class Pipeline:
                 if name not in before and value.requires_grad and not value.is_leaf:
                     raise InputError(
                         f"{name} is kept on the model with its graph, perhaps for a loss term, but the criterion runs "
-                        "on the last stage only, which cannot reach it; return it as a part of the output, or keep it "
+                        "only on the last stage, which cannot reach it; return it as part of the output, or keep it "
                         "detached"
                     )
             return activations
@@ -165,8 +165,9 @@ class Pipeline:
                 tree = run_without_data(meta_model, run, self.context.device, call.args, dict(call.kwargs), given)
         except (*DATA_NEEDED, RuntimeError) as error:
             raise InputError(
-                "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
-                f"stages (.item(), if or boolean indexing of activations ask for values): {str(error).splitlines()[0]}"
+                "the model's forward failed on the tensors without data that a pipeline uses to find the shapes "
+                "between stages (.item(), `if` and boolean indexing on activations need values): "
+                f"{str(error).splitlines()[0]}"
             ) from error
         return map_tensors(_on_meta, tree)
 
@@ -180,9 +181,8 @@ class Pipeline:
         changed = sorted(dict(meta_model.named_modules()).keys() ^ dict(self._model.named_modules()).keys())
         if changed:
             raise InputError(
-                f"{shorten(changed)}: modules that were added to the model after initialize, or removed; under a "
-                "pipeline each rank holds its stages of the model as it was then. Close the engine, and initialize "
-                "again"
+                f"{shorten(changed)}: these modules were added or removed after initialize, but under a pipeline each "
+                "rank holds its stages as they were then. Close the engine, and call initialize again"
             )
         for mine, theirs in zip(meta_model.modules(), self._model.modules(), strict=True):
             mine.training = theirs.training

@@ -51,7 +51,7 @@ class SplitCall:
         for name, value in self._values if count > 1 else ():
             if name not in self._non_split and _has_items_of_rows(value, rows):
                 raise InputError(
-                    f"{self._name}: {name} has {rows} items, as many as the batch has rows, but is not a tensor, and "
+                    f"{self._name}: {name} has {rows} items, one for each row of the batch, but is not a tensor, and "
                     "only tensors are split into microbatches; pass a tensor, padded if samples differ in size. If it "
                     f"is the same for all samples, name it in parallel.pipeline.non_split=({name!r},)"
                 )

@@ -87,8 +87,8 @@ class StageModule(nn.Module):
                 activations = piece.run(self._model[0], call, activations)
         if not in_shapes_only() and any(map(has_no_memory, tensors_of(activations))):
             raise InputError(
-                "the forward keeps a tensor outside of the model (in a global dict, or under functools.cache), made "
-                "when a pipeline found the shapes between its stages, without data; keep it on a module"
+                "the forward keeps a tensor outside the model (in a global dict, or with functools.cache) that was "
+                "made without data, when the pipeline found the shapes between stages; keep it on a module"
             )
         return activations
 

@@ -42,10 +42,10 @@ def pack(result: Any, expected: Any, compute: torch.dtype | None = None) -> list
     found = [(tuple(t.shape), t.dtype) for t in tensors]
     if wanted != found:
         raise InputError(
-            f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes: they depend on "
-            "data, or modules were put into another mode (or given other attributes) after a batch of these shapes. "
-            "Pad to fixed sizes, and set modes before the first batch or with engine.train() and engine.eval(); do not "
-            "call engine(...) within an autocast of your own"
+            f"a stage returned tensors of {found}, where {wanted} was expected: shapes depend on data, or the mode or "
+            "attributes of a module changed after a batch of these input shapes. Pad to fixed sizes; set modes before "
+            "the first batch, or with engine.train() and engine.eval(); do not call engine(...) inside your own "
+            "autocast"
         )
     return [tensor.to(wire.dtype) for tensor, wire in zip(tensors, on_wire(expected, compute), strict=True)]
 

@@ -78,7 +78,7 @@ class FSDP(DataStrategy):
     """
 
     shards_state = shards_model = True
-    cost = "each block waits for its weights in forward and again in backward, for every batch of an update"
+    cost = "each block waits for its weights in forward and in backward, for every batch of an update"
     options = FSDPOptions
 
     def __init__(self, inputs: StrategyInputs) -> None:
@@ -129,16 +129,16 @@ class FSDP(DataStrategy):
         data, computes_in = config.parallel.data, config.precision_dtype or "float32"
         for key in ("output_dtype", "prefetch") if config.parallel.pipeline.size > 1 else ():
             if getattr(data, key) != type(data).model_fields[key].default:
-                message = "FSDP2 does not support this under a pipeline, whose stages call the blocks; remove it"
+                message = "FSDP2 does not support this under a pipeline; remove it"
                 yield f"parallel.data.{key}", message
         for key in ["param_dtype"] if param_dtype is None else ["param_dtype", "buffer_dtype"]:
             if (given := getattr(data, key)) not in (None, computes_in):
                 message = f"is not the dtype that the mode computes in ({computes_in}); remove it: the mode decides"
                 yield f"parallel.data.{key}", f"{given!r} {message}"
         if data.separate_reduce_group and data.hybrid is not None:
-            yield "parallel.data.separate_reduce_group", "hybrid has groups of its own; remove one of the two keys"
+            yield "parallel.data.separate_reduce_group", "hybrid makes its own groups; remove one of the two keys"
         if config.activation_offload and not config.activation_checkpoint.enabled:
-            message = "would also offload the gathered weights; set activation_checkpoint, too, or use data='zero1'"
+            message = "would also offload the gathered weights; add activation_checkpoint, or use data='zero1'"
             yield "activation_offload", message
 
     @staticmethod
@@ -160,7 +160,7 @@ class FSDP(DataStrategy):
             yield (
                 "parallel.data.param_dtype",
                 "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, "
-                "with the shards as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too",
+                "with the shards as fp32 masters; mode='torch' with param_dtype='bfloat16' also gathers in bf16",
             )
 
     # -- sharding ----------------------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ class FSDP(DataStrategy):
         pairs = zip(self.sharded, self._storages, strict=True)
         if lost := [shard.name for (shard, weight), held in pairs if weight.untyped_storage() is not held]:
             raise InputError(
-                f"new memory was assigned to {shorten(lost)} (param.data = ..., or model.to(dtype)), but FSDP2 goes on "
-                "with the old; write in place under torch.no_grad(), as in param.copy_(...), or do it before initialize"
+                f"{shorten(lost)} got new memory (param.data = ..., or model.to(dtype)), but FSDP2 keeps the old; "
+                "write in place under torch.no_grad(), as in param.copy_(...), or do it before initialize"
             )
         for shard, weight in self.sharded:
             if shard.param.untyped_storage() is not weight._local_tensor.untyped_storage():
@@ -327,11 +327,15 @@ class FSDP(DataStrategy):
     def explain(self, error: RuntimeError) -> None:
         words = {
             "'Sparse": "a gradient is sparse, which FSDP2 cannot sum; build embeddings with sparse=False",
-            "got mixed torch.Tensor and DTensor": "weights were used outside of the forward of their module (in the "
-            "criterion?), where they are DTensors. Give initialize a criterion that has them, or use data='zero1'",
-            FREED: "backward needs weights that FSDP2 has freed. Either a module returns tensors inside an object that "
-            "FSDP2 cannot look into: return tensors, tuples, lists or dicts (dataclasses since torch 2.13). Or the "
-            "loss contains gradients (torch.autograd.grad with create_graph=True): use data='zero1'",
+            "got mixed torch.Tensor and DTensor": (
+                "weights were used outside the forward of their module (in the criterion?), where they are DTensors. "
+                "Give initialize a criterion that holds them, or use data='zero1'"
+            ),
+            FREED: (
+                "backward needs weights that FSDP2 has already freed. Either a module returns tensors inside an "
+                "object that FSDP2 does not search: return tensors, tuples, lists or dicts (dataclasses since torch "
+                "2.13). Or the loss contains gradients (torch.autograd.grad with create_graph=True): use data='zero1'"
+            ),
         }
         for theirs, ours in words.items():
             if theirs in str(error):

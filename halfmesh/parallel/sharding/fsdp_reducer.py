@@ -60,8 +60,8 @@ class FSDPReducer(Reducer):
     def open(self, last: bool) -> None:
         if self._is_broken:
             raise InputError(
-                "the gradients of an update were dropped before its end (an error in backward?), which under "
-                "data='fsdp' some ranks may have summed already; end the run"
+                "the gradients of an update were dropped before its end (an error in backward?), but under "
+                "data='fsdp' some ranks may have summed them already; end the run"
             )
         self._reject_lost_changes()
         self._set_gradient_sync(last)
@@ -93,8 +93,8 @@ class FSDPReducer(Reducer):
             )
         if frozen := [shard.name for shard, trained in self._given if shard.model_param.requires_grad != trained]:
             raise InputError(
-                f"requires_grad of {shorten(frozen)} was changed on the parameters that the model came with, but under "
-                "data='fsdp' it computes with others; change it on engine.model's, as in engine.model.requires_grad_()"
+                f"requires_grad of {shorten(frozen)} was changed on the model's original parameters, but data='fsdp' "
+                "replaced them; change it on those of engine.model, as in engine.model.requires_grad_()"
             )
 
     def _set_gradient_sync(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
@@ -147,7 +147,7 @@ class FSDPReducer(Reducer):
         if lost:
             self._is_broken = True
             raise InputError(
-                f"FSDP2 has not summed the gradients of {shorten(lost)}. If engine.step(last=True) ends the cycle: "
-                "loop over engine.dataloader, which knows its end. If only some ranks used them: that needs torch "
-                "2.13. If a module returns tensors inside an object that FSDP2 cannot look into: return tuples or dicts"
+                f"FSDP2 has not summed the gradients of {shorten(lost)}. If engine.step(last=True) ended the cycle, "
+                "loop over engine.dataloader, which knows its end. If only some ranks used them, that needs torch "
+                "2.13. If a module returns tensors inside an object that FSDP2 does not search, return tuples or dicts"
             )

@@ -112,8 +112,8 @@ class Zero1(DataStrategy):
         if config.parallel.data.overlap_param_gather and is_whole:
             yield (
                 "parallel.data.overlap_param_gather",
-                "a model that is compiled as a whole needs all weights at once, so that nothing is gathered beside "
-                "its forward; use compile.scope='blocks', or remove this key",
+                "a model that is compiled as a whole needs all weights at once, so gathering cannot overlap with its "
+                "forward; use compile.scope='blocks', or remove this key",
             )
 
     def make_reducer(self, shards: Sequence[ParamShard], buffers: Buffers, withholds: bool) -> Zero1Reducer:
@@ -146,7 +146,8 @@ class Zero1(DataStrategy):
                 self._memory = before
                 raise InputError(
                     f"the memory format of {shard.name!r} was changed after initialize (channels_last?), but under "
-                    "data='zero1' masters and optimizer state keep the former order of elements; change it before"
+                    "data='zero1' masters and optimizer state keep the old order of elements; change it before "
+                    "initialize"
                 )
             value = part.param.data if part.param.untyped_storage() is not old else None
             part.rebind_view()
@@ -216,9 +217,9 @@ class Zero1(DataStrategy):
         if self._arrivals is not None and self._arrivals.is_late(param):
             name = next(shard.name for shard in shards if shard.param is param)
             raise InputError(
-                f"{name!r} has a gradient, but nothing has waited for its weights since the last update, which "
-                "parallel.data.overlap_param_gather sends beside this forward: a CUDA graph or C++ extension of yours "
-                "has used the old ones. Call engine.train() before it, which waits for all, or remove that key"
+                f"{name!r} has a gradient, but nothing waited for its new weights, which "
+                "parallel.data.overlap_param_gather sends during the forward: your CUDA graph or C++ extension used "
+                "the old ones. Call engine.train() before it, which waits for all weights, or remove that key"
             )
 
     def _wait_oldest(self) -> None:
@@ -394,8 +395,8 @@ class Zero1Reducer(Reducer):
             shard.param.requires_grad_(shard.model_param.requires_grad)
         if new := [shard.name for shard in shards if shard.source is None]:
             raise InputError(
-                f"{shorten(new)} came into the optimizer after initialize, which splits its parameters for "
-                "data='zero1'; put them in before (frozen ones may be unfrozen later), or use data='replicate'"
+                f"{shorten(new)} were added to the optimizer after initialize, which had already split its parameters "
+                "for data='zero1'; add them before (you can unfreeze frozen ones later), or use data='replicate'"
             )
         super().set_params([shard.source for shard in shards if shard.source is not None])
 

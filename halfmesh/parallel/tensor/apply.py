@@ -68,13 +68,13 @@ class TensorGradients(SharedGradients):
         if same and not self._axis.shards_sequence:
             raise InputError(
                 f"the plan sums the gradients of {shorten(same)} over the ranks of a tensor group ('partial'), but "
-                "they are the same on all ranks, and need no sum; take these modules out of the plan"
+                "they are already the same on all ranks; remove these modules from the plan"
             )
         if names := [name for name, share, is_summed in found if not is_summed and share > 1e-2]:
             raise InputError(
-                f"the gradients of {shorten(names)} differ between the ranks of a tensor group, which all hold these "
-                "parameters whole: they work on sharded activations; give their modules the style 'partial', or leave "
-                "the layers around them whole"
+                f"the gradients of {shorten(names)} differ between the ranks of a tensor group, although each holds "
+                "the whole parameters: they work on sharded activations; give their modules the style 'partial', or "
+                "leave the layers around them whole"
             )
 
 
@@ -97,7 +97,7 @@ class TensorParallelism(Axis):
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
         if config.compile.enabled and config.compile.fullgraph:
-            message = "sharded layers wait for other ranks, which ends a graph; leave fullgraph out, or use tensor=1"
+            message = "sharded layers wait for other ranks, which breaks the graph; remove fullgraph, or use tensor=1"
             yield "compile.fullgraph", message
 
     @staticmethod

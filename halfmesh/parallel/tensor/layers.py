@@ -142,8 +142,9 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
             x = collectives.split(x, -1, group)
         if x.shape[-1] != weight.shape[1]:
             raise InputError(
-                f"{self.plan_entry}: it takes this rank's {weight.shape[1]} features, but its input has {x.shape[-1]}; "
-                "give the layer before it the style 'colwise', or this one 'rowwise_split' if its input is whole"
+                f"{self.plan_entry}: it expects this rank's {weight.shape[1]} features, but its input has "
+                f"{x.shape[-1]}; give the layer before it the style 'colwise', or this layer 'rowwise_split' if its "
+                "input is whole"
             )
         output = self.product(x, weight)
         if self.in_region:
@@ -180,7 +181,9 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         is_causal: bool = False,  # a hint in addition to the mask
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_causal and attn_mask is None:
-            raise InputError(f"{self.plan_entry}: is_causal=True is a hint about attn_mask; pass attn_mask, too")
+            raise InputError(
+                f"{self.plan_entry}: is_causal=True is only a hint about attn_mask; pass attn_mask as well"
+            )
         q, k, v = (self._heads(x, row) for row, x in enumerate((query, key, value)))
         causal = is_causal and key_padding_mask is None and not need_weights  # then torch takes the hint for the mask
         mask = None if causal else self._mask(key_padding_mask, attn_mask, q.dtype)

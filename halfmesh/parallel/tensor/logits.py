@@ -96,9 +96,10 @@ def local_ids(ids: torch.Tensor, entries: int, group: dist.ProcessGroup) -> tupl
 
 def _rejection(func: Any) -> InputError:
     return InputError(
-        f"{getattr(func, '__name__', func)}() reads all logits, and each rank has a shard of the vocabulary (the style "
-        "'vocab_parallel'). Use F.cross_entropy or nn.CrossEntropyLoss, with logits [tokens, vocabulary]; gather them "
-        "with logits.full_tensor(); or give the head the style 'colwise_gather'. (In evaluation they are gathered.)"
+        f"{getattr(func, '__name__', func)}() needs all logits, but each rank has a shard of the vocabulary (the "
+        "style 'vocab_parallel'). Use F.cross_entropy or nn.CrossEntropyLoss, with logits [tokens, vocabulary]; "
+        "gather them with logits.full_tensor(); or give the head the style 'colwise_gather'. (In evaluation they are "
+        "gathered.)"
     )
 
 
@@ -110,9 +111,9 @@ def _cross_entropy(
         raise InputError(f"cross_entropy of logits that are sharded over the vocabulary takes no {given[0]}")
     if target.shape != input.shape[:-1] or input.dim() > 2 or target.is_floating_point():
         raise InputError(
-            "cross_entropy of logits that are sharded over the vocabulary takes [tokens, vocabulary] and the numbers "
-            f"of the classes [tokens], but was given {list(input.shape)} and {list(target.shape)} ({target.dtype}); "
-            "write F.cross_entropy(logits.flatten(0, 1), targets.flatten())"
+            "cross_entropy of logits that are sharded over the vocabulary takes [tokens, vocabulary] and class "
+            f"indices [tokens], but got {list(input.shape)} and {list(target.shape)} ({target.dtype}); write "
+            "F.cross_entropy(logits.flatten(0, 1), targets.flatten())"
         )
     is_ignored = target == ignore_index
     losses = _CrossEntropy.apply(input._local, target.masked_fill(is_ignored, 0), input._group, label_smoothing)

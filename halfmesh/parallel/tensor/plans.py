@@ -72,7 +72,7 @@ class Assignment:
 def elementwise(name: str) -> Callable[[Any], str | None]:
     """A `find_problem`: the layer's activation, under this name, has to work on each feature separately."""
     softmaxes = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
-    message = "its activation is a softmax over features, which are sharded; use another one"
+    message = "its activation is a softmax over features, which are sharded; use another activation"
     return lambda layer: message if isinstance(attrgetter(name)(layer), softmaxes) else None
 
 
@@ -184,7 +184,7 @@ def resolve(
             problem = f"plan {source!r}, module {generalise(name)!r}: {error}"
             problems += [problem] if problem not in problems else []
     if any(map(is_compiled, modules.values())):
-        problems.append("the model is compiled already, and its layers cannot be sharded; pass it uncompiled")
+        problems.append("the model is already compiled, so its layers cannot be sharded; pass it uncompiled")
     assignments = list(found.values())
     problems += [problem for a in assignments for problem in a.find_problems(size)]
     if problems:
@@ -213,7 +213,7 @@ def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:
             if other is not a:
                 yield (
                     f"{a.name!r} has its {own} sharded twice: {other.text} by plan {other.plan!r}, {a.text} by plan "
-                    f"{a.plan!r}; leave out one, or name one plan (parallel.tensor.plan = 'name')"
+                    f"{a.plan!r}; remove one, or name one plan (parallel.tensor.plan = 'name')"
                 )
 
 
@@ -241,8 +241,8 @@ def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment])
         if len(set(uses.values())) > 1:
             shown = [f"{name}.{own} ({split or 'whole'})" for (name, own), split in uses.items()]
             yield (
-                f"one weight is shared by {' and '.join(shown)}, which would shard it differently; give these modules "
-                "the same style ('vocab' for an embedding and its head), or leave all of them whole"
+                f"{' and '.join(shown)} share one weight, but would shard it differently; give these modules the same "
+                "style ('vocab' for an embedding and its head), or leave all of them whole"
             )
 
 
@@ -283,14 +283,14 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
         of_features = isinstance(a.style, Rowwise) or a.style.opens_fork
         if a.name in between and (isinstance(a.style, Attention) or (of_features and not a.in_region)):
             yield (
-                f"{a}: under sequence_parallel=True it has to be in a 'region', which gathers the sequence; give that "
-                "style to the module around it. (torch.nn.MultiheadAttention takes keys and values separately, and "
+                f"{a}: under sequence_parallel=True it must be in a 'region', which gathers the sequence; give that "
+                "style to the module around it. (torch.nn.MultiheadAttention takes keys and values separately and "
                 "cannot be in one: set sequence_parallel=False)"
             )
         elif isinstance(a.style, RowwiseSplit) and a.in_region and not _gathers_before(a, assignments):
             yield (
-                f"{a}: its input is that of its 'region', whose gradients are summed over the ranks, and each would "
-                "give the whole gradient; use 'rowwise' after a 'colwise' layer, or leave it whole"
+                f"{a}: its input is that of its 'region', whose gradients are summed over the ranks, but each rank "
+                "would add the whole gradient; use 'rowwise' after a 'colwise' layer, or leave it whole"
             )
         elif a.style.is_region and a.name not in between:
             yield (
@@ -311,8 +311,8 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
     return (
         f"{which} {type(model).__name__}. Write one: parallel = dict(tensor=dict(size=..., plan={_example(model)})), "
-        f"where 'colwise' Linear layers hand sharded features to 'rowwise' ones (see {page('Tensor parallelism')}); "
-        "convolutions cannot be sharded: if most of the model is in them, leave tensor at 1"
+        f"where 'colwise' Linear layers pass sharded features to 'rowwise' ones (see {page('Tensor parallelism')}). "
+        "Convolutions cannot be sharded: if most of the model is convolutions, leave tensor at 1"
     )
 
 

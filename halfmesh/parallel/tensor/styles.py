@@ -355,7 +355,10 @@ class Attention(Style):
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         if type(module).forward is not nn.MultiheadAttention.forward:
-            yield f"it is a {type(module).__name__}, and this style is for torch.nn.MultiheadAttention; choose another"
+            yield (
+                f"it is a {type(module).__name__}, but this style is for torch.nn.MultiheadAttention; choose another "
+                "style"
+            )
             return
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             yield "this style does not support kdim, vdim, add_bias_kv and add_zero_attn; leave it whole"
@@ -416,11 +419,11 @@ def _find_weight_problems(
         kind = type(module)
     if type(module).forward is not kind.forward or "forward" in vars(module):
         yield (
-            f"it is a {type(module).__name__}, and this style is for torch.nn.{kind.__name__}; choose another style, "
+            f"it is a {type(module).__name__}, but this style is for torch.nn.{kind.__name__}; choose another style, "
             "or leave it whole"
         )
         return
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):  # of an embedding
         if getattr(module, setting, None):
-            yield f"{setting} is set, which is not defined for a shard of its weight; leave it out"
+            yield f"{setting} is set, which does not work on a shard of the weight; remove it"
     yield from find_indivisible(what, module.weight.shape[dim], size, blocks)

@@ -31,9 +31,9 @@ from .styles import Region, Rowwise, SequenceBegin, SequenceEnd
 _log = get_logger(__name__)
 
 _ADVICE = (
-    "Between a 'colwise' and a 'rowwise' layer each rank has a part of the features: sizes there are -1, or numbers "
-    "that 'heads(name)' divides, fused projections have 'fused_colwise(k)', and layers around a softmax, norm or "
-    "mean over all features stay whole"
+    "Between a 'colwise' and a 'rowwise' layer each rank has a part of the features: write sizes there as -1, or "
+    "divide them with 'heads(name)'; give fused projections 'fused_colwise(k)'; leave layers around a softmax, norm "
+    "or mean over all features whole"
 )
 TOLERANCE = 2e-2
 """Relative to norms. Rounding makes far smaller differences, in bf16 too; mixed features make far larger ones."""
@@ -123,15 +123,15 @@ class PlanTrial:
         gaps = {name: gap for name, gap in results.items() if isinstance(gap, float)}
         if wrong := [kind.describe(gap) for kind in kinds if (gap := gaps.get(kind.names[0], 0)) > TOLERANCE]:
             title = (
-                f"{counted(len(wrong), 'kind')} of block computed something else when sharded over tensor="
-                f"{self._axis.size} (tried out with random weights). No update was made. {_ADVICE}:"
+                f"{counted(len(wrong), 'kind')} of block computed different outputs when sharded over "
+                f"tensor={self._axis.size} (a trial with random weights, before any update). {_ADVICE}:"
             )
             raise InputError(bullet_list(title, wrong))
         if len(gaps) < len(results):
             untried = ", ".join(f"{name or 'the model'} ({why})" for name, why in results.items() if name not in gaps)
             _log.warning(
-                "parallel.tensor.plan: whether these compute the same when sharded could not be tried out: %s; "
-                "compare a few steps with one process (tensor=1)",
+                "parallel.tensor.plan: could not verify that these compute the same when sharded: %s; compare a few "
+                "steps with one process (tensor=1)",
                 untried,
             )
 
@@ -146,7 +146,7 @@ class PlanTrial:
             try:
                 block = _with_random_weights(kind, device)
                 whole = _outputs(block, kind.call, device)
-                problem = "it draws random numbers in evaluation, too" if effects.drew() else ""
+                problem = "it draws random numbers also in evaluation" if effects.drew() else ""
             except Exception as error:  # any error of the block
                 problem = f"computing it whole failed: {error!r}"
             # A rank may fail alone (out of memory); the others would wait for it in the block's own collectives.

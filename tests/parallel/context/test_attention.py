@@ -33,9 +33,9 @@ def wrong_attention(rank, world_size):
 
 def test_other_attention_is_rejected():
     for a_query, no_heads, own_mask in run_ranks(wrong_attention, 4):
-        assert "they have to be [batch, heads, tokens, features] of this rank's" in a_query
-        assert "they have to be [batch, heads, tokens, features] of this rank's" in no_heads
-        assert "a mask has to be [..., 8, 8] or [..., 1, 8]" in own_mask
+        assert "they must be [batch, heads, tokens, features] for this rank's" in a_query
+        assert "they must be [batch, heads, tokens, features] for this rank's" in no_heads
+        assert "a mask must be [..., 8, 8] or [..., 1, 8]" in own_mask
 
 
 def work(rank, world_size, heads, kv_heads):

@@ -232,10 +232,10 @@ WRONG = {
     "centred": (centred, plain, "neither"),
     "a mean by a mask": (masked_mean, plain, "loss_reduction='weighted'"),
     "late": (Late(), plain, "neither"),
-    "time-major before": (F.cross_entropy, flattened_before, "without a dim of tokens"),
-    "shifted before": (entropy, shifted_before, "Shift the targets of whole sequences"),
-    "two lengths": (of_two, of_two_lengths, "outputs of calls with other lengths; pad them"),
-    "mixed before": (entropy, mixed_before, "compute within the criterion"),
+    "time-major before": (F.cross_entropy, flattened_before, "without a sequence dim"),
+    "shifted before": (entropy, shifted_before, "Shift targets of whole sequences"),
+    "two lengths": (of_two, of_two_lengths, "outputs of different sequence lengths; pad them"),
+    "mixed before": (entropy, mixed_before, "do other computations inside the criterion"),
 }
 
 

@@ -164,8 +164,8 @@ def cached(engine, seed):
 
 
 BF16 = {"bf16": {"mode": "torch"}}
-ATTENTION = "Tokens may only be combined by torch.nn.functional.scaled_dot_product_attention"
-POSITIONS = "positions only be taken from the argument position_ids"
+ATTENTION = "Only torch.nn.functional.scaled_dot_product_attention"
+POSITIONS = "positions must come from the argument position_ids"
 SHIFT = "Shift targets of whole sequences before the call"
 MIXED = "tokens are combined"
 WRONG = {
@@ -181,15 +181,15 @@ WRONG = {
     "recurrent": (RECURRENT, plain_step, {}, MIXED),
     "attention by hand": (partial(Plain, attended_by_hand), plain_step, {}, ATTENTION),
     "flex_attention": (partial(Plain, attended_flexibly), plain_step, {}, ATTENTION),
-    "weights of attention": (ASKING, plain_step, {}, "no rank has the weights of attention"),
+    "weights of attention": (ASKING, plain_step, {}, "no rank has the attention weights"),
     "pooled": (partial(Plain, after=pooled), plain_step, {}, "something else: its output for 16 tokens"),
     "a border": (partial(Plain, after=border_lost), own_loss, {}, "Shift targets of whole sequences"),
     "a border, kept": (partial(Plain, after=shifted), own_loss, {}, SHIFT),
     "late labels": (partial(Plain, after=shifted_labels), late_labels, {}, "Shift targets of whole sequences"),
     "a mean of what counts": (partial(Plain, after=masked_mean), prompted, {}, "or targets that do not count"),
     "a router's loss": (partial(Plain, after=balanced), plain_step, {}, "output_router_logits"),
-    "a squared mean": (Plain, plain_step, {"criterion": squared}, "the criterion has to be a mean over tokens"),
-    "a loss outside": (Plain, outside, {}, "was computed from outputs of engine"),
+    "a squared mean": (Plain, plain_step, {"criterion": squared}, "the criterion must be a mean"),
+    "a loss outside": (Plain, outside, {}, "but the loss was computed from them directly"),
     "other inputs": (Plain, other_inputs, {}, "ranks of a context group were given different inputs"),
     "an odd length": (Plain, odd_length, {}, "a sequence of 15 tokens cannot be sharded over context=2"),
     "a cache": (lambda: make_llama(use_cache=True), cached, {}, "use_cache: with parallel.context"),

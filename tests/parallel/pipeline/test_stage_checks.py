@@ -101,7 +101,7 @@ REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "no partitioner knows Blocks; name the modules that begin a stage, for example "
         "partition=('blocks.1', 'blocks.3', 'blocks.4')",
     ),
-    "nor split points": (AnyArguments, pipe(), "split points cannot cut it either, because its forward takes *args"),
+    "nor split points": (AnyArguments, pipe(), "split points do not work either, because its forward takes *args"),
     "wrong partitioner": (Blocks, pipe(partition="sequential"), "the partitioner 'sequential' does not know Blocks"),
     "wrong point": (Blocks, pipe(partition=("block.3",)), "'block.3' is not a module of the model; did you mean"),
     "wrong number of points": (
@@ -118,7 +118,7 @@ REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sparse": (lambda: embedding(sparse=True), pipe(), SPARSE),
     "frequency": (lambda: embedding(scale_grad_by_freq=True), pipe(), SPARSE),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
-    "compiled": (compiled, pipe(), "a compiled model cannot be cut into stages; pass it uncompiled"),
+    "compiled": (compiled, pipe(), "a compiled model cannot be split into stages; pass it uncompiled"),
     "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
 }
 
@@ -167,7 +167,7 @@ def test_a_tensor_without_data_that_is_kept_in_a_global_is_rejected():
     stage = StageModule(nn.Linear(1, 1), [piece], 0, 1, ForwardContext(nullcontext, nullcontext, nullcontext))
     with shapes_only():
         keep(torch.ones(2, 1))
-    with pytest.raises(InputError, match="keeps a tensor outside of the model"):
+    with pytest.raises(InputError, match="keeps a tensor outside the model"):
         stage.compute(Call((torch.ones(2, 1),), {}), None)
     assert stage.compute(Call((torch.ones(3, 1),), {}), None).sum() == 6
 

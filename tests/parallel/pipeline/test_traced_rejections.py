@@ -107,7 +107,7 @@ COPY = "but other stages have a copy of it"
         ),
         (loops, ("b",), r"cannot be interpreted as an integer \(`for number in range\(x.shape\[1\]\):`, line"),
         (steps, ("b",), "it changes numbers or flags on the model"),
-        (flips, ("b",), "draws random numbers of python or numpy"),
+        (flips, ("b",), "draws random numbers from python or numpy"),
         (anything, ("b",), r"Net.forward takes \*args or \*\*kwargs, which cannot be traced .*PARTITIONERS"),
         (
             has_a_constant,

@@ -121,7 +121,7 @@ def other_place(rank, world_size, strategy):
     saved = engine.state_dict()
     assert {key: saved["layout"][key] for key in ("dp_rank", "dp_size")} == {"dp_rank": rank, "dp_size": 2}
     saved["layout"]["dp_rank"] = 1 - rank
-    with pytest.raises(InputError, match=r"the state is of .*dp_rank [01].* and this rank is .*dp_rank [01]"):
+    with pytest.raises(InputError, match=r"the state is from .*dp_rank [01].* but this rank is .*dp_rank [01]"):
         engine.load_state_dict(saved)
 
 

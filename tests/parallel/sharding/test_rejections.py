@@ -156,15 +156,15 @@ def penalty(rank):
 IN_THE_LOOP = {
     "hook before": (hook_before, "hooks were registered on the gradient of end.weight, which FSDP2 never"),
     "hook later": (hook_later, "hooks were registered on the gradient of end.weight"),
-    "backward outside": (backward_outside, "added by a backward outside this engine"),
-    "frozen": (frozen_by_the_given_object, "change it on engine.model's"),
-    "too early": (ended_too_early, "ends the cycle: loop over engine.dataloader"),
+    "backward outside": (backward_outside, "a backward outside this engine"),
+    "frozen": (frozen_by_the_given_object, "change it on those of engine.model"),
+    "too early": (ended_too_early, "ended the cycle, loop over engine.dataloader"),
     "failed": (after_a_failed_backward, "gradients of an update were dropped before its end"),
     "added, new": (partial(added_later, new=True), "end.weight, end.bias came into the optimizer after initialize"),
     "added": (partial(added_later, new=False), "end.weight, end.bias came into the optimizer after initialize"),
-    "criterion": (used_by_the_criterion, "weights were used outside of the forward of their module (in the criterion"),
+    "criterion": (used_by_the_criterion, "weights were used outside the forward of their module (in the criterion"),
     "sparse": (sparse, "a gradient is sparse, which FSDP2 cannot sum"),
-    "object": (hidden_in_an_object, "returns tensors inside an object that FSDP2 cannot look into: return tensors"),
+    "object": (hidden_in_an_object, "returns tensors inside an object that FSDP2 does not search: return tensors"),
     "penalty": (penalty, "the loss contains gradients"),
 }
 

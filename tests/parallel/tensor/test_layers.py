@@ -63,7 +63,7 @@ def wrong_inputs(rank: int, world_size: int) -> dict[str, str]:
 
 def test_inputs_that_cannot_be_right_are_rejected_on_every_rank():
     words = {
-        "whole features": "takes this rank's 4 features, but its input has 8; give the layer before it the style",
+        "whole features": "expects this rank's 4 features, but its input has 8; give the layer before it the style",
         "sequence": "needs a sequence length that tensor=2 divides, and this one is 5; pad it to 6",
         "norms": "the gradients of 1.0.norm.weight, 1.0.norm.bias, 1.1.norm.weight, 1.1.norm.bias",
         **{f"word {bad}": "IndexError: index out of range in self" for bad in WRONG_WORDS},

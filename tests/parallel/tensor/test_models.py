@@ -39,7 +39,7 @@ def test_models_of_timm_that_cannot_be_divided():
         ({"num_heads": 1}, "blocks.0.attn (heads(num_heads, attn_dim), from plan 'timm_attention'): 1 num_heads"),
     ]:
         assert words in rejected(VisionTransformer(**{**VIT, **options}))
-    assert "convolutions cannot be sharded: if most of the model is in them, leave tensor at 1" in rejected(
+    assert "Convolutions cannot be sharded: if most of the model is convolutions, leave tensor at 1" in rejected(
         timm.create_model("resnet18")
     )
     swin = timm.create_model("swin_tiny_patch4_window7_224", **SWIN)

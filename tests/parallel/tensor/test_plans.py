@@ -174,7 +174,7 @@ def with_a_plan() -> nn.Module:
 TWICE = {"*.attention": "heads(num_heads)", "blocks.[0].attention": "heads(num_heads, num_heads)"}
 SHARED = {**LANGUAGE, "words": "vocab", "head": "rowwise_split"}
 NO_PLAN = "no plan is registered for any layer of Strange. Write one: parallel ="
-COMPILED = "the model is compiled already, and its layers cannot be sharded"
+COMPILED = "the model is already compiled, so its layers cannot be sharded"
 REJECTED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (model, {"blocks.*.mpl.up": "colwise"}, "'blocks.*.mpl.up' matches no module; did you mean 'blocks.*.mlp.up'?"),
     (model, {"layers.3.mlp": "auto"}, "'layers.3.mlp' matches no module; did you mean 'blocks.*.mlp'?"),

@@ -22,7 +22,7 @@ class OwnAttention(nn.MultiheadAttention):
 
 
 NOT = "are not divisible by tensor="
-PART = "is set, which is not defined for a shard of its weight"
+PART = "is set, which does not work on a shard of the weight"
 ADDED = "this style does not support kdim, vdim, add_bias_kv and add_zero_attn"
 UNDIVIDED = [
     ("colwise", lambda: nn.Linear(4, 9), 2, "9 output features are not divisible by tensor=2; tensor can be 1, 3, 9"),

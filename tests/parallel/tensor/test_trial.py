@@ -238,7 +238,7 @@ def told() -> Iterator[list[str]]:
 
 
 UNTRIED: dict[str, Callable[[], nn.Module]] = {
-    "it draws random numbers in evaluation, too": ALWAYS_DROPS,
+    "it draws random numbers also in evaluation": ALWAYS_DROPS,
     "computing it whole failed: RuntimeError('out of memory')": FailsOnOne,
 }
 
@@ -281,7 +281,7 @@ def test_what_it_costs_and_what_is_told():
             is_same, warnings = found[why]
             assert is_same
             assert len(warnings) == (rank == 0)
-            assert all(f"could not be tried out: 1.block ({why}); compare a few" in text for text in warnings), warnings
+            assert all(f"the same when sharded: 1.block ({why}); compare a few" in text for text in warnings), warnings
 
 
 def unchanged_gpt(rank: int, world_size: int) -> str:
