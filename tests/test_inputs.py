@@ -190,9 +190,7 @@ def test_a_loader_may_hold_an_iterator_of_something_else():
 def test_values_that_half_precision_cannot_hold():
     model = MLP()
     model.register_buffer("far", torch.tensor([1.0, -7e4, float("inf")]))
-    with pytest.raises(
-        InputError, match="'far' holds values up to 70000, but the maximum of float16 is 65504; use bf16"
-    ):
+    with pytest.raises(InputError, match="'far' holds values up to 70000, but the maximum of float16 is 65504; use"):
         start(model, config=FP16_NAIVE)
     start(model, config=NAIVE_BF16)
 

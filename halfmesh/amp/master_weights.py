@@ -225,7 +225,7 @@ class MasterWeights:
             sharded = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
             names = [sharded.get(id(param), place) for place, param in foreign.items()]
             raise InputError(
-                f"{shorten(names)} were added to the optimizer after initialize, when it takes only parameters of "
+                f"{shorten(names)} joined the optimizer after initialize, when it takes only parameters of "
                 "this rank's model, and none under zero1 and fsdp. Add them before initialize (you can freeze them "
                 "and unfreeze them later), or take them from engine.model, not from a list made before"
             )

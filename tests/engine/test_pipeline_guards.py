@@ -151,7 +151,7 @@ def of_models(rank: int, world_size: int) -> list[str]:
     told("model: another engine sharded it, and this rank holds only a part", make, model=model)
     told("a sharded model cannot be pickled; save engine.state_dict()", pickle.dumps, model)
     assert [n for n, _ in copy.deepcopy(model).named_parameters()] == [n for n, _ in model.named_parameters()]
-    told("the 2 ranks of a pipeline were given different inputs", engine, x + rank)
+    told("the 2 ranks of a pipeline got different inputs", engine, x + rank)
     engine.close()
     engine = make(model=deep(nn.BatchNorm1d(16)))
     plain = dict(deep(nn.BatchNorm1d(16)).state_dict())  # without versions, as of a file
@@ -190,7 +190,7 @@ def parts_later(rank: int, world_size: int) -> dict[str, str]:
 def test_batches_that_part_later_are_noticed():
     for found in run_ranks(parts_later, 2):
         for changed in ("targets", "inputs"):
-            assert f"10: the 2 ranks of a pipeline were given different {changed}" in found[changed]
+            assert f"10: the 2 ranks of a pipeline got different {changed}" in found[changed]
 
 
 def grows(rank: int, world_size: int) -> None:
@@ -204,7 +204,7 @@ def grows(rank: int, world_size: int) -> None:
     told("3: modules that were added to the model after initialize, or removed", step, engine, x, y)
     engine.optimizer.add_param_group({"params": list(model[-1].parameters())})
     del model[-1]
-    told("were added to the optimizer after initialize", step, engine, x, y)
+    told("joined the optimizer after initialize", step, engine, x, y)
 
 
 def test_layers_that_come_after_initialize():

@@ -107,7 +107,7 @@ def test_who_is_waited_for():
     (heard, found), _, (heard_too, twice) = run_ranks(waits, 3, fresh=True)
     heard = [text.partition("] ")[2] for text in (*heard, *heard_too)]  # of the rank that came first
     warned = sorted(text.partition(" to call it, after")[0] for text in heard)
-    assert warned == ["engine.save waits for rank 1"] * 2 + ["engine.save waits for ranks 1, 2"]
+    assert warned == ["engine.save still waits for rank 1"] * 2 + ["engine.save still waits for ranks 1, 2"]
     assert found[0].startswith("InputError engine.save was called on ranks 0, 2 only;")
     assert "(rank 1 ended, or waited elsewhere, without it)" in found[1]
     assert found[2] == "ConnectionResetError engine.save: connection reset by peer: no answer from rank 1"

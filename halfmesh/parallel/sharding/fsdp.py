@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...errors import InputError, shorten
+from ...errors import InputError, counted, shorten
 from ...options import DType, Options, PositiveInt
 from ...utils.optimizer_state import cast, reject_other_state, repoint
 from ...utils.param_shard import ParamShard, set_compute_dtype
@@ -144,7 +144,10 @@ class FSDP(DataStrategy):
     @staticmethod
     def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
         if options.hybrid is not None and data_ranks % options.hybrid:
-            yield "parallel.data.hybrid", f"{options.hybrid} does not divide the {data_ranks} data ranks; use a divisor"
+            yield (
+                "parallel.data.hybrid",
+                f"{options.hybrid} does not divide the {counted(data_ranks, 'data rank')}; use a divisor",
+            )
 
     @staticmethod
     def ranks_of_copy(options: Any, data_ranks: int) -> int:

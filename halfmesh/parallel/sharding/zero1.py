@@ -395,7 +395,7 @@ class Zero1Reducer(Reducer):
             shard.param.requires_grad_(shard.model_param.requires_grad)
         if new := [shard.name for shard in shards if shard.source is None]:
             raise InputError(
-                f"{shorten(new)} were added to the optimizer after initialize, which had already split its parameters "
+                f"{shorten(new)} joined the optimizer after initialize, which had already split its parameters "
                 "for data='zero1'; add them before (you can unfreeze frozen ones later), or use data='replicate'"
             )
         super().set_params([shard.source for shard in shards if shard.source is not None])

@@ -190,7 +190,7 @@ WRONG = {
     "a router's loss": (partial(Plain, after=balanced), plain_step, {}, "output_router_logits"),
     "a squared mean": (Plain, plain_step, {"criterion": squared}, "the criterion must be a mean"),
     "a loss outside": (Plain, outside, {}, "but the loss was computed from them directly"),
-    "other inputs": (Plain, other_inputs, {}, "ranks of a context group were given different inputs"),
+    "other inputs": (Plain, other_inputs, {}, "ranks of a context group got different inputs"),
     "an odd length": (Plain, odd_length, {}, "a sequence of 15 tokens cannot be sharded over context=2"),
     "a cache": (lambda: make_llama(use_cache=True), cached, {}, "use_cache: with parallel.context"),
 }
@@ -247,7 +247,7 @@ UNKNOWN = [
     (lambda: make_gemma(2), "transformers has no 'sdpa' for this model"),
     (lambda: make_gemma(3, **BOTH_WAYS), "transformers' create_bidirectional_sliding_window_mask"),
     (make_recurrent, "its layers have linear_attention, and only attention can be"),
-    (Wrapped, "inner would shift the labels that Wrapped gives it"),
+    (Wrapped, "inner would shift the labels on each rank"),
     (lambda: make_llama(rope_parameters=DYNAMIC), "its rotations are 'dynamic'"),
     (make_gpt, "compile: attention waits for other ranks"),
 ]

@@ -160,7 +160,7 @@ def states(rank, world_size):
 @pytest.mark.distributed
 def test_another_ranks_state_is_rejected():
     for rank, (message, again) in enumerate(run_ranks(states, 2)):
-        assert f"ep_rank {1 - rank}, tp_size 1, tp_rank 0, and this rank is" in message
+        assert f"ep_rank {1 - rank}, tp_size 1, tp_rank 0, but this rank is" in message
         assert "holds only a part" in again
 
 
@@ -184,7 +184,7 @@ def problems(model, size=2):
 
 def test_models_that_cannot_be_sharded():
     assert problems(make_mixtral()) == []
-    assert "Linear has no layer of experts: a module with `num_experts`" in problems(nn.Linear(2, 2))[0]
+    assert "Linear has no expert layer: a module with `num_experts`" in problems(nn.Linear(2, 2))[0]
     odd = problems(make_mixtral(), 3)[0]
     assert "3 does not divide the 4 experts of model.layers.0.mlp.experts; use one of 1, 2, 4" in odd
 

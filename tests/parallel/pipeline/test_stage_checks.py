@@ -98,7 +98,7 @@ REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no partitioner": (
         Blocks,
         pipe(2, 2, schedule="interleaved", chunks=2),
-        "no partitioner knows Blocks; name the modules that begin a stage, for example "
+        "no partitioner knows Blocks; name the modules that start a stage, for example "
         "partition=('blocks.1', 'blocks.3', 'blocks.4')",
     ),
     "nor split points": (AnyArguments, pipe(), "split points do not work either, because its forward takes *args"),
@@ -113,13 +113,13 @@ REJECTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "statistics of two stages": (
         NormTwice,
         pipe(partition=("blocks.0",)),
-        "norm.running_mean, norm.running_var: several stages would keep these running statistics",
+        "norm.running_mean, norm.running_var: several stages use this norm",
     ),
     "sparse": (lambda: embedding(sparse=True), pipe(), SPARSE),
     "frequency": (lambda: embedding(scale_grad_by_freq=True), pipe(), SPARSE),
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
     "compiled": (compiled, pipe(), "a compiled model cannot be split into stages; pass it uncompiled"),
-    "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
+    "hooks": (hooked, pipe(), "the model itself: it has hooks, but under a pipeline it is not called"),
 }
 
 
@@ -152,7 +152,7 @@ def test_a_criterion_with_weights_of_the_model():
 
 
 def test_optimizers_that_join_all_parameters():
-    with pytest.raises(IncompatibleConfigError, match=r"Lamb has max_grad_norm=1.0, which it applies to all"):
+    with pytest.raises(IncompatibleConfigError, match=r"Lamb has max_grad_norm=1.0, which applies to all"):
         make_engine(pipe(), model=deep(), optimizer=Lamb)
 
 

@@ -94,7 +94,7 @@ COPY = "but other stages have a copy of it"
         (row, ("c", "b"), "the forward calls these modules in the order b, c"),
         (row, ("b", "idle"), "idle is never called by the model's forward"),
         (asks, ("b",), r"cannot be traced .* to control flow \(`return self.c\(self.b\(x\)\) if x.sum\(\) > 0 else"),
-        (without_gradients, ("b",), "a is called within no_grad, autocast or the like, which a trace does not keep"),
+        (without_gradients, ("b",), "a is called inside no_grad, autocast or similar, which a trace does not record"),
         (
             keeps,
             ("b",),
@@ -112,7 +112,7 @@ COPY = "but other stages have a copy of it"
         (
             has_a_constant,
             ("b",),
-            r"a tensor that is not on the model; make it a buffer \(`return .* SCALE\)\)\)`, line",
+            r"a tensor that is not part of the model; make it a buffer \(`return .* SCALE\)\)\)`, line",
         ),
         (changes_its_argument, ("b",), rf"changes x in place \(`x.mul_\(2\)`, line .*\), {COPY}"),
         (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(`mask \+= 1`, line .*\), {COPY}"),

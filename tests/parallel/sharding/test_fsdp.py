@@ -175,5 +175,5 @@ def test_gradients_are_summed_in_a_group_of_their_own():
 
 def test_a_group_of_their_own_is_not_for_copies():
     config = {"parallel": {"data": {"strategy": "fsdp", "hybrid": 2, "separate_reduce_group": True}}}
-    with pytest.raises(IncompatibleConfigError, match="separate_reduce_group: hybrid has groups of its own"):
+    with pytest.raises(IncompatibleConfigError, match="separate_reduce_group: hybrid makes its own groups"):
         halfmesh.initialize(Blocks(), torch.optim.SGD(Blocks().parameters(), 0.1), config=config)

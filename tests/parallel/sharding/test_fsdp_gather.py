@@ -264,7 +264,7 @@ def read(rank, world_size):
     ids = here(torch.zeros(4, dtype=torch.long))
     for how in reads:
         engine = make_engine({"data": FSDP}, Reads(how))
-        with pytest.raises(InputError, match=r"gathers in float8, .* add the layer's name to fp8\.filter"):
+        with pytest.raises(InputError, match=r"gathers it in float8, .* add the layer's name to fp8\.filter"):
             engine(ids)
         assert make_engine({"data": FSDP}, Reads(how), recipe="rowwise")(ids).isfinite().all()
     by_kind = Reads(lambda weight: torch.zeros((), dtype=weight.dtype, device=weight.device))

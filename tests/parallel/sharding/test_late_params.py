@@ -257,7 +257,7 @@ class Unseen(nn.Module):
 def test_a_gradient_of_weights_that_nothing_has_waited_for_is_rejected(late):
     engine = build(model=Unseen)
     step(engine)
-    with pytest.raises(InputError, match=r"'other.weight' has a gradient, but nothing has waited for its weights"):
+    with pytest.raises(InputError, match=r"'other.weight' has a gradient, but nothing waited for its new weights"):
         step(engine)
     engine.zero_grad()
     engine.train()

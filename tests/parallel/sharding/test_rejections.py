@@ -160,8 +160,8 @@ IN_THE_LOOP = {
     "frozen": (frozen_by_the_given_object, "change it on those of engine.model"),
     "too early": (ended_too_early, "ended the cycle, loop over engine.dataloader"),
     "failed": (after_a_failed_backward, "gradients of an update were dropped before its end"),
-    "added, new": (partial(added_later, new=True), "end.weight, end.bias came into the optimizer after initialize"),
-    "added": (partial(added_later, new=False), "end.weight, end.bias came into the optimizer after initialize"),
+    "added, new": (partial(added_later, new=True), "end.weight, end.bias joined the optimizer after initialize"),
+    "added": (partial(added_later, new=False), "end.weight, end.bias joined the optimizer after initialize"),
     "criterion": (used_by_the_criterion, "weights were used outside the forward of their module (in the criterion"),
     "sparse": (sparse, "a gradient is sparse, which FSDP2 cannot sum"),
     "object": (hidden_in_an_object, "returns tensors inside an object that FSDP2 does not search: return tensors"),
@@ -190,7 +190,7 @@ def assigned(rank, world_size):
         for words, use in {"": partial(loop, engine, rank), "engine.full_state_dict: ": engine.full_state_dict}.items():
             with pytest.raises(InputError) as caught:
                 use()
-            assert str(caught.value).startswith(f"{words}new memory was assigned to blocks.1.one.weight")
+            assert str(caught.value).startswith(f"{words}blocks.1.one.weight got new memory")
             assert caught.value.__context__ is None, "said once"
 
 

@@ -139,7 +139,7 @@ def added(rank, world_size):
     """Parameters and gradients that come from elsewhere."""
     engine = make_engine("zero1", optimizer=without_unused)
     engine.optimizer.add_param_group({"params": [engine.model.unused.weight]})
-    with pytest.raises(InputError, match=r"unused.weight came into the optimizer after initialize"):
+    with pytest.raises(InputError, match=r"unused.weight joined the optimizer after initialize"):
         take_step(engine, rank, 0)
     engine = make_engine("zero1")
     engine.backward(engine.criterion(engine(batch(rank, 0)[0]), batch(rank, 0)[1]))

@@ -92,7 +92,7 @@ def test_a_hint_reaches_the_kernel_in_place_of_its_mask_and_is_rejected_alone():
     """As in torch: kernels that take no mask are faster."""
     for given, alone in run_ranks(hints, 2):
         assert given == [(False, True), (True, False)]
-        assert ": is_causal=True is a hint about attn_mask; pass attn_mask, too" in alone
+        assert ": is_causal=True is only a hint about attn_mask; pass attn_mask as well" in alone
 
 
 def evaluated(rank: int, world_size: int) -> list[float]:

@@ -138,11 +138,11 @@ class Quantised(optim.SGD):
 
 
 REJECTED = {
-    r"OfAll steps a parameter by what it reads of others .* clip_grad_norm; else": OfAll,
-    r"Lamb steps a parameter by what it reads of others .*LAMB's max_grad_norm": lamb,
+    r"OfAll steps each parameter with values from others .*; otherwise": OfAll,
+    r"Lamb steps each parameter with values from others .*LAMB's max_grad_norm": lamb,
     "could not test on a matrix whether LBFGS .* LBFGS.unit = 'matrix' if": optim.LBFGS,
     "could not test on a matrix whether SparseAdam .* SparseAdam.unit = 'matrix' if": optim.SparseAdam,
-    "Counting steps Whole, which steps a parameter as a whole": partial(Counting, make=MATRIX["norm"]),
+    "Counting steps Whole, which needs whole parameters": partial(Counting, make=MATRIX["norm"]),
     "it keeps 'exp_avg' as a OptimState8bit, in blocks that": partial(Quantised, lr=torch.tensor(0.01)),
 }
 

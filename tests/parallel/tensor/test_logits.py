@@ -112,7 +112,7 @@ def rejections(rank: int, world_size: int) -> dict[str, str]:
         "takes no weight": lambda: F.cross_entropy(x, y, weight=torch.ones(WORDS)),
         "takes no reduce": lambda: F.cross_entropy(x, y, reduce=False),
         "takes [tokens, vocabulary]": lambda: F.cross_entropy(cube.view(2, 5, WORDS), y.view(2, 5)),
-        "numbers of the classes": lambda: F.cross_entropy(x, torch.zeros(TOKENS, WORDS)),
+        "class indices": lambda: F.cross_entropy(x, torch.zeros(TOKENS, WORDS)),
         "[10, 12] and [9]": lambda: F.cross_entropy(x, y[1:]),
     }
     found = {words: rejection(call) for words, call in calls.items()}

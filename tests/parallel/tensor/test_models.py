@@ -34,8 +34,11 @@ def test_models_of_timm_that_cannot_be_divided():
     from timm.models.vision_transformer import VisionTransformer
 
     for options, words in [
-        ({"scale_attn_norm": True}, "blocks.0.attn (Attention): its norm works on all features between its layers"),
-        ({"scale_mlp_norm": True}, "blocks.0.mlp (Mlp): its norm works on all features between its layers"),
+        (
+            {"scale_attn_norm": True},
+            "blocks.0.attn (Attention): it has a norm over all features between its",
+        ),
+        ({"scale_mlp_norm": True}, "blocks.0.mlp (Mlp): it has a norm over all features between its"),
         ({"num_heads": 1}, "blocks.0.attn (heads(num_heads, attn_dim), from plan 'timm_attention'): 1 num_heads"),
     ]:
         assert words in rejected(VisionTransformer(**{**VIT, **options}))
@@ -61,9 +64,9 @@ def test_language_models_that_cannot_be_divided():
         ),
         (
             hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, add_cross_attention=True)),
-            "crossattention (GPT2Attention): it is a cross-attention, which this plan does",
+            "crossattention (GPT2Attention): it has cross-attention, which this plan does",
         ),
-        (hf.BertLMHeadModel(cross), "crossattention (BertAttention): it is a cross-attention, which this plan does"),
+        (hf.BertLMHeadModel(cross), "crossattention (BertAttention): it has cross-attention, which this plan does"),
         (limited, "relative_attention_bias (embedding_features, from plan 't5_attention'): max_norm is set, which"),
     ]:
         assert words in rejected(model)

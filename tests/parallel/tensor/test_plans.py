@@ -190,7 +190,7 @@ REJECTED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (
         partial(Language, head_dim=1),
         {**LANGUAGE, "head": "colwise_gather"},
-        "one weight is shared by words.weight (whole) and head.weight (dim 0), which would shard it",
+        "words.weight (whole) and head.weight (dim 0) share one weight, but would shard it",
     ),
     (partial(Language, head_dim=1), SHARED, "words.weight (dim 0) and head.weight (dim 1)"),
     *(
@@ -250,7 +250,7 @@ def test_all_problems_are_told_together():
     assert "head (colwise_gather, from plan 'head'): 12 output features are not divisible by tensor=8" in message
 
 
-OUTSIDE = "under sequence_parallel=True it has to be in a 'region'"
+OUTSIDE = "under sequence_parallel=True it must be in a 'region'"
 WHOLE = "it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its modules"
 NOWHERE = "no plan says where the sequence is sharded"
 OTHER = {"layers.*.other": "attention", "layers.*.other.out_proj": "rowwise"}

@@ -32,9 +32,9 @@ UNDIVIDED = [
     ("fused_colwise(3)", lambda: nn.Linear(4, 8), 2, f"8 output features in 3 blocks {NOT}2"),
     ("vocab", lambda: nn.Embedding(7, 4), 2, "7 vocabulary entries are not divisible by tensor=2; tensor can be 1, 7"),
     ("vocab", lambda: nn.Linear(4, 7), 2, "7 vocabulary entries are not divisible by tensor=2"),
-    ("colwise", lambda: nn.Conv2d(4, 8, 1), 2, "it is a Conv2d, and this style is for torch.nn.Linear"),
-    ("vocab", lambda: nn.LayerNorm(8), 2, "it is a LayerNorm, and this style is for torch.nn.Embedding"),
-    ("colwise", lambda: Scaled(4, 8), 2, "it is a Scaled, and this style is for torch.nn.Linear"),
+    ("colwise", lambda: nn.Conv2d(4, 8, 1), 2, "it is a Conv2d, but this style is for torch.nn.Linear"),
+    ("vocab", lambda: nn.LayerNorm(8), 2, "it is a LayerNorm, but this style is for torch.nn.Embedding"),
+    ("colwise", lambda: Scaled(4, 8), 2, "it is a Scaled, but this style is for torch.nn.Linear"),
     ("vocab", lambda: nn.Embedding(8, 4, max_norm=1.0), 2, f"max_norm {PART}"),
     ("vocab", lambda: nn.Embedding(8, 4, scale_grad_by_freq=True), 2, f"scale_grad_by_freq {PART}"),
     ("vocab", lambda: nn.Embedding(8, 4, sparse=True), 2, f"sparse {PART}"),
@@ -44,7 +44,7 @@ UNDIVIDED = [
     ("attention", lambda: nn.MultiheadAttention(8, 4, add_zero_attn=True), 2, ADDED),
     ("attention", lambda: nn.MultiheadAttention(8, 4, add_bias_kv=True), 2, ADDED),
     ("attention", lambda: nn.MultiheadAttention(9, 3), 2, "3 heads are not divisible by tensor=2"),
-    ("attention", lambda: OwnAttention(8, 4), 2, "it is a OwnAttention, and this style is for torch.nn.Multihead"),
+    ("attention", lambda: OwnAttention(8, 4), 2, "it is a OwnAttention, but this style is for torch.nn.Multihead"),
 ]
 
 

@@ -131,7 +131,7 @@ def unequal_inputs(rank: int, world_size: int) -> list[str]:
 
 
 def test_ranks_of_a_tensor_group_have_to_see_the_same_batch():
-    message = "InputError: the 2 ranks of a tensor group were given different inputs, but they compute one batch"
+    message = "InputError: the 2 ranks of a tensor group got different inputs, but they compute one batch"
     for found in run_ranks(unequal_inputs, 2):
         assert found.pop(6) == "no error"
         assert len(found) == 7
