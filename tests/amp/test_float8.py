@@ -184,7 +184,7 @@ def test_mistakes_in_the_config(config, words):
 
 
 def test_mistakes_with_the_model(monkeypatch):
-    with pytest.raises(InputError, match=r"fp8.filter: 'haed' is the name of no linear layer; did you mean 'head'"):
+    with pytest.raises(InputError, match=r"fp8.filter: no linear layer is named 'haed'; did you mean 'head'"):
         make_engine(fp8(filter=["haed"]))
     with pytest.raises(InputError, match=r"every linear layer is in fp8.filter, .*; use bf16"):
         make_engine(fp8(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))

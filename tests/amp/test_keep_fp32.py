@@ -110,7 +110,7 @@ def test_patterns_that_match_nothing_are_rejected():
         ("*.t", "its arguments: x, t"),
         ("batsh.t", "its arguments: x, t"),
     ):
-        with pytest.raises(halfmesh.InputError, match=f"keep_fp32: .* is the name of no .*{text}"):
+        with pytest.raises(halfmesh.InputError, match=f"keep_fp32: no buffer, parameter .* is named .*{text}"):
             start(Denoiser(), naive(keep_fp32=[pattern]))
     model = Denoiser()
     with pytest.raises(halfmesh.InputError, match="keep_fp32"):

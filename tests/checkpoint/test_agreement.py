@@ -76,7 +76,7 @@ def test_a_rank_that_does_not_answer_is_named():
     store = dist.HashStore()
     agreement = StopAgreement(store, store, 1, 3, 0.2)
     assert not agreement.pass_boundary(asks=True)
-    with pytest.raises(TimeoutError, match=r"^ranks 0, 2 did not say within 0.2 s \(config key timeout\)"):
+    with pytest.raises(TimeoutError, match=r"^ranks 0, 2 did not answer within 0.2 s \(config key timeout\)"):
         agreement.pass_boundary(asks=True)
     agreement.close()
     assert not agreement.pass_boundary(asks=True)  # closed by another rank, perhaps: nobody stops

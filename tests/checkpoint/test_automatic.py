@@ -188,7 +188,7 @@ def test_a_handler_of_the_users_stays(tmp_path, caplog):
 
     signal.signal(signal.SIGTERM, mine)
     engines.append(made(tmp_path))
-    assert "checkpoint.signals: SIGTERM: handled already" in caplog.text
+    assert "checkpoint.signals: SIGTERM: it already has a handler" in caplog.text
     with pytest.raises(Preempted):
         loop(engines[0], at(2))
     assert signal.getsignal(signal.SIGTERM) is mine

@@ -81,7 +81,7 @@ def test_what_is_no_checkpoint(tmp_path, saved):
     folder, _ = saved
     for path in folder.glob("step-*/common.pt"):
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"all of its checkpoints are damaged:\n.*step-00000002(?s:.*)00001"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints there are damaged:\n.*step-00000002(?s:.*)00001"):
         make_small().load(folder)
     (folder / "empty").mkdir()
     for place, words in (("not here", "there is no such folder"), ("empty", "it holds no complete")):
@@ -92,7 +92,7 @@ def test_what_is_no_checkpoint(tmp_path, saved):
 def test_a_newer_format_is_rejected(saved):
     """An older checkpoint beside it is not taken for it."""
     change_manifest(saved[0] / "step-00000002", format=2, files="of another kind")
-    with pytest.raises(CheckpointError, match=r"step-00000002 has the format 2, and this version of halfmesh reads fo"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 has the format 2, but this version of halfmesh reads fo"):
         make_small().load(saved[0])
 
 

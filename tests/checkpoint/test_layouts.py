@@ -205,4 +205,4 @@ def test_an_epoch_goes_on_at_the_same_sample_in_another_layout(tmp_path):
     for batch, number, left in ((8, 6, whole[2:]), (4, 12, whole[2:]), (5, 7, whole[4:])):
         seen, _, said = samples_seen(0, 1, "one", dp2, None, batch)
         assert (sum(seen, []), len(seen)) == (sum(left, []), number)  # noqa: RUF017 - they are few
-    assert "2 batches of epoch 0 were trained on, which is no position in this run's order" in said[-1]
+    assert "2 batches of epoch 0 were trained on, which is not a position in this run's order" in said[-1]

@@ -89,4 +89,4 @@ def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(fcntl, "lockf", none)
     assert make_small().save(tmp_path).exists()
-    assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available); make sure" in caplog.text
+    assert f"could not lock {tmp_path} ([Errno {errno.ENOLCK}] No locks available); make sure" in caplog.text

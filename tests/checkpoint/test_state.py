@@ -46,7 +46,7 @@ def test_states_that_do_not_fit_are_rejected():
     for state, words in (
         ({"epoch": 1}, "not the state of an engine: pass what engine"),
         (engine.model.state_dict(), "(for a model's state, call model.load_state_dict)"),
-        (make_engine().state_dict(), "saved with 0 loss scales, and this run trains with 1;"),
+        (make_engine().state_dict(), "saved with 0 loss scales, but this run trains with 1;"),
     ):
         assert words in said(engine.load_state_dict, state)
 

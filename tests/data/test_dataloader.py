@@ -143,7 +143,7 @@ def test_it_has_the_attributes_of_the_loader_that_was_given():
 
 def test_an_empty_stream():
     engine = halfmesh.initialize(MLP(), sgd, None, DataLoader(Queue(0), 4), {}, eval_dataloader=DataLoader(Queue(0)))
-    with pytest.raises(InputError, match="epoch 0: the dataloader gave no batch on this rank; give it at"):
+    with pytest.raises(InputError, match="epoch 0: the dataloader has no batch for this rank; give it at"):
         list(engine.dataloader)
     assert list(engine.eval_dataloader) == []
 

@@ -135,7 +135,7 @@ def test_the_same_batches_on_each_rank_are_told_once():
     for name, told in first.items():
         assert len(told) == (name in ("called its own, alike", "not given, alike")), (name, told)
         for words in told:
-            assert words.startswith("[rank 0] all 2 data ranks were given the same inputs in the first update")
+            assert words.startswith("[rank 0] all 2 data ranks got the same inputs in the first update")
 
 
 def collate(samples: Any) -> Any:

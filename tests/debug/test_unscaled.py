@@ -115,7 +115,7 @@ def nan_on_ranks(rank, world_size):
     found = {}
     for name, config in LAYOUTS.items():
         update, error, told = run_into_nan(config, is_bad=is_last)
-        told = [(at, text.partition(" of the last ")[2][:2].strip()) for at, text in told]
+        told = [(at, text.partition(" or nan in ")[2][:2].strip()) for at, text in told]
         found[name] = (update, error.diagnosis.began), told
     return found
 

@@ -318,10 +318,10 @@ def test_size_of_a_chunk():
     ("change", "words"),
     [
         ({"head": torch.zeros(CLASSES, FEATURES)}, "the module that makes the logits, not its weight"),
-        ({"target": torch.zeros(7, 3, dtype=torch.int64)}, "was given [3, 7, 8] and [7, 3]"),
-        ({"target": torch.zeros(3, 7, CLASSES)}, "was given [3, 7, 8] and [3, 7, 20]"),
+        ({"target": torch.zeros(7, 3, dtype=torch.int64)}, "got [3, 7, 8] and [7, 3]"),
+        ({"target": torch.zeros(3, 7, CLASSES)}, "got [3, 7, 8] and [3, 7, 20]"),
         ({"reduction": "avg"}, "reduction='avg' is not 'mean', 'sum' or 'none'"),
-        ({"chunk_size": 0}, "chunk_size=0 is not a number of tokens"),
+        ({"chunk_size": 0}, "chunk_size=0 must be a number of tokens"),
     ],
 )
 def test_rejected(change, words):

@@ -114,9 +114,7 @@ class Passing(Sharing):
 
 def test_shared_state_is_rejected_unless_loading_passes_it_on(tmp_path):
     train(engine := make_small(optimizer=Sharing), 1)
-    with pytest.raises(
-        InputError, match=r"Sharing holds another .*: Sharing.load_state_dict\(\) does not give it back"
-    ):
+    with pytest.raises(InputError, match=r"Sharing holds another .*: Sharing.load_state_dict\(\) does not restore it"):
         engine.save(tmp_path)
 
 
