@@ -167,9 +167,9 @@ def test_losses_and_states_of_other_numbers_of_losses_are_rejected():
     for wrong in (2, -1, True):
         with pytest.raises(InputError, match=r"loss_id=.* is not allowed with 2 loss scales; allowed: 0 to 1"):
             engine.backward(engine.criterion(engine(x), y), loss_id=wrong)
-    with pytest.raises(InputError, match=r"saved with 2 loss scales, and this run trains with 1;"):
+    with pytest.raises(InputError, match=r"saved with 2 loss scales, but this run trains with 1;"):
         other.load_state_dict(engine.state_dict())
-    with pytest.raises(InputError, match=r"saved with 1 loss scale, and this run trains with 2;"):
+    with pytest.raises(InputError, match=r"saved with 1 loss scale, but this run trains with 2;"):
         engine.load_state_dict(other.state_dict())
 
 

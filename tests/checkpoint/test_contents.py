@@ -140,9 +140,7 @@ def test_lists_numbers_and_other_shapes_of_whole_parameters_come_back(tmp_path):
 def test_state_of_no_parameter_is_rejected(tmp_path):
     engine = make_small(optimizer=lambda params: Keeps(params, {}, {"all": {"k": 1}}))
     train(engine, 1)
-    with pytest.raises(
-        InputError, match="Keeps keeps state that belongs to no parameter, 'all', which cannot be saved"
-    ):
+    with pytest.raises(InputError, match="Keeps keeps state that belongs to no parameter, 'all', which"):
         engine.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -300,11 +298,11 @@ def test_another_model_or_optimizer_is_rejected_and_nothing_changes(tmp_path):
         "step-00000001 does not fit the model and optimizer of this engine:",
         "the checkpoint has no ups.bias (but up.bias), ups.weight (but up.weight)",
         "different shapes: head.bias ((4,) in the checkpoint, (9,) here), head.weight",
-        "it was saved with the optimizer torch.optim.adamw.AdamW, and this is torch.optim.sgd.SGD; use the same class",
+        "it was saved with the optimizer torch.optim.adamw.AdamW, but this is torch.optim.sgd.SGD; use the same class",
     ):
         assert words in str(rejected.value)
     assert differing(weights(other), before) == []
-    with pytest.raises(InputError, match=r"has groups of \[14\] parameters, and this one of \[2, 2\]"):
+    with pytest.raises(InputError, match=r"has groups of \[14\] parameters, but this one has groups of \[2, 2\]"):
         make_small(optimizer=lambda p: optim.AdamW([{"params": p[:2]}, {"params": p[2:4]}], lr=0.1)).load(tmp_path)
-    with pytest.raises(InputError, match=r"with the lr_scheduler torch.*LambdaLR, and this is .*StepLR"):
+    with pytest.raises(InputError, match=r"with the lr_scheduler torch.*LambdaLR, but this is .*StepLR"):
         make_small(lr_scheduler=halved).load(tmp_path)

@@ -107,10 +107,10 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     told("engine.criterion(...): target has 5 rows, and the batch has 8", engine.criterion, output, y[:5])
     words = "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split along their first dim"
     told(words, engine, x, here(torch.ones(3, 2)))
-    words = "engine.criterion(...): weight has 8 items, as many as the batch has rows"
+    words = "engine.criterion(...): weight has 8 items, one for each row of the batch"
     told(words, engine.criterion, output, y, [str(number) for number in range(8)])
     boxes = here([torch.ones(i % 3, 4) for i in range(8)])
-    words = "target has 8 items, as many as the batch has rows, but is not a tensor"
+    words = "target has 8 items, one for each row of the batch, but is not a tensor"
     told(words, engine.criterion, output, boxes)
     told("engine(...) got no tensor with a batch dim", engine)
     assert "the model itself was called, but this rank holds only stage" in said(engine.model, x)
@@ -201,7 +201,7 @@ def grows(rank: int, world_size: int) -> None:
     engine = make(model=model)
     step(engine, x, y)
     model.append(here(nn.Linear(CLASSES, CLASSES)))
-    told("3: modules that were added to the model after initialize, or removed", step, engine, x, y)
+    told("3: these modules were added or removed after initialize", step, engine, x, y)
     engine.optimizer.add_param_group({"params": list(model[-1].parameters())})
     del model[-1]
     told("joined the optimizer after initialize", step, engine, x, y)

@@ -115,9 +115,9 @@ def rejections(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_would_be_silently_wrong_is_rejected():
     words = {
-        "optimizer": "Lamb steps a parameter by what it reads of others",
+        "optimizer": "Lamb steps each parameter with values from others",
         "second engine": "model: another engine sharded it, and this rank holds only a part",
-        "whole state": "has 'exp_avg' of shape (16, 8) for a parameter of which this rank holds (8, 8)",
+        "whole state": "has 'exp_avg' of shape (16, 8), but this rank holds (8, 8) of the parameter",
         "undeclared": "the gradients of each.weight, each.bias differ",
         "divided output": "the model's output differs between the ranks of a tensor group",
     }

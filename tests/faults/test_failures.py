@@ -132,8 +132,8 @@ CASES = {  # and what the others say
     "fsdp": (Case(SLEEP, parallel=(("data", "fsdp"),)), f"{HANGS} 1"),
     "save": (
         Case(SLEEP, then=SAVES),
-        "engine.save was called on rank 0 only; call it on every rank, without an `if` around it: which rank writes is "
-        "chosen inside (rank 1 did not within 3 s (config key timeout))",
+        "engine.save was called on rank 0 only; call it on every rank, without an `if` around it: halfmesh "
+        "chooses which rank writes (rank 1 did not within 3 s (config key timeout))",
     ),
 }
 

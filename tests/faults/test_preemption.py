@@ -253,7 +253,7 @@ def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
     assert [first, second] == other
     assert first == 0
     assert 7 <= second < 36
-    assert "[rank 0] interrupted by SIGTERM; saved update" in output
+    assert "[rank 0] interrupted by SIGTERM: saved update" in output
     assert output.count("exitcode: 75") >= 1
     assert not re.search(r"terminate called|left its loop|lost|DataLoader worker", output)
     run_ranks(uninterrupted, 2, str(tmp_path / "whole.pt"))
@@ -265,7 +265,7 @@ def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
 def test_ctrl_c_through_a_launcher_and_resumed_with_one_process(tmp_path):
     options = make_folders(tmp_path) | {"dropout": 0.0, "shuffle": False, "workers": 1}
     output = press_ctrl_c(**options)
-    assert "[rank 0] interrupted by SIGINT; saved update " in output
+    assert "[rank 0] interrupted by SIGINT: saved update " in output
     assert not re.search(r"Traceback|KeyboardInterrupt|terminate called|DataLoader worker", output)
     rest = checkpoint_program.main(**options)
     assert 0 < len(rest) < 30

@@ -148,7 +148,9 @@ def test_several_adapters_tied_weights_and_models_without_folders(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     for said in run_ranks(save_others, 2, str(tmp_path)):
         for kind, words in zip(("Linear", "OwnFolder"), said, strict=True):
-            assert words.startswith(f"a {kind} has no save_pretrained(folder, state_dict=...), as models of transform")
+            assert words.startswith(
+                f"a {kind} has no save_pretrained(folder, state_dict=...), unlike models of transform"
+            )
     weights = build_two_adapters().state_dict()
     for adapter in ("task", "second"):
         folder = str(tmp_path / "adapters" / adapter)

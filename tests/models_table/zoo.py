@@ -197,7 +197,7 @@ CONVOLUTIONS = "Convolutions cannot be sharded: if most of the model is convolut
 HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
 
 LINEAR = "its layers are Conv2d, and only Linear layers can be sharded; build the model with"
-NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points cannot cut it either"
+NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points do not work either"
 RESNET: dict[str, Any] = {"points": ("layer3",), "rejected": {"tensor": CONVOLUTIONS}}
 CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "rejected": {"tensor": LINEAR}}
 WORDY: dict[str, Any] = {"own_loss": True, "half": HALF}
