@@ -196,7 +196,7 @@ def test_misuse():
     told(optimizer.optimizer.step, r"optimizer.step\(\) was called outside.*that convert_to_amp returned")
     told(lambda: optimizer.backward(model(x)), "backward takes a scalar loss, but its shape is")
     loss = criterion(model(x), y)
-    told(lambda: optimizer.backward(loss, loss_id=1), r"loss_id=1 is not one of 1 loss\(es\)")
+    told(lambda: optimizer.backward(loss, loss_id=1), r"loss_id=1 is not allowed with 1 loss scale")
     told(lambda: optimizer.backward(loss), "The update would divide them by the loss scale")
     optimizer.zero_grad()
     optimizer.backward(loss)
