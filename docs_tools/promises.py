@@ -24,8 +24,9 @@ HEAD = """\
 # What is promised, and what proves it
 
 halfmesh covers what Colossal-AI's tutorial on mixed precision, Amazon SageMaker's model-parallel library and PyTorch's
-guide to mixed precision describe. Each row is something that one of them offers or rules out (*lifted* here), and the
-tests that fail if halfmesh does not do it. `make promises` writes this page from marks on those tests.
+guide to mixed precision describe. Each row names something that one of them offers or rules out (*lifted* here), and
+the tests, in `tests/`, that fail if halfmesh does not do it. `make promises` writes this page from marks on those
+tests.
 """
 
 
@@ -90,7 +91,7 @@ def render() -> str:
         lines += [heading, "", "| what | here | proven by |", "|---|---|---|"]
         for promise in promises:
             if promise.of == source:
-                tests = ", ".join(f"`{test}`" for test in promise.tests)
+                tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in promise.tests)
                 lines.append(f"| [{promise.what}]({promise.page}) | {promise.here} | {tests} |")
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -85,8 +85,8 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
 
 
 @pytest.mark.promise(
-    "degrees multiply to the number of ranks",
-    "otherwise rejected, with the numbers that work",
+    "one config, whose degrees fit the number of ranks",
+    "others are rejected; SageMaker's key names get a message with ours",
     of="SageMaker",
     page="config.md",
 )
@@ -131,7 +131,7 @@ def test_degrees_fit_the_number_of_ranks(parallel, world_size, message):
     assert find({"parallel": parallel}, world_size) == ([message] if message else [])
 
 
-@pytest.mark.promise("one config", "SageMaker's key names get a message with ours", of="SageMaker", page="config.md")
+@pytest.mark.promise("one config, whose degrees fit the number of ranks")
 def test_layout():
     config = load({"parallel": {"tensor": 2, "pipeline": {"size": 3, "microbatches": 3}}})
     assert list(mesh_sizes(config, 12).items()) == [("pp", 3), ("dp", 2), ("tp", 2)]  # outermost first

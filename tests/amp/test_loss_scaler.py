@@ -60,14 +60,12 @@ def test_moves_as_the_rule_says():
         assert run(LossScaler(options, CPU), overflows) == model_of_the_rule(options, overflows), (options, overflows)
 
 
-@pytest.mark.promise("NAIVE's keys")
 def test_hysteresis_example():
     scaler = LossScaler(LossScale(initial=1024.0, hysteresis=2), CPU)
     assert run(scaler, [True, False, False, True, True, True]) == [1024, 1024, 1024, 512, 256, 128]
 
 
 @pytest.mark.promise("the loop with autocast and GradScaler")
-@pytest.mark.promise("TORCH's keys")
 @pytest.mark.parametrize(
     ("start", "growth", "backoff", "interval"),
     [(2.0**16, 2.0, 0.5, 1), (1000.1, 2.0, 0.5, 3), (2.0**16, 1.1, 0.9, 2), (1000.1, 3.7, 1e-3, 1)],

@@ -61,12 +61,7 @@ def test_several_groups_and_one_added_later(master):
     assert_close([third], reference[2:])  # from what it came with, not from what the model held
 
 
-@pytest.mark.promise(
-    "the optimizer must be created after sharding",
-    "lifted: yours is updated in place",
-    of="SageMaker",
-    page="tensor-parallel.md",
-)
+@pytest.mark.promise("schedulers need the inner optimizer, created after sharding")
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw"])
 def test_existing_state_is_taken_along(name, master):

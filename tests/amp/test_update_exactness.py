@@ -55,7 +55,12 @@ def test_every_update_is_exactly_one(master):
     assert scales == [8.0 * 2 ** (step // 2) for step in range(20)]
 
 
-@pytest.mark.promise("unscale before clipping", "always", of="PyTorch", page="config.md")
+@pytest.mark.promise(
+    "unscaling before you clip or change gradients",
+    "always; `engine.unscale_gradients()`",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 100.0], ids=["no_clip", "clip_bites", "clip_does_not"])
 @pytest.mark.parametrize("name", KINDS)
 def test_equals_unscale_clip_step_by_hand(name, max_norm):

@@ -70,7 +70,10 @@ def gather(rank, world_size):
 
 
 @pytest.mark.promise(
-    "the whole model's state in memory", "`engine.full_state_dict`", of="SageMaker", page="checkpoints.md"
+    "whole weights from a sharded model",
+    "`engine.full_state_dict`, `engine.save_pretrained`",
+    of="SageMaker",
+    page="checkpoints.md",
 )
 @pytest.mark.sends
 @pytest.mark.distributed

@@ -119,8 +119,8 @@ FOUR = [("one", "none"), ("tp2_fsdp2", "naive"), ("pp2_zero1", "torch")]
 
 
 @pytest.mark.promise(
-    "no full optimizer checkpoint under tensor parallelism",
-    "lifted: any layout loads any checkpoint",
+    "loading before wrapping; no full optimizer checkpoint under tensor parallelism",
+    "lifted: any layout loads any state dict or checkpoint",
     of="SageMaker",
     page="checkpoints.md",
 )

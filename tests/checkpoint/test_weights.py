@@ -111,9 +111,7 @@ def trainable_sgd(params):
     return torch.optim.SGD([param for param in params if param.requires_grad], lr=1e-3)
 
 
-@pytest.mark.promise(
-    "loading before wrapping", "lifted: full state dicts load into any layout", of="SageMaker", page="checkpoints.md"
-)
+@pytest.mark.promise("loading before wrapping; no full optimizer checkpoint under tensor parallelism")
 @pytest.mark.distributed
 @pytest.mark.sends
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "parts.safetensors"])

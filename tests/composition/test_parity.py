@@ -94,9 +94,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.promise("the optimizer must be created after sharding")
-@pytest.mark.promise("parameters shared by stages")
-@pytest.mark.promise("simple and interleaved pipeline schedules")
+@pytest.mark.promise("simple and interleaved schedules, parameters shared by stages")
 @pytest.mark.promise(
     "pipelines take the naive mode only", "lifted: any mode but `apex`", of="Colossal-AI", page="pipeline.md"
 )

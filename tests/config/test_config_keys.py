@@ -122,7 +122,10 @@ def test_on_nonfinite():
 
 
 @pytest.mark.promise(
-    "NAIVE's keys", "static and dynamic loss scale, which starts at `2**16`", of="Colossal-AI", page="config.md"
+    "keys of NAIVE and TORCH",
+    "static and dynamic scales, `StepResult.num_zeros`; GradScaler's defaults",
+    of="Colossal-AI",
+    page="config.md",
 )
 @pytest.mark.parametrize(("mode", "skips"), [("naive", True), ("apex", False)])
 def test_a_static_scale_of_naive_skips_as_colossalai_does_and_one_of_apex_steps_as_apex(mode, skips):

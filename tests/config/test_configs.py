@@ -48,9 +48,6 @@ def test_config(name):
     assert "import *" not in text, "each stands by itself"
 
 
-@pytest.mark.promise(
-    "three modes, chosen in the config", '`mode="torch"`, `"naive"`, `"apex"`', of="Colossal-AI", page="config.md"
-)
 @pytest.mark.parametrize("name", ["torch_bf16", "torch_fp16", "naive_fp16", "apex"])
 def test_only_the_precision_differs(name):
     ours, others = ({k: v for k, v in load(n).to_dict().items() if k not in ("fp16", "bf16")} for n in (name, "tensor"))

@@ -18,7 +18,6 @@ def problems_of(**raw):
     return list(caught.value.problems)
 
 
-@pytest.mark.promise("three modes, chosen in the config")
 @pytest.mark.parametrize("mode", ["naive", "NAIVE", AMP_TYPE.NAIVE])
 def test_mode_forms(mode):
     config = load_config({"fp16": {"mode": mode, "hysteresis": 4}})
@@ -164,7 +163,6 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.promise("one config")
 @pytest.mark.parametrize(("raw", "message"), MISTAKES, ids=[message[:45] for _, message in MISTAKES])
 def test_one_mistake_is_one_problem(raw, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:

@@ -151,7 +151,6 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {
 
 
 @pytest.mark.promise("FSDP mixed precision", "dtypes from the mode", of="PyTorch", page="sharding.md")
-@pytest.mark.promise("DDP with accumulation and `no_sync`")
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_sent_in_an_update(name):
     config, expected = ROWS[name]

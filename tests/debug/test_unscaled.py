@@ -64,9 +64,7 @@ def run_into_nan(config, first=5, is_bad=lambda context: True, words=False):
     raise AssertionError("it never ended")
 
 
-@pytest.mark.promise(
-    "inf or nan without a loss scale", "all ranks end with a diagnosis", of="PyTorch", page="health.md"
-)
+@pytest.mark.promise("monitoring the loss scale, inf and nan")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_first_nan_is_told_soon_and_counted(name):
     update, error, told = run_into_nan(CONFIGS[name])
@@ -120,7 +118,6 @@ def nan_on_ranks(rank, world_size):
     return found
 
 
-@pytest.mark.promise("inf or nan without a loss scale")
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_nan_on_one_rank_ends_all_together():

@@ -71,12 +71,6 @@ def test_the_division_of_a_model():
     assert config.parallel.data.strategy == "zero1"
 
 
-@pytest.mark.promise(
-    "`hysterisis`, as the tutorial spells it",
-    "rejected: \"did you mean 'hysteresis'?\"",
-    of="Colossal-AI",
-    page="config.md",
-)
 @pytest.mark.parametrize("number", range(2))
 def test_the_mistakes(number, folder):
     assert len(MISTAKES) == README.count("# mistake") == 2

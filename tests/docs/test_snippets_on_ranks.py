@@ -315,9 +315,7 @@ def language_loss(output, ids):
     return nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), ids.flatten())
 
 
-@pytest.mark.promise(
-    "a folder of Hugging Face from a sharded model", "`engine.save_pretrained`", of="SageMaker", page="checkpoints.md"
-)
+@pytest.mark.promise("whole weights from a sharded model")
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -51,7 +51,12 @@ def against_ddp(rank: int, world_size: int) -> float:
     return difference(full_weights(engine), ddp.module)
 
 
-@pytest.mark.promise("DDP", "bitwise torch's gradients", of="PyTorch", page="loop.md")
+@pytest.mark.promise(
+    "DDP, with accumulation and `no_sync`",
+    "bitwise torch's gradients, one reduction per update",
+    of="PyTorch",
+    page="loop.md",
+)
 def test_bitwise_equal_to_torch_ddp():
     assert run_ranks(against_ddp, 2) == [0.0, 0.0]
 
@@ -117,9 +122,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.promise(
-    "DDP with accumulation and `no_sync`", "one reduction per update", of="PyTorch", page="benchmarks.md"
-)
+@pytest.mark.promise("DDP, with accumulation and `no_sync`")
 @pytest.mark.promise("a limit to collectives in flight", "`max_inflight`", of="SageMaker", page="config.md")
 def test_what_is_reduced():
     """Once per update each number, with zeros up to the next multiple of 8, and a flag for each parameter; in buckets

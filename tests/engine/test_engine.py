@@ -66,7 +66,9 @@ def test_the_count_of_updates_can_be_set(tmp_path):
     assert engine.save(tmp_path).name == "step-00000101"
 
 
-@pytest.mark.promise("fp32, fp16, bf16", "matrix products run in that dtype", of="PyTorch", page="config.md")
+@pytest.mark.promise(
+    "fp16, bf16, regions without autocast", "run in the dtype asked for", of="PyTorch", page="config.md"
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_matrix_products_run_in_the_dtype_asked_for(mode):
     engine = make_engine(MODES[mode])
@@ -102,7 +104,7 @@ class Looks(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.promise("regions without autocast in a model", "stay without autocast", of="PyTorch", page="config.md")
+@pytest.mark.promise("fp16, bf16, regions without autocast")
 @pytest.mark.parametrize("mode", ["torch_fp16", "apex_o1"])
 def test_scopes_of_autocast_are_honoured_and_left_as_they_were(mode):
     """The model's own; after a call, after an error, and within a scope of the user's."""

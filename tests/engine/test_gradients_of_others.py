@@ -36,7 +36,12 @@ def own_loss(engine: halfmesh.Engine) -> torch.Tensor:
     return engine.criterion(engine(X), Y)
 
 
-@pytest.mark.promise("one loss scale per update", "`loss.backward()` warns or raises", of="PyTorch", page="loop.md")
+@pytest.mark.promise(
+    "one loss scale per update",
+    "`loss.backward()` warns or raises, hooks on gradients warn",
+    of="PyTorch",
+    page="loop.md",
+)
 @pytest.mark.parametrize("config", SCALED)
 def test_a_loss_backward_before_the_first_of_an_update_is_rejected_under_a_scale(config):
     engine = make_engine(config)
@@ -74,7 +79,6 @@ def warned(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.promise("one loss scale per update")
 @pytest.mark.parametrize("config", SCALED)
 def test_two_engines_whose_losses_cross(config, caplog):
     ours, theirs = (make_engine(config, model=nn.Linear(8, 4)) for _ in range(2))
@@ -163,7 +167,7 @@ HOOKS = {
 SCALED_MODES = [*SCALED, MODES["apex_o2"], {"fp16": {"mode": "apex", "opt_level": "O1", "num_losses": 2}}]
 
 
-@pytest.mark.promise("hooks on gradients under a loss scale", "a warning", of="PyTorch", page="loop.md")
+@pytest.mark.promise("one loss scale per update")
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_see_scaled_gradients_are_told_once(name, caplog):
     for number, config in enumerate(SCALED_MODES):

@@ -94,7 +94,6 @@ def test_values_are_asked_for_once_and_late():
     assert total / weight == 2
 
 
-@pytest.mark.promise("outputs are sent on request")
 def test_an_output_that_was_not_kept():
     handle = PipelineOutput(None)
     handle.drop()

@@ -75,9 +75,7 @@ def what_happens(rank: int, world_size: int) -> dict[int, tuple[list[str], list[
     return found
 
 
-@pytest.mark.promise(
-    "outputs are sent on request", "`keep_outputs`, `eval_outputs`", of="SageMaker", page="pipeline.md"
-)
+@pytest.mark.promise("arguments without a batch dimension, outputs on request")
 @pytest.mark.distributed
 @pytest.mark.sends
 def test_each_microbatch_is_sent_on_as_soon_as_it_is_computed():

@@ -102,7 +102,6 @@ def test_gradients_of_one_rank_are_judged_by_all():
     assert [skipped for skipped, _ in results] == [True, True]
 
 
-@pytest.mark.promise("schedulers need the inner optimizer")
 @pytest.mark.parametrize("mode", ["none", "naive_fp16"])
 def test_lr_of_every_update_skips_not_counted(mode):
     engine = make_engine(MODES[mode], lr_scheduler=halving)
@@ -149,7 +148,9 @@ def test_an_epoch_ends_for_a_loop_that_counts_its_batches(accumulation):
     assert engine.lr_scheduler.last_epoch == 2
 
 
-@pytest.mark.promise("schedulers need the inner optimizer", "lifted: yours works", of="SageMaker", page="loop.md")
+@pytest.mark.promise(
+    "schedulers need the inner optimizer, created after sharding", "lifted: yours work", of="SageMaker", page="loop.md"
+)
 def test_a_scheduler_given_as_an_object_keeps_working_on_masters():
     model = MLP()
     optimizer = adamw(model.parameters())

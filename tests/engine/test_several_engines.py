@@ -72,7 +72,12 @@ def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[di
     return found
 
 
-@pytest.mark.promise("several models (GANs)", "one engine each", of="PyTorch", page="several-models.md")
+@pytest.mark.promise(
+    "several models (GANs), several optimizers",
+    "an engine for each model; one update",
+    of="PyTorch",
+    page="several-models.md",
+)
 @pytest.mark.distributed
 def test_a_gan_trains_as_by_hand():
     expected = by_hand()
@@ -132,7 +137,6 @@ def test_messages_have_the_name(caplog):
     assert "in the engine named 'third'" in raised.value.__notes__
 
 
-@pytest.mark.promise("several models (GANs)")
 def test_checkpoints_in_one_folder(tmp_path):
     """The models have the same names and shapes."""
     first, second = linear("first"), linear("second")

@@ -59,7 +59,7 @@ def by_hand(make: Any) -> tuple[nn.Module, list[float]]:
 # -- one update ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("several optimizers", "one update", of="PyTorch", page="several-models.md")
+@pytest.mark.promise("several models (GANs), several optimizers")
 @pytest.mark.parametrize(
     ("make", "mode"), [*((sgd_and_adamw, mode) for mode in MODES), (muon_and_adamw, "none"), (muon_and_adamw, "bf16")]
 )
@@ -275,7 +275,6 @@ def go_on(rank: int, world_size: int, folder: Any, layouts: dict[str, Any]) -> d
     return found
 
 
-@pytest.mark.promise("several optimizers")
 @pytest.mark.distributed
 def test_state_is_resharded_by_parameter(tmp_path):
     """From one process to each layout, and back."""

@@ -90,7 +90,7 @@ def check(trained: Any, mode: str, change: Any) -> None:
     assert difference(trained[1], model) < TOLERANCES[mode]
 
 
-@pytest.mark.promise("your own changes to gradients", "`engine.unscale_gradients()`", of="PyTorch", page="loop.md")
+@pytest.mark.promise("unscaling before you clip or change gradients")
 @pytest.mark.parametrize(
     ("mode", "change"),
     [
@@ -166,7 +166,6 @@ def test_layouts_without():
 # -- inf and nan, and the order of calls ------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("your own changes to gradients")
 @pytest.mark.parametrize("config", [FP16_TORCH, {"fp16": FP16_NAIVE["fp16"] | {"hysteresis": 1}}])
 def test_a_clip_by_value_hides_no_overflow(config):
     engine = make_engine(config)

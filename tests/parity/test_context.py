@@ -144,10 +144,10 @@ PIPELINE = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("head",)}}
 
 
 @pytest.mark.promise(
-    "sequences longer than a device holds",
-    "context parallelism equals one process",
+    "sequences or experts larger than a device",
+    "context and expert parallelism equal one process",
     of="SageMaker",
-    page="context-parallel.md",
+    page="choosing.md",
 )
 @rows(
     Row("targets that do not count", uneven, context(gradient_accumulation=2), accumulated=True),

@@ -107,9 +107,7 @@ STAGES = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("blocks.2",)}
 SMALL = {"strategy": "zero1", "bucket_mb": 0.005}
 
 
-@pytest.mark.promise(
-    "experts larger than a device", "expert parallelism equals one process", of="SageMaker", page="expert-parallel.md"
-)
+@pytest.mark.promise("sequences or experts larger than a device")
 @rows(
     Row("two groups, accumulated", mixture, expert(gradient_accumulation=2), 4),
     Row("two groups, zero1, summed", summed, expert(data=SMALL, loss_reduction="sum"), 4),

@@ -259,9 +259,11 @@ LOOPED = {"microbatches": 4, "schedule": "interleaved", "chunks": 2}
 POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": ("3", "4", "5")}
 
 
-@pytest.mark.promise("parameters shared by stages", "stay equal", of="SageMaker", page="pipeline.md")
 @pytest.mark.promise(
-    "simple and interleaved pipeline schedules", "those, and four others", of="SageMaker", page="pipeline.md"
+    "simple and interleaved schedules, parameters shared by stages",
+    "those, and four other schedules",
+    of="SageMaker",
+    page="pipeline.md",
 )
 @rows(
     Row("boundaries", partial(build, boundaries), pipe(**LOOPED | {"chunks": 4}), accumulated=True),

@@ -84,7 +84,12 @@ JOINED = pipe() | {"gradient_accumulation": 2}
 EVEN, UNEVEN = (4, 4, 4, 4, 4, 4, 4, 4), (6, 2, 4, 4, 6, 2, 4, 4)
 
 
-@pytest.mark.promise("arguments without a batch dimension", "`non_split`", of="SageMaker", page="pipeline.md")
+@pytest.mark.promise(
+    "arguments without a batch dimension, outputs on request",
+    "`non_split`, `keep_outputs`, `eval_outputs`",
+    of="SageMaker",
+    page="pipeline.md",
+)
 @rows(
     Row("arguments", named, pipe(schedule="interleaved", chunks=2, **OF_LAYERS), updates=4),
     Row("sums", partial(joined, summed, *EVEN), JOINED | {"loss_reduction": "sum"}, ranks=4),

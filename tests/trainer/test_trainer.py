@@ -139,7 +139,9 @@ def test_records_hold_what_the_update_was():
     assert first["grad_norm"] > 1e-3
 
 
-@pytest.mark.promise("monitoring the loss scale", "warnings, logs and a diagnosis", of="PyTorch", page="health.md")
+@pytest.mark.promise(
+    "monitoring the loss scale, inf and nan", "warnings, logs and a diagnosis", of="PyTorch", page="health.md"
+)
 @pytest.mark.parametrize(
     ("scale", "warned"),
     [(2.0**-2, ["the loss scale is 0.25, below 1"]), (2.0**25, ["is 3.35544e+07, above 2**24"]), (2.0**10, [])],

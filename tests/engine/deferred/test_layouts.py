@@ -66,7 +66,6 @@ def make(rank, world_size, layouts):
     return found
 
 
-@pytest.mark.promise("`model_creation(dtype)`")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_are_those_of_one_process_in_every_layout(world_size):

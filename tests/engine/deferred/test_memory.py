@@ -63,7 +63,10 @@ def more_than_held(name):
 
 
 @pytest.mark.promise(
-    "models larger than host memory", "each rank creates only its part", of="SageMaker", page="memory.md"
+    "`model_creation(dtype)`, models larger than host memory",
+    "each rank creates only its part",
+    of="SageMaker",
+    page="memory.md",
 )
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

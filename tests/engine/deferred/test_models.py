@@ -134,7 +134,7 @@ def test_other_attributes_weak_references_and_ties():
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.promise("`model_creation(dtype)`", "`halfmesh.model_creation`", of="SageMaker", page="memory.md")
+@pytest.mark.promise("`model_creation(dtype)`, models larger than host memory")
 def test_model_creation_in_another_dtype():
     with halfmesh.model_creation("bfloat16"):
         eager = build()

@@ -147,7 +147,6 @@ def update_each(rank, world_size):
     return found
 
 
-@pytest.mark.promise("sequences longer than a device holds")
 def test_losses_are_those_of_one_process():
     expected = update_each(0, 1)
     for found in run_ranks(update_each, 2):

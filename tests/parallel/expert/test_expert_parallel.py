@@ -131,7 +131,6 @@ def saved(rank, world_size, folder):
     return logits, average
 
 
-@pytest.mark.promise("experts larger than a device")
 @pytest.mark.distributed
 def test_checkpoints_load_in_one_process(tmp_path):
     for logits, average in run_ranks(saved, 2, tmp_path / "saved"):

@@ -110,7 +110,6 @@ def loads(rank, world_size):
     return exact, inside, {str(value.dtype) for value in close_whole(half).values()}
 
 
-@pytest.mark.promise("loading before wrapping")
 def test_whole_weights_can_be_loaded():
     assert run_ranks(loads, 2) == [(True, {"torch.float32"}, {"torch.float32"})] * 2
 
