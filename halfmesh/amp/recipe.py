@@ -103,6 +103,12 @@ class Recipe:
         return self.loss_scale is not None and not (self.loss_scale.dynamic and self.num_losses > 1)
 
 
+def trainable_dtypes(recipe: Recipe) -> set[torch.dtype]:
+    """The dtypes that parameters may be given in: half precision that the recipe does not train by masters loses
+    small updates, and fp32 of BatchNorm that was rounded before is not fp32."""
+    return {torch.float32} if recipe.keep_batchnorm_fp32 else {torch.float32, recipe.param_dtype or torch.float64}
+
+
 def wider_format(device: torch.device) -> str:
     """Advice for numbers that leave the range of fp16."""
     emulates = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.recipe import trainable_dtypes
 from ..amp.step_result import is_captured
 from ..distributed.env import RankNames
 from ..errors import InputError, shorten
@@ -100,14 +101,22 @@ class GradientGuard:
         self._looks = _LOOKS
         self._told: set[str] = set()
         self._noted: list[tuple[torch.Tensor | None, tuple[int, float]]] = []  # by the last backward
+        held = () if update.recipe.param_dtype is not None else self._masters.shards
+        allowed = trainable_dtypes(update.recipe)
+        self._narrow = [(s.name, s.param) for s in held if s.param.dtype not in allowed]  # frozen, in half precision
 
     def before_backward(self) -> None:
         """Look for hooks on scaled gradients, for gradients of another backward, and for changes since the last one.
 
         Raises:
             InputError: there are gradients of another backward, which the update would divide by the loss scale; or
-                those of this cycle are gone.
+                those of this cycle are gone; or weights are trained in half precision without masters.
         """
+        if unfrozen := [name for name, param in self._narrow if param.requires_grad]:
+            raise InputError(
+                f"{shorten(unfrozen)}: in half precision, and no longer frozen. Without fp32 masters, small updates "
+                "are lost; build what you train in float32, or use mode='naive'"
+            )
         if self._unseen is not None:
             tell_of_hooks(self._unseen, self._ranks)
             self._unseen = None

@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..amp.precision import find_kept_problems, find_overflow, tensors_to_cast
-from ..amp.recipe import HALF, Recipe
+from ..amp.recipe import HALF, Recipe, trainable_dtypes
 from ..amp.stepper import is_stepped
 from ..data.sharding import loader_in
 from ..errors import InputError, counted, shorten
@@ -272,10 +272,9 @@ def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
 
 
 def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe) -> Iterator[str]:
-    allowed = {torch.float32, recipe.param_dtype or torch.float64}
-    if recipe.keep_batchnorm_fp32:  # fp32 that was rounded before is not fp32
-        allowed = {torch.float32}
-    odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
+    allowed, casts = trainable_dtypes(recipe), recipe.param_dtype is not None
+    found = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
+    odd = [name for name in found if casts or params[name].requires_grad]  # a frozen base may stay narrow
     if not odd:
         return
     dtype = params[odd[0]].dtype

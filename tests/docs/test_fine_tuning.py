@@ -106,11 +106,7 @@ def tuned(rank: int, world_size: int, folder: str, changes: dict[str, str]) -> A
 CHOICES = {
     "fsdp": {"batch_size=4": "batch_size=2"},
     "tensor": {'data="fsdp"': "tensor=2"},
-    "frozen in bf16": {
-        "batch_size=4": "batch_size=2",
-        "torch.float32": "torch.bfloat16",
-        'mode="torch"': 'mode="naive"',
-    },
+    "frozen in bf16": {"batch_size=4": "batch_size=2", "torch.float32": "torch.bfloat16"},
     "less memory": {
         "batch_size=4": "batch_size=2",
         "clip_grad_norm=1.0": 'clip_grad_norm=1.0, activation_checkpoint="full"',

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfmesh import InputError
 from halfmesh.distributed.local_ranks import free_port
 from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
 from tests.support.ranks import here, meet, run_ranks
@@ -45,6 +46,24 @@ def test_unlike_from_the_start():
         for message in messages:
             for words in ("'2.weight' is trained on rank 1", " and frozen on rank 0", " (the first of 4 "):
                 assert words in message
+
+
+@pytest.mark.parametrize("optimizer", ["of all", "of some"])
+def test_half_precision_stays_frozen_where_it_has_no_masters(optimizer):
+    model = make_model(2)
+    model[2].to(torch.bfloat16)
+    params = [p for p in model.parameters() if optimizer == "of all" or p.requires_grad]
+    engine = make_engine({"bf16": {"mode": "torch"}}, model=model, optimizer=torch.optim.SGD(params, lr=0.1))
+    before = model[2].weight.clone()
+    step_on(engine, *make_data())
+    model[2].requires_grad_(True)
+    if optimizer == "of some":
+        engine.optimizer.add_param_group({"params": list(model[2].parameters())})
+    with pytest.raises(
+        InputError, match=r"2\.weight, 2\.bias: in half precision, and no longer frozen. .*small updates"
+    ):
+        step_on(engine, *make_data())
+    assert torch.equal(model[2].weight, before)
 
 
 def mid_run(rank: int, world_size: int) -> dict[str, Any]:

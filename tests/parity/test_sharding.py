@@ -128,6 +128,14 @@ def nested() -> Any:
     return nn.Sequential(blocks, nn.Linear(8, CLASSES)), batches(8), nn.CrossEntropyLoss()
 
 
+def narrow() -> Any:
+    """A frozen base in bf16, as of a model that only its adapters train."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)])
+    for block in model:
+        block[0].to(torch.bfloat16).requires_grad_(False)
+    return model.append(nn.Linear(8, CLASSES)), batches(8), nn.CrossEntropyLoss()
+
+
 def words(reduction: str = "mean") -> Any:
     model, batch = mixture()[:2]
 
@@ -166,6 +174,8 @@ def staged(data: str) -> dict[str, Any]:
     Row("odd, fsdp, 3 ranks", odd, FSDP, ranks=3, slow=True),
     Row("tied, zero1", tied, ZERO1 | SUMS),
     Row("tied, fsdp", tied, FSDP | SUMS),
+    Row("frozen weights in bf16, zero1", narrow, ZERO1 | AUTOCAST),
+    Row("frozen weights in bf16, fsdp", narrow, FSDP | AUTOCAST),
     Row("odd, weights that come late", odd, LATE, optimizer=ADAMW, updates=3),
     Row("odd, weights that come late, cycles", odd, LATE | CYCLES | BF16, optimizer=ADAGRAD),
     Row("tied, weights that come late", tied, LATE | SUMS | AUTOCAST),
