@@ -96,7 +96,7 @@ def recipe_of(words):
 
 def test_the_table_of_recipes():
     rows = find_rows(read_page("precision.md"), "| parameters")
-    names = ["none", "`torch` fp16", "`torch` bf16", "`torch` fp8", "`naive` fp16", "`naive` bf16"]
+    names = ["none", "`torch` fp16", "`torch` bf16", "`naive` fp16", "`naive` bf16"]
     assert [row[0] for row in rows] == names
     for name, parameters, computes, masters, scale, batchnorm, output in rows:
         recipe = recipe_of(name)
