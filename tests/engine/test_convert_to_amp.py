@@ -216,7 +216,7 @@ def test_misuse():
     inner = optimizer.optimizer.state_dict()
     told(lambda: optimizer.load_state_dict(inner), "not the state of an optimizer: pass what opt")
     other = converted("apex_o1", num_losses=2)[1].state_dict()
-    told(lambda: optimizer.load_state_dict(other), r"saved with 2 loss scales, and this run trains with 1;")
+    told(lambda: optimizer.load_state_dict(other), r"saved with 2 loss scales, but this run trains with 1;")
     for theirs in (optimizer, optimizer.optimizer):  # a cell of a notebook that is run twice
         words = "another engine or convert_to_amp is using it"
         told(lambda own=theirs: convert_to_amp(model, own, None, "naive"), words)

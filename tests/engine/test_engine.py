@@ -201,7 +201,7 @@ def test_misuse_of_the_engine():
         (lambda: iter(engine.eval_dataloader), "no eval_dataloader was given to initialize"),
         (
             lambda: engine.model.load_state_dict(MLP(seed=3).state_dict(), assign=True),
-            r"assign=True\) would replace parameters that the optimizer",
+            r"assign=True\) would replace the parameters that the optimizer",
         ),
     ]:
         with pytest.raises(InputError, match=message):
