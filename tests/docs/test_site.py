@@ -140,9 +140,9 @@ def test_files_and_commands_that_pages_name_exist():
         rooms = (
             "halfmesh|amp|parallel|engine|verify|dry_run|trainer|report|migration|checkpoint|debug|data|config|utils"
         )
-        rooms += "|distributed|cli|tests|benchmarks|configs|examples"  # amp/: within halfmesh/
+        rooms += "|distributed|cli|tests|benchmarks|configs|examples"  # amp/: within halfmesh/ or tests/
         named = set(re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w/]+\.(?!md\b)\w+)", text)) - new
-        exists = {name for name in named if (ROOT / name).exists() or (ROOT / "halfmesh" / name).exists()}
+        exists = {name for name in named for within in (".", "halfmesh", "tests") if (ROOT / within / name).exists()}
         assert named - exists == set(), page
         assert set(re.findall(r"`make ([a-z-]+)(?: [A-Z]+=\w+)?`", text)) <= targets, page
 
