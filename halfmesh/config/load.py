@@ -8,6 +8,8 @@ named json.py shadows nothing.
 from __future__ import annotations
 
 import builtins
+import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +17,10 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from ..errors import ConfigError, cut, show
+from ..errors import ConfigError, cut, shorten, show
 from .config import OWN_NAMES, Config, build
 from .schema import Settings
-from .text import UnreadableError, read_json, read_value, read_yaml
+from .text import UnreadableError, as_json, read_json, read_value, read_yaml
 
 _SHORT = MappingProxyType(
     dict.fromkeys(["parallel.tensor", "parallel.pipeline"], "size")
@@ -27,6 +29,8 @@ _SHORT = MappingProxyType(
 """The key that a shorthand value sets (tensor=2 is tensor=dict(size=2)), so that others can be added to it."""
 _NEVER_SIBLINGS = frozenset({*sys.stdlib_module_names, "halfmesh", "torch"})
 """`import torch` beside a config called torch.py means torch."""
+CHECKED = "HALFMESH_CHECKED_CONFIG"
+"""The environment variable by which `halfmesh run` tells the ranks what it has checked."""
 
 
 def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
@@ -46,6 +50,31 @@ def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequ
     if overrides:
         raw, name = override(raw, overrides), f"{name} with {', '.join(overrides)}"
     return build(raw, name, hint)
+
+
+def tell_checked(config: Config, name: str) -> str:
+    """The value of `CHECKED` for a config that was checked under this name."""
+    return json.dumps({"name": name, "keys": _settings(config)})
+
+
+def find_unchecked(config: Config, source: object) -> str | None:
+    """A warning if `halfmesh run` has checked a config with other keys than `config`, which the script got from
+    `source`; None if it is the same, or none was checked. Constants do not count: a script may change them."""
+    if not (checked := json.loads(os.environ.get(CHECKED) or "null")):
+        return None
+    own = json.loads(json.dumps(_settings(config)))
+    keys = [key for key in Settings.model_fields if own[key] != checked["keys"].get(key)]
+    if not keys:
+        return None
+    name = str(source) if isinstance(source, (str, Path)) else "another config" if source else "no config"
+    return (
+        f"halfmesh run checked {checked['name']}, but this script trains with {name} (they differ in: {shorten(keys)});"
+        " read --config and --set in the script (halfmesh.get_default_parser), or drop these options"
+    )
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return dict(as_json(config.model_dump(exclude=set(config.user))))
 
 
 def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:

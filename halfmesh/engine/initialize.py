@@ -23,7 +23,6 @@ from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.state import ShardedState
 from ..config.composition import Setup, batch_size, find_advice
 from ..config.config import Config
-from ..config.load import load_config
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader
 from ..debug.nonfinite import NonFiniteProbes
@@ -140,7 +139,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     launch = config if isinstance(config, Launch) else None
     if config is None:
         launchers.reject_forgotten()
-    settings = launch.config if launch is not None else load_config({} if config is None else config)
+    settings = launch.config if launch is not None else launchers.read_config({} if config is None else config)
     device = launch.device if launch is not None and device is None else launchers.choose_device(device)
     setup = Setup.of(settings, launchers.expected_world_size())
     compat.raise_for(compat.check_setup(setup, device.type))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..config.composition import Setup, batch_size
 from ..config.config import Config
-from ..config.load import load_config
+from ..config.load import find_unchecked, load_config
 from ..data.sharding import ShardedLoader, loader_in
 from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, coordinates_of, find_process
 from ..distributed.failures import recorded_for_torchrun
@@ -197,6 +197,14 @@ def reject_forgotten() -> None:
         )
 
 
+def read_config(source: Any) -> Config:
+    """The config of `source`. Warns if `halfmesh run` has checked another one."""
+    config = load_config(source)
+    if warning := find_unchecked(config, source):
+        get_logger().warning("%s", warning)
+    return config
+
+
 def expected_world_size() -> int:
     """The size of the process group, or of the one that torchrun's variables ask for; 1 without either.
 
@@ -290,7 +298,7 @@ def _launch(
     verbose: bool,
 ) -> Launch:
     with recorded_for_torchrun():
-        loaded = load_config(config)
+        loaded = read_config(config)
         loaded = loaded if seed is None else loaded.replace(seed=seed)
         chosen = choose_device(device, process.local_rank)
         names = loaded.parallel.dims(process.world_size).rank_names

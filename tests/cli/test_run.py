@@ -1,6 +1,8 @@
 """halfmesh run: torchrun, after a check."""
 
+import runpy
 import signal
+import sys
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -50,6 +52,10 @@ def test_torchrun_understands_its_options(run, options, understood):
         (["--nproc", "2", "train.py", "--config=wrong.py"], "gradient_acumulation: unknown key; did you mean"),
         (["--nproc", "2", "missing.py"], "missing.py: there is no such file"),
         (["--nproc", "2", "--nnodes", "2", "train.py"], "--nnodes needs --rdzv-endpoint host:port"),
+        (["--nproc", "2", "train.py", "--set", "parallel.tensor=3"], "--set parallel.tensor=3 changes the config that"),
+        (["--set", "parallel.tensor=3", "train.py"], "--set belongs after the script: halfmesh run --nproc N train.py"),
+        (["--config=config.py", "train.py"], "--config belongs after the script"),
+        (["--nprok", "2", "train.py"], "--nprok: halfmesh run has no such option; did you mean '--nproc'?"),
     ],
 )
 def test_nothing_is_started(run, arguments, words):
@@ -79,3 +85,35 @@ def test_torchruns_end_is_a_status_without_a_traceback(run, monkeypatch, end, st
     result, _ = run("--nproc", "2", "train.py")
     assert (result.exit_code, words in result.stderr) == (status, True)
     assert "Traceback" not in result.stderr
+
+
+READS_OPTIONS = (
+    "args = halfmesh.get_default_parser().parse_args(); c = halfmesh.load_config(args.config, args.overrides)"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "warning"),
+    [
+        (["other.py"], "'own.py'", "checked other.py, but this script trains with own.py (they differ in: seed);"),
+        (["other.py"], "None", "checked other.py, but this script trains with no config (they differ in: seed);"),
+        (["own.py", "--set", "seed=3"], "'own.py'", "checked own.py --set seed=3, but this script trains with own.py"),
+        (["own.py"], "'own.py'", ""),
+        (["other.py", "--set", "seed=3", "--set", "EPOCHS=2"], "c", ""),
+        (["own.py"], "halfmesh.launch_from_torch('other.py', verbose=False)", "this script trains with other.py"),
+    ],
+)
+def test_a_script_that_trains_with_another_config_than_the_checked_one(
+    run, monkeypatch, caplog, options, source, warning
+):
+    lines = ["import halfmesh, torch", READS_OPTIONS, "m = torch.nn.Linear(2, 2)"]
+    lines += [f"halfmesh.initialize(m, torch.optim.SGD(m.parameters(), 0.1), config={source}).close()"]
+    for name, content in {"train.py": lines, "own.py": ["seed = 1"], "other.py": ["seed = 2"]}.items():
+        with open(name, "w") as file:
+            file.write("\n".join(content))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", *options])
+    monkeypatch.setattr("torch.distributed.run.main", lambda _: runpy.run_path("train.py", run_name="__main__"))
+    result, _ = run("train.py", "--config", *options)
+    assert result.exit_code == 0, result.output
+    warned = [record.getMessage() for record in caplog.records if "halfmesh run" in record.getMessage()]
+    assert (len(warned), warning in "".join(warned)) == (bool(warning), True)
