@@ -123,8 +123,8 @@ def test_the_quickstart_in_one_process_and_in_two(run, tmp_path):
     (tmp_path / "config.py").write_text(snippet("quickstart.md", "pipeline.py"))
     staged, _ = run_ranks(run_loop, 2, tmp_path, "train.py")
     torchrun = "$ torchrun --standalone --nproc-per-node 2 train.py"
-    halfmesh_run = "$ halfmesh run --nproc 2 train.py --config config.py"
-    for printed, command in ((one, "$ python train.py"), (two, torchrun), (staged, halfmesh_run)):
+    assert "$ halfmesh run --nproc 2 train.py --config config.py" in shown
+    for printed, command in ((one, "$ python train.py"), (two, torchrun), (staged, "$ python train.py")):
         assert re.sub(r"loss \d\.\d+", "", printed) == re.sub(r"loss \d\.\d+", "", shown[command])
         losses = find_losses(printed)
         assert losses[-1] < losses[0] / 2
