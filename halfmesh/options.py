@@ -1,4 +1,4 @@
-"""The pydantic base class of the config and of plugins' keys, and the types that both use."""
+"""The pydantic base class of the config and of every plugin's keys, and the types that they share."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Options(BaseModel):
-    """Base of the config schema and of every plugin's keys.
+    """The base class of the config and of every plugin's keys: a pydantic model.
 
-    Strict, because pydantic would otherwise take True for 1 and "1.0" for 1.0; frozen, because a config is a value;
-    unknown keys are rejected.
+    Unknown keys are rejected. Types are strict: without that, pydantic would accept True for 1 and "1.0" for 1.0.
+    Numbers must be finite. Instances are frozen.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @property
     def variant(self) -> str:
-        """A word or two that distinguish uses of a mode in printed text, such as an opt_level."""
+        """One or two words that tell uses of a mode apart in printed text, such as the `opt_level`. "" by default."""
         return ""
 
 

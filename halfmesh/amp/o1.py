@@ -1,4 +1,4 @@
-"""apex's O1 without apex: casts around torch's functions, by apex's lists, in a scope. Nothing in torch is replaced.
+"""apex's O1 without apex: casts the arguments of torch's functions by apex's lists, without replacing any of them.
 
 The names in the lists are those of apex.amp (lists/functional_overrides, torch_overrides and tensor_overrides). Added:
 `scaled_dot_product_attention`, which is newer than apex, runs in fp16 as under `torch.autocast`; `vdot`, `einsum` and
@@ -162,17 +162,26 @@ def _find_function(module: Any, name: str, decorator: str) -> Any:
 
 
 def half_function(function: _Function) -> _Function:
-    """Decorator: under O1, call `function` with its floating-point tensors in fp16. Elsewhere it changes nothing."""
+    """Decorate `function` so that mode apex with opt_level O1 casts its floating-point tensors to fp16.
+
+    In all other modes the function is unchanged.
+    """
     return _marked(function, Cast.HALF)
 
 
 def float_function(function: _Function) -> _Function:
-    """Decorator: under O1, call `function` with its floating-point tensors in fp32. Elsewhere it changes nothing."""
+    """Decorate `function` so that mode apex with opt_level O1 casts its floating-point tensors to fp32.
+
+    In all other modes the function is unchanged.
+    """
     return _marked(function, Cast.FLOAT)
 
 
 def promote_function(function: _Function) -> _Function:
-    """Decorator: under O1, call `function` with mixed floating-point tensors in fp32. Elsewhere it changes nothing."""
+    """Decorate `function` so that mode apex with opt_level O1 casts floating-point tensors of different dtypes to fp32.
+
+    In all other modes the function is unchanged.
+    """
     return _marked(function, Cast.WIDEST)
 
 

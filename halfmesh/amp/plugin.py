@@ -1,4 +1,4 @@
-"""The precision plugin: a mode's keys, the recipe that they make, and what the mode composes with."""
+"""The base class of precision modes: a mode's config keys, its recipe, and the features it works with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRECISIONS = MappingProxyType({"fp16": "float16", "bf16": "bfloat16", "fp8": "fl
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
-    """The built-in precision modes. A config may give the enum or its name in any case."""
+    """The built-in precision modes. In a config, write the enum member or its name, in upper or lower case."""
 
     TORCH = "torch"
     NAIVE = "naive"
@@ -33,46 +33,53 @@ class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
 
 @dataclass(frozen=True)
 class Composes:
-    """The features that a mode works with. The defaults are cautious: one process or plain data parallelism."""
+    """The features that a precision mode works with. By default: one process, or data parallelism with `replicate`."""
 
     parallel: frozenset[str] = frozenset({"replicate"})
-    """The names of the axes (`AXES`) and data strategies (`DATA_STRATEGIES`) that it works with."""
+    """The names of axes (`AXES`) and data strategies (`DATA_STRATEGIES`) that the mode works with."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    """The types of the devices that the mode works on."""
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
-    """The `PRECISIONS` that it has."""
+    """The dtypes (values of `PRECISIONS`) that the mode supports."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """For a rejected axis, data strategy, device or dtype: the reason and what to use instead."""
+    """For a rejected axis, data strategy, device or dtype: the reason and the alternative, for the error."""
 
 
 ALL_PARALLEL = frozenset({"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"})
-"""All built-in features, for modes that work with all of them."""
+"""All built-in axes and data strategies, for modes that work with all of them."""
 
 
 class AMPPlugin(ABC):
-    """One precision mode. Subclass, fill in the attributes and `recipe`, and register the class:
+    """The base class of precision modes. Subclass it, set `options`, implement `recipe`, and register the class:
 
         @AMP_PLUGINS.register("my_mode")
         class MyMode(AMPPlugin): ...
 
-    The mode is then valid in a config, checked with the rest of it, and listed in the composition table.
+    A config can then name the mode. halfmesh checks its keys with the rest of the config.
     """
 
     options: ClassVar[type[Options]]
-    """The mode's keys, with defaults and bounds."""
+    """The mode's config keys, with their defaults and bounds."""
     composes: ClassVar[Composes] = Composes()
+    """The features that the mode works with. halfmesh rejects a config that combines it with others."""
     scale_keys: ClassVar[frozenset[str]] = frozenset()
-    """The `options` that only concern loss scaling; they are rejected where nothing is scaled (bf16, fp8)."""
+    """The keys of `options` for loss scaling only. They are rejected where nothing is scaled (bf16, fp8)."""
     float8_keys: ClassVar[frozenset[str]] = frozenset()
-    """The `options` that only concern float8; they are rejected under fp16 and bf16."""
+    """The keys of `options` that apply to float8 only. They are rejected under fp16 and bf16."""
 
     @classmethod
     @abstractmethod
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
-        """The recipe of `options` with `dtype`: torch.float16, torch.bfloat16 or torch.float8_e4m3fn (key `fp8`)."""
+        """Return the recipe for `options`.
+
+        Args:
+            options: the mode's keys from the config, an instance of the class's `options`.
+            dtype: `torch.float16` (config key `fp16`), `torch.bfloat16` (`bf16`) or `torch.float8_e4m3fn` (`fp8`).
+        """
 
     @classmethod
     def precision(cls, options: Options, recipe: Recipe, device: torch.device) -> Precision:
-        """The object that casts the model and its calls. Override it only if another library casts."""
+        """Return the object that casts the model and its calls. Override it only if another library does the casts."""
         from .precision import Precision  # here: a config needs none of it
 
         return Precision(recipe, device)

@@ -1,4 +1,4 @@
-"""The recipe of a precision mode: one row of the precision table, as plain values."""
+"""The recipe of a precision mode as plain values: number formats, loss scale, and the options of an update."""
 
 from __future__ import annotations
 
@@ -15,23 +15,32 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class LossScale:
-    """The start and the rule of a loss scale. Defaults are those of `torch.amp.GradScaler`."""
+    """The initial value of a loss scale, and how it changes. The defaults are those of `torch.amp.GradScaler`.
+
+    Raises:
+        ValueError: `initial` is not in (0, 2**127], or a dynamic scale has values that cannot work.
+    """
 
     initial: float = 2.0**16
+    """The scale of the first update."""
     dynamic: bool = True
-    """False: it never moves."""
+    """Adapt the scale to overflows. False: it stays `initial`."""
     growth_factor: float = 2.0
+    """The scale is multiplied by this when it grows."""
     backoff_factor: float = 0.5
+    """The scale is multiplied by this when it is lowered after an overflow."""
     growth_interval: int = 2000
-    """Steps without overflow after which the scale grows."""
+    """The number of updates in a row without overflow after which the scale grows."""
     hysteresis: int = 1
-    """Overflows that are tolerated before the scale is lowered; the count restarts after each growth."""
+    """The number of overflows until the scale is lowered: 1 lowers it at each. The count restarts after each growth."""
     min_scale: float = 0.0
+    """The smallest value of a dynamic scale."""
     max_scale: float = 2.0**127
+    """The largest value of a dynamic scale."""
     verbose: bool = False
-    """Log each change of the scale, once it is known on the host."""
+    """Log each change of the scale, as soon as the host knows it."""
     skips: bool = True
-    """Skip an update with inf or nan. A dynamic scale has to; apex's static one does not."""
+    """Skip an update with inf or nan. A dynamic scale requires True; apex's static scale uses False."""
 
     def __post_init__(self) -> None:
         moves = self.growth_factor > 1 > self.backoff_factor > 0 and self.growth_interval >= 1 and self.hysteresis >= 1
@@ -45,37 +54,41 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The number format of each tensor. A plugin returns one; everything that runs is derived from it."""
+    """The number format of each tensor in training. A precision plugin returns one.
+
+    Raises:
+        ValueError: the formats contradict each other, such as `master_weights` without a `param_dtype`.
+    """
 
     compute_dtype: torch.dtype = torch.float32
-    """The dtype of matrix products."""
+    """The dtype in which matrix products are computed."""
     param_dtype: torch.dtype | None = None
-    """Parameters and floating-point buffers of the model are cast to it; None leaves them unchanged (fp32)."""
+    """The dtype of the model's parameters and floating-point buffers. None leaves them unchanged (fp32)."""
     autocast: bool = False
-    """Run forward and criterion in a scope that casts for each operation to `compute_dtype` or fp32."""
+    """Run forward and criterion in a scope that casts the inputs of each operation to `compute_dtype` or fp32."""
     master_weights: bool = False
     """Keep an fp32 copy of each trained half-precision parameter for the optimizer."""
     loss_scale: LossScale | None = None
-    """None: gradients are not scaled."""
+    """The loss scale. None: gradients are not scaled."""
     output_dtype: torch.dtype | None = None
-    """Floating-point outputs of the model are cast to it; None leaves them unchanged."""
+    """The dtype to which the model's floating-point outputs are cast. None leaves them unchanged."""
     count_zeros: bool = False
-    """Count the zeros in the gradients of each step."""
+    """Count the zeros in the gradients of each step, for `StepResult.num_zeros`."""
     cast_lists: Literal["torch", "apex"] = "torch"
-    """The rules of `autocast`: those of `torch.autocast`, or apex's O1 lists (fp16 only)."""
+    """The rules of `autocast`: those of `torch.autocast`, or the lists of apex's O1 (fp16 only)."""
     keep_batchnorm_fp32: bool = False
-    """Leave BatchNorm with weights, and its statistics, in fp32 when the model is cast."""
+    """Keep BatchNorm layers that have weights, and their statistics, in fp32 when the model is cast."""
     num_losses: int = 1
-    """The number of losses with separate scales, if these are dynamic."""
+    """The number of losses, each with a separate scale if the scale is dynamic."""
     wide_gradients: bool = False
-    """Add up the half-precision gradients of several backwards in fp32."""
+    """Accumulate the half-precision gradients of several backwards in fp32."""
     keep_fp32: tuple[str, ...] | None = ()
-    """Patterns of the names of buffers, parameters and the model's arguments that are not cast; frequencies of rotary
-    embeddings, and tensors that the model keeps in fp32, are not either. None: all are cast."""
+    """Patterns of names of buffers, parameters and arguments of the model that are not cast. The frequencies of rotary
+    embeddings, and tensors that the model itself keeps in fp32, are not cast either. None: everything is cast."""
     linear: Float8Product | None = None
-    """Computes the products of linear layers in a narrower format; None: they are computed as all others."""
+    """Computes the products of linear layers in float8. None: `compute_dtype` applies to them."""
     split_masters: bool = False
-    """Keep of the masters only the 16 bits that parameters in bf16 do not have."""
+    """Store only the 16 bits of each master weight that its bf16 parameter does not hold."""
 
     def __post_init__(self) -> None:
         problem = None
@@ -94,23 +107,23 @@ class Recipe:
 
     @property
     def skips(self) -> bool:
-        """True if an update with inf or nan is skipped: only under a loss scale."""
+        """True if updates with inf or nan are skipped. This requires a loss scale."""
         return self.loss_scale is not None and self.loss_scale.skips
 
     @property
     def keeps_scale(self) -> bool:
-        """True if gradients stay scaled until the update: those of several losses are unscaled before the sum."""
+        """True if gradients stay scaled until the update. With several dynamic scales they are unscaled first."""
         return self.loss_scale is not None and not (self.loss_scale.dynamic and self.num_losses > 1)
 
 
 def trainable_dtypes(recipe: Recipe) -> set[torch.dtype]:
-    """The dtypes that parameters may be given in: half precision that the recipe does not train by masters loses
-    small updates, and fp32 of BatchNorm that was rounded before is not fp32."""
+    """The dtypes that the user's parameters may have. Half precision that the recipe does not train through masters
+    loses small updates, and BatchNorm weights that were rounded earlier are not fp32 any more."""
     return {torch.float32} if recipe.keep_batchnorm_fp32 else {torch.float32, recipe.param_dtype or torch.float64}
 
 
 def wider_format(device: torch.device) -> str:
-    """Advice for numbers that leave the range of fp16."""
+    """Advice for a run whose numbers leave the range of fp16."""
     emulates = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     return "compute in fp32 (this GPU has no bf16)" if emulates else "use bf16"
 
@@ -121,21 +134,21 @@ FP32 = Recipe()
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """The options of an update. The defaults do not change a plain step."""
+    """The options of an update. With the defaults it is a plain step."""
 
     max_norm: float = 0.0
     """Clip the norm of all gradients to this; 0 does not clip."""
     norm_type: float = 2.0
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
-    """The action on an update that has inf or nan; auto: by the recipe."""
+    """The action on an update that has inf or nan. "auto": the recipe decides."""
     max_consecutive_skips: int = 50
     """The number of updates with inf or nan in a row that ends the run."""
     track_grad_norm: bool = False
     """Measure the gradient norm even if nothing else needs it."""
     fused: Literal["auto", False] = "auto"
-    """auto: use torch's fused implementation where the user left the choice open and it is exact."""
+    """auto: use torch's fused implementation if it is exact and the user made no choice."""
     wide_gradients: bool = False
-    """Add up the gradients of half-precision parameters in fp32."""
+    """Accumulate the gradients of half-precision parameters in fp32."""
     name: str | None = None
     """The engine's name, for messages."""
 
@@ -144,5 +157,5 @@ class UpdateOptions:
         return recipe.skips if self.on_nonfinite == "auto" else self.on_nonfinite == "skip"
 
     def needs_grad_norm(self, recipe: Recipe) -> bool:
-        """Return True if every update has to be measured, also one that is not clipped."""
+        """Return True if every update must be measured, even one that is not clipped."""
         return recipe.skips or recipe.count_zeros or self.on_nonfinite != "auto" or self.track_grad_norm

@@ -1,4 +1,4 @@
-"""The host's view of updates, read without holding up the device: the result of one, and the count of skipped ones."""
+"""The result of an update and the count of skipped updates, which the host reads without blocking the device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .recipe import Recipe, UpdateOptions, wider_format
 _log = get_logger(__name__)
 
 _BEFORE_LIMIT = 3
-"""`nears_limit` is true so many updates before the limit: on a GPU the host reads the count one update later."""
+"""`nears_limit` is true this many updates before the limit: on a GPU the host reads the count one update later."""
 _LOOK_EVERY = 10
-"""The host checks the updates that were taken for inf and nan at least once in so many updates."""
+"""The host checks the updates that were taken for inf and nan at least once in this many updates."""
 
 _TOLD = (
     "%sthe loss or the gradient norm was inf or nan in %d consecutive updates, which were not skipped "
@@ -32,14 +32,20 @@ _TOLD = (
 
 
 class StepResult:
-    """The result of one update. Attributes are read from the device at first use, without communication.
+    """The result of one update, as `engine.step` returns it. Its attributes are plain Python numbers.
 
-    On a GPU a copy of the numbers to host memory is started with the update and does not hold it up.
+    halfmesh reads the numbers from the device when you first use one of them. This needs no communication, so one rank
+    may do it alone. On a GPU the update starts a non-blocking copy to host memory, and reading waits for that copy.
     """
 
     def __init__(self, optimizer: optim.Optimizer, **numbers: torch.Tensor | None) -> None:
-        """`numbers`: 0-dim tensors that are not written any more, those that are known of `skipped`, `norm` (of the
-        gradients before division), `divisor` (of these), `scale`, `num_zeros`."""
+        """Start to copy the numbers to the host.
+
+        Args:
+            optimizer: the first parameter group gives `lr`.
+            numbers: 0-dim tensors that nothing writes any more: `skipped`, `norm` (of the gradients before division),
+                `divisor` (of the gradients), `scale` and `num_zeros`, each only if it is known.
+        """
         lr = optimizer.param_groups[0].get("lr", math.nan)  # a third party's optimizer may have none
         self._lr: float | torch.Tensor = lr.clone() if isinstance(lr, torch.Tensor) else lr
         known = {name: number for name, number in numbers.items() if number is not None}
@@ -53,31 +59,31 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """True if the update was skipped because a gradient on some rank was inf or nan."""
+        """True if halfmesh skipped the update because a gradient on any rank was inf or nan."""
         return bool(self._get("skipped"))
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the gradients over all ranks, unscaled and before clipping; None if it was not measured."""
+        """The norm of all gradients over all ranks, unscaled and before clipping. None if it was not measured."""
         norm = self._get("norm")
         divisor = None if norm is None else self._get("divisor")
         return norm if norm is None or divisor is None else norm / divisor
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of this step's backward (of loss_id 0); 1.0 without loss scaling."""
+        """The loss scale of this step's backward, for `loss_id=0`. 1.0 without loss scaling."""
         scale = self._get("scale")
         return 1.0 if scale is None else scale
 
     @property
     def num_zeros(self) -> int | None:
-        """Number of gradient elements that are exactly zero, over all ranks; None if not counted."""
+        """The number of gradient elements that are exactly zero, over all ranks. None if they were not counted."""
         zeros = self._get("num_zeros")
         return None if zeros is None else round(zeros)
 
     @property
     def lr(self) -> float:
-        """The learning rate used, of the first parameter group."""
+        """The learning rate that the first parameter group used. nan if the optimizer has no `lr`."""
         return float(self._lr)
 
     def __repr__(self) -> str:
@@ -90,15 +96,15 @@ class StepResult:
 class SkipCounter:
     """Counts updates with inf or nan on the device, and ends a run that has `limit` of them in a row.
 
-    The host reads the count only when `limit` may be near, and now and then where such updates are taken, to warn. On a
-    GPU it reads a copy that was started before, so that nothing waits; the run then ends one update later, on all ranks
-    the same.
+    The host reads the count only when `limit` may be near. Where such updates are taken, it also reads it from time to
+    time, to warn. On a GPU it reads a copy that was started earlier, so that nothing waits. The run then ends one
+    update later, at the same update on all ranks.
 
-    Where nothing else needs a norm, only one update in `limit` is measured. Those before it count by the losses of all
-    ranks.
+    If nothing else needs a norm, only one update in `limit` is measured. The updates before it count by the losses of
+    all ranks.
 
     Attributes:
-        wider: advice to compute in a wider format; "" if there is none.
+        wider: advice to compute in a wider format, or "".
     """
 
     def __init__(self, options: UpdateOptions, recipe: Recipe, device: torch.device, ranks: Ranks) -> None:
@@ -123,7 +129,7 @@ class SkipCounter:
 
     @property
     def nears_limit(self) -> bool:
-        """True if a few more updates with inf or nan end the run, as far as the host knows; the same on all ranks."""
+        """True if a few more updates with inf or nan end the run, as far as the host knows. Equal on all ranks."""
         return self._known >= self._near
 
     @property
@@ -132,12 +138,12 @@ class SkipCounter:
 
     @property
     def taken_in_a_row(self) -> int:
-        """The number of newest updates with inf or nan that were taken, as the host knows; the same on all ranks."""
+        """The number of newest updates with inf or nan that were taken, as the host knows. Equal on all ranks."""
         return 0 if self._skips or not self._known else self._known + self._late
 
     @property
     def skipped(self) -> int:
-        """Updates skipped so far (reads the host)."""
+        """The number of updates skipped so far. Waits for the device."""
         return int(self._skipped.item())
 
     def see(self, loss: torch.Tensor) -> None:
@@ -211,7 +217,7 @@ class SkipCounter:
             )
 
     def _is_time(self, updates: int) -> bool:
-        """Return True if the host checks for inf and nan after so many updates, to warn."""
+        """Return True if the host checks for inf and nan after this number of updates, to warn."""
         return not self._skips and (updates in (1, 2, 4, 8) or updates % _LOOK_EVERY == 0)
 
     def _read_previous(self) -> None:
@@ -251,12 +257,12 @@ class SkipCounter:
 
 
 def _can_be_read(value: torch.Tensor) -> bool:
-    """Return True if the host can read it: it has memory and is no DTensor, and no CUDA graph is captured."""
+    """Return True if the host can read it: it has memory, is not a DTensor, and no CUDA graph is being captured."""
     return type(value) is torch.Tensor and not is_captured(value.device)
 
 
 class HostCopy:
-    """Copies of 0-dim tensors in host memory. On a GPU they are started now and do not hold anything up.
+    """Copies of 0-dim tensors in host memory. On a GPU the copies start now and block nothing.
 
     Elsewhere, and while a CUDA graph is captured, the tensors themselves are kept: they must not be written any more
     (of a graph they are the memory that each replay writes).

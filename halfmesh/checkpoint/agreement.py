@@ -1,5 +1,5 @@
-"""What ranks agree on: that work has succeeded on all of them; through the store, so that a thread may do it during
-training, what rank 0 answers; and without a collective in each step, at which boundary all stop."""
+"""Agreement between ranks: whether work succeeded on all of them, rank 0's answers (through the store, so that a thread
+may ask during training), and the boundary at which all stop, without a collective in each step."""
 
 from __future__ import annotations
 

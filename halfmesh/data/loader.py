@@ -1,4 +1,4 @@
-"""The engine's dataloader: sharded over the data ranks, with batches on the device, and the end of each epoch known."""
+"""The engine's dataloader: shards over the data ranks, moves batches to the device, and detects the end of an epoch."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ _END = object()
 
 @dataclass(eq=False, repr=False)
 class EngineDataLoader:
-    """Iterates a loader: moves each batch to the device, and detects the last batch of an epoch.
+    """Iterates over a loader, moves each batch to the device, and detects the last batch of an epoch.
 
-    With workers, the next batch is fetched, and its copy to the device begun, before the current one is yielded.
-    Without, a batch is fetched when the loop asks for it, as in a plain loop: the dataset may depend on the training so
-    far. The exception is `needs_end` with a loader whose length may be missing or wrong: one batch is fetched ahead.
+    With workers, the next batch is fetched, and its copy to the device starts, before the current one is yielded.
+    Without workers, a batch is fetched when the loop asks for it, as in a plain loop, because the dataset may depend on
+    the training so far. One exception: if `_needs_end` is set and the length of the loader may be missing or wrong, one
+    batch is fetched ahead.
 
     An epoch ends when the loop asks for a batch after the last one, or drops the iterator after training on the last.
 
-    Other attributes are those of the user's loader: `dataset`, `batch_size`, `sampler`, `num_workers`.
+    All other attributes (`dataset`, `batch_size`, `sampler`, `num_workers`) come from the user's loader.
 
     Attributes:
         loader: this rank's shard of the user's loader.
         _seed: on several ranks, the random numbers of a dataset without workers depend on it, the data rank, epoch and
             batch.
-        _needs_end: `at_end` has to be exact, as gradient accumulation needs it.
+        _needs_end: `at_end` must be exact, because gradient accumulation uses it.
         _before_fetch: called when the loop asks for a batch, before anything is drawn for it.
-        next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
-        at_end: the last yielded batch is the last of its epoch. Without look-ahead by the loader's length; False if it
-            has none.
-        even: wraps the batches of an epoch without padding, where all data ranks have to call the engine equally often:
-            at their end it makes the calls that others make for batches this rank has not.
-        waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
+        next_epoch: the number of the epoch that the next iteration runs. After a load: of the interrupted epoch.
+        at_end: True if the last yielded batch is the last of its epoch. Without look-ahead, the loader's length
+            decides; False if it has none.
+        even: wraps the batches of an epoch without padding, where all data ranks must call the engine equally often.
+            After this rank's last batch it makes the calls that other ranks make for their remaining batches.
+        waited_s: the seconds that the loop has waited for the loader so far. On a GPU, only while the GPU was idle.
     """
 
     loader: ShardedLoader
@@ -64,12 +65,12 @@ class EngineDataLoader:
 
     @property
     def epoch(self) -> int:
-        """The number of the current or last epoch, from 0; -1 before the first."""
+        """The number of the current or last epoch, counted from 0. -1 before the first epoch."""
         return self._state.epoch
 
     @property
     def runs(self) -> bool:
-        """True if it is being iterated."""
+        """True while a loop iterates over it."""
         return self._state.running
 
     @property
@@ -84,13 +85,13 @@ class EngineDataLoader:
 
     @property
     def next_batch(self) -> int:
-        """The number of batches that the next iteration skips: they were trained on before the checkpoint."""
+        """The number of batches that the next iteration skips, because they were trained on before the checkpoint."""
         state = self._pending()
         return 0 if state is None or state["finished"] else state["trained"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, which is passed to a sampler or dataset with `set_epoch`. Without a call,
-        epochs count up."""
+        """Set the number of the next epoch. halfmesh passes it to a sampler or dataset that has `set_epoch`. Without a
+        call, epochs count up."""
         self.next_epoch = epoch
 
     def note_training(self) -> None:
@@ -98,7 +99,7 @@ class EngineDataLoader:
         self._state.trained = self._state.handed
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the number of its batches that were trained on, and the random numbers that it depends on."""
+        """Return the epoch, the number of its batches that were trained on, and the states of its random generators."""
         pending = self._pending()
         if pending is not None:
             return dict(pending)
@@ -110,13 +111,13 @@ class EngineDataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> str | None:
-        """Resume after the last batch that was trained on in `state_dict`, in the next epoch if that one was complete.
+        """Resume after the last batch that was trained on, or in the next epoch if that epoch was complete.
 
         Args:
-            own: this rank saved it, in this layout. Otherwise only the order is the same, not the batches.
+            own: True if this rank saved the state in this layout. Otherwise only the order of the samples is the same.
 
         Returns:
-            A message, if the next epoch begins because the position in this one cannot be found.
+            A message if the next epoch begins because the position in this epoch cannot be found, else None.
         """
         self._state, self._loaded = EpochState(self.epoch), None
         set_generators(self.loader, state["generators"])
@@ -156,7 +157,7 @@ class EngineDataLoader:
         return getattr(self.loader.given, name)
 
     def __bool__(self) -> bool:
-        """Return True. Python would otherwise ask for the length, which an IterableDataset has not."""
+        """Return True. Python would otherwise ask for the length, and an IterableDataset has none."""
         return True
 
     def __iter__(self) -> Iterator[Any]:
@@ -233,7 +234,7 @@ class _HasTo(type):
 class _Movable(metaclass=_HasTo):
     """A tensor, or an object with a method `to`: a `PackedSequence`, a graph of torch_geometric, a class of a user.
 
-    No mapping, such as the `BatchEncoding` of transformers: its `to` changes it in place, and moves no nested tensors.
+    Not a mapping, such as the `BatchEncoding` of transformers: its `to` works in place and skips nested tensors.
     """
 
 
@@ -250,7 +251,7 @@ class ToDevice:
         self._last_copied: torch.cuda.Event | None = None
 
     def start(self, batch: Any) -> tuple[Any, torch.cuda.Event | None]:
-        """Begin to copy the batch. The result is for `finish` only."""
+        """Start to copy the batch. Pass the result to `finish`."""
         if self.device.type != "cuda":
             return map_tensors(self._move, batch, _Movable), None
         if self._stream is None:
@@ -263,7 +264,7 @@ class ToDevice:
         return batch, copied
 
     def finish(self, started: tuple[Any, torch.cuda.Event | None]) -> Any:
-        """The batch, to be used on the stream that is current here."""
+        """Return the batch, for use on the current stream."""
         batch, copied = started
         if copied is None:
             return batch
@@ -279,7 +280,7 @@ class ToDevice:
         return map_tensors(use, batch, _Movable)
 
     def wait(self) -> None:
-        """Return when the last batch has been copied. Its copy waits for no computation, so this is fast."""
+        """Return when the last batch has been copied. The copy does not wait for computation, so this is fast."""
         if self._last_copied is not None:
             self._last_copied.synchronize()
             self._last_copied = None
@@ -309,17 +310,22 @@ def get_dataloader(
     add_sampler: bool = True,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader whose order depends on `seed` alone, in every layout, also if other code draws random numbers.
-    `initialize` shards it over the data ranks.
+    """Return a `torch.utils.data.DataLoader` whose order of samples depends only on `seed`.
+
+    The order is the same in every layout, even if other code draws random numbers. Pass the loader to `initialize`,
+    which shards it over the data ranks.
 
     Args:
-        dataset: the samples; any torch Dataset with a length.
-        batch_size: samples per batch and data rank.
-        shuffle: another order in each epoch, the same in every run with this seed.
-        seed: of the order, and in one process of the workers (1024, as Colossal-AI); on several ranks they have the
-            config's `seed`.
-        add_sampler: accepted for Colossal-AI's scripts; only True is supported here.
-        options: further arguments of `torch.utils.data.DataLoader`.
+        dataset: the samples: any torch `Dataset` with a length.
+        batch_size: the number of samples per batch and data rank.
+        shuffle: draw a new order in each epoch. Two runs with the same seed draw the same orders.
+        seed: the seed of the order, and in a run of one process of the workers. On several ranks the workers use the
+            config's `seed`. The default, 1024, is Colossal-AI's.
+        add_sampler: accepted for scripts written for Colossal-AI. Only True is supported.
+        options: further arguments of `DataLoader`. `pin_memory` is True by default if CUDA is available.
+
+    Raises:
+        InputError: `add_sampler` is False, which would give every data rank the same samples.
     """
     if not add_sampler:
         raise InputError("add_sampler=False would give every data rank the same samples; remove it")

@@ -1,4 +1,4 @@
-"""Finds the first tensor of an update that holds inf or nan, for NonFiniteError."""
+"""Finds the first tensor of an update that holds inf or nan, for the message of `NonFiniteError`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
-"""Of a microbatch; the other kinds are of its forward, 1."""
+"""The phases of a microbatch. The other kinds belong to its forward, phase 1."""
 _SHOWN = 9
-"""The number of last loss scales that are shown."""
+"""The number of recent loss scales that the message shows."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Fault:
     """The first inf or nan of an update.
 
     Attributes:
-        kind: the tensor that holds it. "input": an argument of a module. "gradient": of a module's output.
-        name: of the module or parameter.
-        label: the same for messages, with the module's class.
-        stats: of the tensor, with its dtype.
-        key: the order in which it was computed, to compare over ranks.
-        inputs: of an "output" or "loss", the largest finite magnitude among its inputs.
-        caller: the label of the module whose forward called that module; "" for the loop.
-        ranks: those that have it.
+        kind: the kind of the tensor. "input" is an argument of a module, "gradient" the gradient of a module's output.
+        name: the name of the module or parameter.
+        label: the name with the module's class, for messages.
+        stats: the statistics of the tensor, with its dtype.
+        key: the position in the order of computation, to compare ranks.
+        inputs: for an "output" or "loss", the largest finite magnitude of its inputs.
+        caller: the label of the module whose forward called that module. "" if the training loop called it.
+        ranks: the ranks that have this fault.
     """
 
     kind: Kind
@@ -75,17 +75,20 @@ class Fault:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis in `NonFiniteError.diagnosis`. The same on all ranks.
+    """The cause of a `NonFiniteError`, as its attribute `diagnosis`. It is equal on all ranks; `str` gives the text.
 
     Attributes:
-        scales: the loss scales (of the first loss) of the last updates, oldest first, each with the number of updates
-            that used it; the last one belongs to the update that failed. Empty without loss scaling.
-        skipped, updates: the number of skipped updates, of the last `updates`.
-        was_watched: the modules were watched in the update that failed.
-        fault: the first inf or nan in that update; None if the modules were not watched, or all was finite in them.
-        advice: what to do.
-        began: the number of the first update whose loss, or norm, was inf or nan, if later ones computed with the
-            weights that it left; else 0.
+        scales: the loss scales of the first loss in the last updates, oldest first, each with the number of updates
+            that used it. The last scale belongs to the update that failed. Empty without loss scaling.
+        skipped: the number of the last `updates` that were skipped.
+        updates: the number of updates that the diagnosis covers, before the one that failed.
+        was_watched: True if the modules were watched in the update that failed, as under `debug="nonfinite"`.
+        fault: the first inf or nan in that update. None if the modules were not watched, or all their values were
+            finite.
+        advice: the change to make.
+        world_size: the number of ranks.
+        began: the number of the first update whose loss or gradient norm was inf or nan, if later updates computed with
+            the weights that it left. Else 0.
     """
 
     scales: tuple[tuple[float, int], ...]
@@ -145,7 +148,7 @@ _ADVICE: dict[Kind, str] = {
 
 
 def _advise(fault: Fault | None, was_watched: bool, wider: str) -> str:
-    """The advice; `wider`: how to compute in a wider format, if there is one."""
+    """Return the advice. `wider`: how to compute in a wider format, or ""."""
     if fault is None:
         return _SUMS + (_LOWER % wider if wider else _SMALLER) if was_watched else _UNWATCHED
     if fault.stats.dtype != torch.float16 or fault.stats.nan or not wider:

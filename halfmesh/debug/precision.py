@@ -27,27 +27,31 @@ MUCH_SUBNORMAL = 0.05
 """A speech model with about 5 % of its weight gradients too small for fp16 lost 80 % in accuracy without fp32 masters
 (Micikevicius and others, 2018, "Mixed Precision Training", section 3.1)."""
 HIGH_OUTPUT = 0.25
-"""Doubled twice, an output of this share overflows: chosen here, without a source."""
+"""An output of this share overflows when it doubles twice. halfmesh's choice, without a source."""
 HIGH_SCALE = 2.0**24
 """The upper bound of apex.amp's dynamic scale (its max_loss_scale). It makes a gradient of 2**-24 a 1."""
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """One module that has direct parameters. Shares are from 0 to 1; None: not seen, or not in float16.
+    """The numbers of one module that has direct parameters. Shares are from 0 to 1. None: not seen, or not in float16.
 
     Attributes:
-        name: in the full model.
-        kind: its class.
-        param_dtype: in which it computes with its parameters; `masters`: the optimizer steps wider ones.
-        output_dtype: of its output; "" if it was not called as a module.
-        largest_output: the largest finite magnitude; `output_share`: of the largest number of that dtype.
-        gradient_dtype: of the gradient of its output.
-        largest_gradient: of that gradient, divided by the loss scale. `gradient_share`: multiplied by it, of the
-            largest number of the dtype.
-        zero_gradients: share of that gradient's elements that are zero, exactly (ReLU) or as too small for float16;
-            `subnormal_gradients`: that are so small, below 6.1e-5, that float16 has lost some of their digits.
-        subnormal_weight_gradients: as `subnormal_gradients`, of the complete gradients of its parameters.
+        name: the module's name in the full model.
+        kind: the module's class.
+        param_dtype: the dtype of the parameters in its computation.
+        masters: True if the optimizer steps wider copies of these parameters.
+        output_dtype: the dtype of its output. "" if it was not called as a module.
+        largest_output: the largest finite magnitude of its output.
+        output_share: `largest_output` as a share of the largest number of `output_dtype`.
+        gradient_dtype: the dtype of the gradient of its output.
+        largest_gradient: the largest finite magnitude of that gradient, divided by the loss scale.
+        gradient_share: the same magnitude, with the loss scale, as a share of the largest number of `gradient_dtype`.
+        zero_gradients: the share of that gradient's elements that are zero, exactly (ReLU) or because they are too
+            small for float16.
+        subnormal_gradients: the share of its elements that are not zero but below 6.1e-5, where float16
+            loses digits.
+        subnormal_weight_gradients: the same share in the complete gradients of its parameters.
         nonfinite: the number of elements that were inf or nan.
     """
 
@@ -69,17 +73,19 @@ class LayerPrecision:
 
 @dataclass
 class PrecisionReport:
-    """The effect of the config's precision on the numbers of each layer, in one update; filled when the block of
-    `engine.precision_report()` ends. `print` shows it as a table.
+    """The effect of the config's precision on the numbers of each layer, in one update.
+
+    halfmesh fills it when the block of `engine.precision_report()` ends. `print` shows it as a table.
 
     Attributes:
-        compute_dtype: of matrix products.
-        loss_scale: of this update (of the first loss); None: it is not scaled.
-        is_dynamic: the scale is dynamic.
-        skipped: the number of the last `updates` (60 at most, this one included) that were skipped.
-        room: the factor by which the loss scale could grow before a measured gradient overflows float16; None: there
-            was none, or one has overflowed.
-        layers: in the order of the model.
+        compute_dtype: the dtype of matrix products.
+        loss_scale: the loss scale of this update, for the first loss. None without loss scaling.
+        is_dynamic: True if the loss scale is dynamic.
+        skipped: the number of the last `updates` that were skipped.
+        updates: the number of updates that `skipped` covers: 60 at most, this one included.
+        room: the factor by which the loss scale could grow before a measured gradient overflows float16. None if no
+            gradient was measured in float16, or one overflowed.
+        layers: the modules with direct parameters, in the order of the model.
         findings: recommended changes, with their reasons.
     """
 
@@ -93,11 +99,11 @@ class PrecisionReport:
     findings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """A table of at most 120 columns, then the findings."""
+        """Return a table of at most 120 columns, followed by the findings."""
         title = [f"precision report: {self.compute_dtype}"]
         if self.loss_scale is not None:
             title.append(f"{'dynamic' if self.is_dynamic else 'static'} loss scale {self.loss_scale:g}")
@@ -170,7 +176,7 @@ def find_problems(report: PrecisionReport) -> Iterator[str]:
 
 
 def judge_scale(scale: float) -> Iterator[str]:
-    """The problem of a loss scale that is very low or very high, if it is."""
+    """Yield the problem of a loss scale that is very low or very high."""
     if scale < 1:
         yield (
             f"the loss scale is {scale:g}, below 1: gradients overflow by themselves. Look for inf or nan "

@@ -1,4 +1,4 @@
-"""The cross entropy of a linear layer's logits, of which a chunk of tokens is in memory at a time."""
+"""A cross entropy that computes the logits of a language model's head one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """`F.cross_entropy(head(input), target, ...)`, with the logits of some tokens in memory at a time.
+    """Compute `F.cross_entropy(head(input), target, ...)` with the logits of only one chunk of tokens in memory.
 
-    Forward keeps `input` only. Backward computes the logits of each chunk again: a third more work for head and loss.
-    Call it in the model's forward, with the head itself:
+    Forward keeps only `input`. Backward computes the logits of each chunk again, which adds a third to the work of head
+    and loss. Call the function in the model's forward, and pass the head itself:
 
         loss = halfmesh.nn.linear_cross_entropy(hidden, self.head, targets)
 
-    It works in every precision mode and layout. The head computes in the mode's dtype, the cross entropy of its logits
-    in fp32 (of float64 logits in float64). A module's parameters in half precision, or cast by autocast, get the sum of
-    the chunks' gradients in fp32, rounded once. Where each tensor rank has a shard of the vocabulary (the style
-    "vocab_parallel"), so have the chunks. A head that fsdp gathers by itself, as under a pipeline, gets all tokens in
-    one chunk.
+    It works in every precision mode and layout. The head computes in the mode's dtype, and the cross entropy in fp32
+    (in float64 for float64 logits). If a module's parameters are in half precision, or autocast casts them, halfmesh
+    sums the gradients of the chunks in fp32 and rounds once. If each tensor rank holds a shard of the vocabulary (style
+    "vocab_parallel"), the logits of each chunk are sharded in the same way. If fsdp gathers the head by itself, as
+    under a pipeline, all tokens are one chunk.
 
-    `torch.nn.functional.linear_cross_entropy` (from torch 2.14 on; its options have the same names here) takes the
-    head's weight, which in some layouts is a shard, or not gathered. It makes no chunks without `options`, nor with
-    `label_smoothing`. Gradients of a mean or sum it computes in forward, before the loss is scaled: under fp16 small
-    ones are lost.
+    `torch.nn.functional.linear_cross_entropy` (torch 2.14 and later, with the same option names) differs in three ways.
+    It takes the head's weight, which in some layouts is a shard, or not gathered. It does not use chunks without
+    `options` or with `label_smoothing`. It computes the gradients of a mean or sum in forward, before the loss is
+    scaled, so under fp16 small gradients are lost.
 
     Args:
         input: hidden states [..., features].
-        head: makes logits [tokens, classes] of hidden states [tokens, features], each of a token by itself: a
-            `torch.nn.Linear`, or any module. Or a function, as of a scaled head; then gradients of the chunks are added
-            in the dtype of the weight, or of its cast.
-        target: classes [...], int64.
-        weight: of each class [classes]; not with sharded logits.
-        reduction: "mean" (over the targets that count, or their weights), "sum", or "none" (as `target`).
-        ignore_index: a target that does not count.
+        head: computes logits [tokens, classes] from hidden states [tokens, features], each token independently of the
+            others: a `torch.nn.Linear`, any other module, or a function (for example, of a scaled head). With a
+            function, the gradients of the chunks are summed in the dtype of the weight, or of its cast.
+        target: class indices [...], int64.
+        weight: the weight of each class [classes]. Not supported with sharded logits.
+        reduction: "mean" (over the targets that count, or their weights), "sum", or "none" (the shape of `target`).
+        ignore_index: the target value that does not count.
         label_smoothing: from 0 to 1, as in `F.cross_entropy`.
-        chunk_size: tokens of a chunk. None: as many as make its logits about as large as `input` (the rule of Liger's
-            fused kernel and of torch's `LinearCrossEntropyOptions`), but at least 1,024.
+        chunk_size: tokens per chunk. None: the number that makes the logits of a chunk about as large as `input` (the
+            rule of Liger's fused kernel and of torch's `LinearCrossEntropyOptions`), but at least 1,024.
 
     Returns:
-        The loss, in fp32 or more. nan for a mean without any target that counts.
+        The loss, in fp32 or wider. A mean is nan if no target counts.
 
     Raises:
-        InputError: `head` is a tensor, the shapes of `input` and `target` differ, or an option is none of these.
+        InputError: `head` is a tensor, the shapes of `input` and `target` differ, or an option has an invalid value.
     """
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if has_torch_function_variadic(input, target):

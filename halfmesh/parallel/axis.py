@@ -1,6 +1,7 @@
-"""The contract of a mesh axis that shards the model: its config keys, its plan, and its effect on a model.
+"""The base classes of a mesh axis that shards the model: its config keys, its plan, and its effect on a model.
 
-`tensor` and `pipeline` implement it; packages register others in AXES. The data axis has a `DataStrategy` instead.
+`tensor`, `pipeline`, `context` and `expert` implement them, and packages can register others in `AXES`. The data axis
+has a `DataStrategy` instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan: the user's objects, which must not be changed, and the axis's keys."""
+    """The inputs of `Axis.plan`: the user's objects, which it must not change, and the axis's keys.
+
+    Attributes:
+        model: the full model.
+        optimizer: the optimizer over its parameters.
+        criterion: the criterion, or None.
+        dataloader: the training dataloader, or None.
+        options: the axis's keys, an instance of `Axis.options`.
+    """
 
     model: nn.Module
     optimizer: optim.Optimizer
@@ -43,10 +52,10 @@ class AxisInputs:
     """The inputs of `Axis.apply`.
 
     Attributes:
-        model: equal on all ranks, or already sharded over other axes; it may not be on the device yet.
-        optimizer: over its parameters.
+        model: the model, equal on all ranks or already sharded over other axes. It may not be on the device yet.
+        optimizer: the optimizer over its parameters.
         plan: the result of `Axis.plan`.
-        context: the mesh.
+        context: the layout.
     """
 
     model: nn.Module
@@ -56,26 +65,34 @@ class AxisInputs:
 
 
 class AppliedAxis:
-    """A model that was sharded over an axis, in place. The defaults fit ranks that compute one batch together and hold
-    equal parameters.
+    """A model after it was sharded over an axis, in place. The defaults fit an axis whose ranks compute one batch
+    together and hold equal parameters.
 
     Attributes:
         dim: the name of the axis in the mesh.
+        size: the number of ranks of the axis.
+        rank: this rank's coordinate on the axis.
         splits: the parameters of which this rank holds a shard, and how they were split.
-        ties: parameters that other ranks of the axis hold too, where each rank holds only some modules.
-        first_names: for each name in the full model the first name of the same tensor, tied ones have several;
+        ties: the parameters that other ranks of the axis also hold, if each rank holds only some modules.
+        first_names: for each name in the full model, the first name of the same tensor (tied tensors have several).
             None: this rank has all modules.
-        same: compares inputs and outputs over the ranks of the axis; None if they do not compute the same.
+        same: compares inputs and outputs over the ranks of the axis. None if these ranks compute different things.
     """
 
     is_divided_by_engine = True
-    """`initialize` recognises a sharded model by it: one of the model's hooks is a method of this object, or a module
-    has this attribute."""
+    """`initialize` recognizes a sharded model by this attribute: one of the model's hooks is a method of this object,
+    or a module has the attribute."""
     ties: Collection[nn.Parameter] = ()
     first_names: dict[str, str] | None = None
 
     def __init__(self, context: ParallelContext, dim: str, compared_as: str | None = None) -> None:
-        """`compared_as`: the name of the axis's ranks in messages, if they compute the same."""
+        """Begin with nothing sharded.
+
+        Args:
+            context: the layout.
+            dim: the name of the axis in the mesh.
+            compared_as: the name of the axis's ranks in messages, if they compute the same values; else None.
+        """
         self.dim, self.size, self.rank = dim, context.size_of(dim), context.coordinate(dim)
         self.splits: dict[nn.Parameter, Split] = {}
         self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
@@ -93,14 +110,14 @@ class AppliedAxis:
 
     @torch.no_grad()
     def split(self, optimizer: optim.Optimizer, param: nn.Parameter, split: Split) -> None:
-        """Keep only this rank's shard of a parameter, and of its optimizer state of the same shape."""
+        """Keep only this rank's shard of a parameter, and of its optimizer state that has the same shape."""
         self.splits[param] = split
         cut = self.cut(split)
         change_state(optimizer, param, cut)
         param.data, param.grad = cut(param.data), None
 
     def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Add hooks that also accept state dicts with full tensors: each rank loads its shard."""
+        """Add hooks that accept state dicts with full tensors: each rank loads its shard."""
         optimizer.register_load_state_dict_post_hook(reject_other_state)
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -115,33 +132,34 @@ class AppliedAxis:
     # -- for the engine ----------------------------------------------------------------------------------------
 
     def replicas(self, param: nn.Parameter) -> float:
-        """The number of ranks of the axis that hold the same elements of `param`: norms count each element once. On a
-        view of the data ranks, all of which are counted already, 1 / size for shards."""
+        """Return the number of ranks of the axis that hold the same elements of `param`, so that norms count each
+        element once. An axis that is a view of the data ranks, which are counted already, returns 1 / size for shards.
+        """
         return 1 if param in self.splits else self.size
 
     def cut(self, split: Split) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function from a full tensor to this rank's shard."""
+        """Return a function that cuts this rank's shard out of a full tensor."""
         return partial(split.cut, rank=self.rank, size=self.size)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
-        """The reduction that `shards` need over the axis; None: their gradients are complete. All ranks together."""
+        """Return the reduction of `shards` over the axis. None: their gradients are complete. Called on all ranks."""
         return None
 
     def settle(self) -> None:
-        """Reset before a forward, and after it: a forward or backward may have failed."""
+        """Reset before and after a forward, because an earlier forward or backward may have failed."""
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise InputError if an `error` of forward or backward is due to something that this axis does not support."""
+        """Raise InputError if an `error` of forward or backward comes from something that the axis cannot support."""
 
     def skip_trial(self) -> None:
-        """Compare nothing with the model as it was: tensors have no values (in a dry run)."""
+        """Skip the comparison with the unsharded model. Called in a dry run, where tensors have no values."""
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> Mapping[str, str]:
-        """Rows of the effective plan. "layout" describes what this rank holds.
+        """Return rows of the effective plan, by name. The row "layout" describes the parameters of this rank.
 
         Args:
             params: this rank's parameters by name, sharded over the axes.
-            sizes: the number of elements of each after sharding over the data ranks.
+            sizes: the number of elements of each parameter after sharding over the data ranks.
             options: the axis's keys.
         """
         return {}
@@ -153,8 +171,8 @@ _Take = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 def shard_loaded_state(
     takes: Mapping[str, _Take], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
 ) -> None:
-    """A hook before a state dict is loaded into a module with sharded parameters: for each name in `takes`, a function
-    of the parameter and the tensor in the state dict returns the tensor to load."""
+    """A hook that runs before a state dict is loaded into a module with sharded parameters. For each name in `takes`, a
+    function of the parameter and the tensor in the state dict returns the tensor to load."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name, take in takes.items():
         value = state.get(prefix + name)
@@ -168,27 +186,27 @@ def shard_loaded_state(
 
 
 class Axis:
-    """An axis of the mesh, registered under its key in `parallel`, which is also its column in the composition table:
+    """The base class of mesh axes. Register a subclass under its key in the config's `parallel`:
 
         @AXES.register("wide")
         class Wide(Axis): ...
 
-    Everything except `apply` works before anything is changed, and in one process.
+    All methods except `apply` run before halfmesh changes anything, and work in one process.
 
     Attributes:
-        dim: its short name in the mesh, unique among axes.
-        options: its keys; `size` is one of them, and 1 by default.
-        modes: the AMP modes that it works with, besides those that name it in their `composes`.
-        splits_params: a rank may hold a shard of a parameter; optimizers that need whole ones get these.
-        same_rng: its ranks compute the same, with the same random numbers.
-        replica_dim: if set, the axis is a view of the data ranks, of `replica_dim` x `dim` of them: each has rows of
-            its own, and the ranks of `replica_dim` hold the same shards.
-        splits_loss: its ranks have parts of one batch, and each computes the loss of its part: gradients are averaged
-            over them as over data ranks, and data strategies shard over them, too.
-        splits_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
-        splits_batch: the key, besides `size`, for the number of microbatches into which the axis splits a data rank's
-            batch; "" if it does not.
-        cost: for `halfmesh plan`: the communication that ranks wait for, in a few words.
+        dim: the axis's short name in the mesh ("tp"), unique among axes.
+        options: the class of the axis's keys. It must have a key `size`, 1 by default.
+        modes: the AMP modes that the axis works with, in addition to modes that name it in their `composes`.
+        splits_params: True if a rank may hold a shard of a parameter. Optimizers that work on whole matrices then get
+            whole ones.
+        same_rng: True if the ranks of the axis compute the same values, with the same random numbers.
+        replica_dim: if set, the axis is a view of the data ranks, as `replica_dim` x `dim`. Each of these ranks has its
+            own rows of the batch, and the ranks of `replica_dim` hold the same shards.
+        splits_loss: True if each rank computes the loss of its part of one batch. Gradients are then averaged over
+            these ranks as over data ranks, and data strategies also shard over them.
+        splits_modules: True if a rank has only some modules. Such an axis is outermost in the mesh and applied last.
+        splits_batch: the key for the number of micro-batches into which the axis splits a data rank's batch, or "".
+        cost: the communication that ranks wait for, in a few words, for `halfmesh plan`.
     """
 
     dim: ClassVar[str]
@@ -204,7 +222,7 @@ class Axis:
 
     @staticmethod
     def sizes_to_try(ranks: int, node: int) -> Iterator[int]:
-        """Sizes above 1 that `halfmesh plan` may try on `ranks` ranks, `node` of them in a machine, smallest first.
+        """Yield the sizes above 1 that `halfmesh plan` may try on `ranks` ranks, `node` per machine, smallest first.
 
         The default keeps the ranks of the axis within a machine.
         """
@@ -213,15 +231,15 @@ class Axis:
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
-        """Keys, dotted, and their problems in a `halfmesh.Config` whose size of this axis is larger than 1."""
+        """Yield dotted keys and their problems in a `halfmesh.Config` with a size of this axis above 1."""
         yield from ()
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
-        """The plan that shards the model, and all problems."""
+        """Return the plan for sharding the model, which `apply` gets, and all problems. Change nothing."""
         return None, []
 
     @staticmethod
     def apply(inputs: AxisInputs) -> AppliedAxis:
-        """Shard the model in place. Parameters stay the same objects, with this rank's shard as their data."""
+        """Shard the model in place. Parameters must stay the same objects, with this rank's shard as their data."""
         raise NotImplementedError

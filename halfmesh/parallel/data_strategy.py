@@ -1,6 +1,6 @@
-"""The contract of a data strategy: how data ranks replicate or shard a model, and exchange gradients and weights.
+"""The base class of data strategies: how data ranks replicate or shard a model, and exchange gradients and weights.
 
-`replicate`, `zero1` and `fsdp` implement it; packages register others in DATA_STRATEGIES.
+`replicate`, `zero1` and `fsdp` implement it, and packages can register others in `DATA_STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ class StrategyInputs:
     """The inputs of a strategy.
 
     Attributes:
-        model: already sharded over the other axes; not on the device yet.
-        optimizer: over its parameters.
+        model: the model, already sharded over the other axes, not on the device yet.
+        optimizer: the optimizer over its parameters.
         shards: its parameters, with weights that count the data ranks.
+        context: the layout.
         options: the config's `parallel.data`.
         reduce: how gradients are reduced.
-        param_dtype: the mode's dtype of all parameters; None: each keeps its dtype.
-        casts: of weights that may be cast before they are gathered; see `amp.float8.Float8Product.pack` and `unpack`.
-        blocks: names of the model's repeated blocks; a rank may not have all of them.
-        not_called: under a pipeline, names of the modules that stages do not call directly.
-        kept: parameters that the mode leaves in fp32 by their names.
-        tied: parameters that other pipeline ranks hold, too.
-        outside: parameters that the criterion computes with, outside of the model's forward.
-        make: materializes the tensors of a module of a deferred model. A strategy calls it at last for `model`.
-        axes: those of the data ranks, whose losses are averaged: ("dp",), or more of the mesh.
-        fewer_axes: parameters that fewer data ranks hold (experts), and the axes of these. Their gradients stand for
-            those of all data ranks: a mean is a mean over these ranks.
+        param_dtype: the mode's dtype of all parameters. None: each keeps its dtype.
+        casts: the casts of weights that may be cast before they are gathered: see `amp.float8.Float8Product.pack` and
+            `unpack`.
+        blocks: the names of the model's repeated blocks. A rank may not have all of them.
+        not_called: under a pipeline, the names of the modules that stages do not call directly.
+        kept: the parameters that the mode leaves in fp32 because of their names.
+        tied: the parameters that other pipeline ranks also hold.
+        outside: the parameters that the criterion computes with, outside the model's forward.
+        make: materializes the tensors of a module of a deferred model. The last call must be for `model`.
+        axes: the axes of the data ranks, over which losses are averaged: ("dp",), or more of the mesh.
+        fewer_axes: the parameters that fewer data ranks hold (experts), and the axes of these ranks. A mean of their
+            gradients is a mean over these ranks.
     """
 
     model: nn.Module
@@ -68,30 +70,31 @@ class StrategyInputs:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The data ranks."""
+        """The process group of the data ranks."""
         return self.context.group(*self.axes)
 
     @property
     def mean_over(self) -> int:
-        """The number of data ranks, whose losses are averaged."""
+        """The number of data ranks, over which losses are averaged."""
         return self.context.size_of(*self.axes)
 
     def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
-        """The ranks over which the gradient of `param` is summed, and which hold equal values of it."""
+        """Return the group of the ranks that hold equal values of `param`, over which its gradient is summed."""
         return self.context.group(*self.fewer_axes.get(param, self.axes))
 
 
 class DataStrategy:
-    """Every data rank holds the full model (`replicate`). Base class of other strategies.
+    """The strategy `replicate`, in which every data rank holds the full model, and the base class of other strategies.
 
     Attributes:
-        options: its own keys of `parallel.data`, besides those of all strategies.
-        modes: the AMP modes that it works with, besides those that name it in their `composes`.
-        shards_state: each data rank steps a shard of the weights, and holds the optimizer's state of that shard.
-        shards_model: the model's parameters are sharded, too.
-        cost: for `halfmesh plan`: what data ranks wait for, besides the sum of gradients, in a few words.
-        shards: those that the optimizer steps on this rank; it holds their parameters.
-        publisher: sends new weights to the ranks that use them; None: they need not be sent.
+        options: the class of its own keys of `parallel.data`, in addition to the keys of all strategies.
+        modes: the AMP modes that it works with, in addition to modes that name it in their `composes`.
+        shards_state: True if each data rank steps a shard of the weights, with the optimizer's state of that shard.
+        shards_model: True if the model's parameters are also sharded.
+        cost: the communication that data ranks wait for in addition to the sum of gradients, in a few words, for
+            `halfmesh plan`.
+        shards: the shards that the optimizer steps on this rank. The optimizer holds their parameters.
+        publisher: sends new weights to the ranks that use them. None: nothing needs to be sent.
     """
 
     options: ClassVar[type[Options]] = Options
@@ -110,21 +113,22 @@ class DataStrategy:
 
     @staticmethod
     def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
-        """Keys of a `halfmesh.Config`, dotted, and their problems.
+        """Yield dotted keys of a `halfmesh.Config`, and their problems.
 
         Args:
-            param_dtype: the mode's dtype of all parameters; None: each keeps its dtype.
+            config: a `halfmesh.Config` that uses this strategy.
+            param_dtype: the mode's dtype of all parameters. None: each keeps its dtype.
         """
         yield from ()
 
     @staticmethod
     def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
-        """Keys that do not fit this number of data ranks."""
+        """Yield keys that do not fit this number of data ranks, and their problems."""
         yield from ()
 
     @staticmethod
     def ranks_of_copy(options: Any, data_ranks: int) -> int:
-        """The data ranks that together hold what it shards: all of them, or so many that each such group has a copy."""
+        """Return the number of data ranks that together hold one copy of the sharded state: all of them by default."""
         return data_ranks
 
     @staticmethod
@@ -134,35 +138,36 @@ class DataStrategy:
 
     @staticmethod
     def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
-        """Keys that work but could work better."""
+        """Yield keys that work but could work better, and the advice."""
         yield from ()
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
-        """The reasons why a model cannot be trained this way; called before anything is changed."""
+        """Yield the reasons why a model cannot be trained this way. Called before halfmesh changes anything."""
         yield from ()
 
     def make_reducer(self, shards: Sequence[ParamShard], buffers: Buffers, withholds: bool) -> Reduction:
-        """The reduction that completes the gradients of `shards`, and averages BatchNorm's statistics in `buffers`.
+        """Return the reduction that completes the gradients of `shards` and averages BatchNorm's statistics.
 
         Args:
-            withholds: before the step gradients are not final (scaled, or partial). A strategy under which changes of
-                them cannot be detected replaces them by placeholders.
+            shards: the shards whose gradients it reduces.
+            buffers: the buffers with BatchNorm's statistics.
+            withholds: True if gradients are not final before the step (scaled, or partial). A strategy that cannot
+                detect changes of them replaces them with placeholders.
         """
         inputs = self.inputs
         return Reducer(shards, buffers, inputs.group, inputs.reduce, inputs.group_of)
 
     def keep_gathered(self, keeps: bool, params: Collection[nn.Parameter] | None = None) -> None:
-        """Begin or end a time in which gathered weights may be kept. Called under a pipeline if the strategy
-        `shards_model`: with True before the first microbatch, with False before the last backward of the stage with
-        `params`."""
+        """Start or end a period in which gathered weights may be kept. Called under a pipeline if `shards_model`: with
+        True before the first micro-batch, and with False before the last backward of the stage with `params`."""
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        """The method `name` of the model, with full weights where it uses them."""
+        """Return the method `name` of the model, with full weights where it uses them."""
         return getattr(model, name)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
-        """The region of the full tensor in `shard`, a data rank's shard of the tensor at `source`."""
+        """Return the region of the full tensor that `shard` holds: a data rank's shard of the tensor at `source`."""
         return source
 
     @property
@@ -172,37 +177,37 @@ class DataStrategy:
 
     @property
     def text(self) -> str:
-        """A line of the effective plan: the shards that each data rank holds, or steps."""
+        """The part of the effective plan about the shards that each data rank holds or steps."""
         asked = self.inputs.options.strategy
         is_whole = asked != "replicate" and self.inputs.mean_over == 1
         return f" ({asked}: nothing to shard with 1 data rank)" if is_whole else ""
 
     @property
     def exchange(self) -> str:
-        """The end of that line: what data ranks send to each other."""
+        """The part of the effective plan about the data that data ranks send to each other."""
         return f"gradients averaged in {self.inputs.options.reduce_dtype}"
 
     @property
     def diverged(self) -> str:
-        """Why the data ranks hold different weights now, on purpose, so that none can be saved; "" where they agree."""
+        """The reason why the data ranks hold different weights on purpose now, so that none can be saved. Else ""."""
         return ""
 
     def follow(self) -> None:
         """See `Publisher`."""
 
     def arrive(self, module: nn.Module | None = None) -> None:
-        """See `Publisher`. With `module` wait for its weights only: compiled code uses them without a word."""
+        """See `Publisher`. With `module`, wait for its weights only: compiled code gives no notice of use."""
 
     def join(self, names: list[str]) -> list[str]:
         """See `Publisher`: by default the names of this rank."""
         return names
 
     def find_lost_writes(self, watch: bool) -> Collection[str]:
-        """The weights for which a write by forward was lost since the watch began; `watch`: continue to watch."""
+        """Return the weights whose writes in forward were lost since the watch began. `watch`: keep watching."""
         return ()
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise InputError if `error`, of forward or backward, is due to something that is not supported here."""
+        """Raise InputError if an `error` of forward or backward comes from something that is not supported here."""
 
 
 class WithheldGradient(torch.Tensor):
@@ -216,7 +221,7 @@ class WithheldGradient(torch.Tensor):
 
     @staticmethod
     def of(param: torch.Tensor, name: str, why: str) -> WithheldGradient:
-        """The placeholder for `param`, which has this `name` in the model; `why` ends the message."""
+        """Return the placeholder for `param`, which has this `name` in the model. `why` is the end of the message."""
         grad: WithheldGradient = torch.Tensor._make_wrapper_subclass(
             WithheldGradient, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )

@@ -1,4 +1,4 @@
-"""One mesh: this rank's coordinates on its axes (pp, dp, tp), and the collectives over its ranks."""
+"""The device mesh of an engine: this rank's coordinates on its axes (pp, dp, tp), and collectives over its ranks."""
 
 from __future__ import annotations
 
@@ -22,28 +22,34 @@ if TYPE_CHECKING:
 
 
 def splits_world() -> bool:
-    """Return True if NCCL makes a group by splitting the communicator of all ranks, for which all ranks have to wait:
-    then one split makes all groups of an axis. Groups that are made one by one would need one each."""
+    """Return True if NCCL creates a group by splitting the communicator of all ranks, which all ranks must wait for.
+    Then one split creates all groups of an axis. Groups created one by one would need one split each."""
     world: Any = dist.group.WORLD
     return dist.get_backend() == "nccl" and world.bound_device_id is not None
 
 
 class ParallelContext:
-    """The layout of one engine: pp * dp * tp == world size, tp fastest. Other packages' axes lie between dp and tp.
+    """The layout of one engine, as `engine.context`: this rank's place in the mesh, its groups, and collectives.
 
-    It is passed explicitly; there is no global one, and two of them may exist in one process. A world of one rank
-    needs no process group. Implements `halfmesh.utils.param_shard.Ranks` over all of its ranks.
+    The sizes of the axes multiply to the world size: pp * dp * tp, with any other axes between dp and tp. The last axis
+    changes fastest, so neighboring ranks form a tensor group. halfmesh keeps no global context, so one process may hold
+    several. A single process needs no process group.
 
     Args:
-        dims: the axes and their sizes, of as many ranks as the process group has.
+        dims: the axes and their sizes. They must have as many ranks as the process group.
         device: this rank's device.
-        group: the process group, if it was created for this context or another one; the last `close` destroys it.
-        timeout: seconds that a collective within an axis may take.
+        group: the process group, if halfmesh created it. The last context that closes destroys it.
+        timeout: the time limit of a collective within an axis, in seconds.
 
     Attributes:
-        dims: the layout, with the sub-axes that `split` has added.
-        sizes: of the axes, by their names, outermost first.
-        last_stage: the coordinate on the pipeline axis that has the last stage.
+        dims: the layout, with the sub-axes that `split` added.
+        size: the number of ranks (the world size).
+        rank: this rank's number.
+        sizes: the sizes of the axes by name, outermost first.
+        pp_size: the size of the pipeline axis.
+        dp_size: the size of the data axis.
+        tp_size: the size of the tensor axis.
+        last_stage: the coordinate of the last stage on the pipeline axis.
     """
 
     def __init__(
@@ -67,21 +73,22 @@ class ParallelContext:
         self._calls: NamedCalls | None = None
 
     def split(self, axis: str, sizes: Mapping[str, int]) -> None:
-        """Let `axis` also be seen as sub-axes of these sizes, the last of which changes fastest: dp=8 as
-        {"edp": 2, "ep": 4}. Like axes they have a size, a coordinate and a group. All ranks together; the same split
-        again does nothing.
+        """Add sub-axes to `axis`: dp=8 can also be seen as {"edp": 2, "ep": 4}, of which the last changes fastest.
+
+        A sub-axis has a size, a coordinate and a group, like an axis. Call this on all ranks together. A repeated split
+        does nothing.
 
         Raises:
-            InputError: the sizes do not multiply to that of the axis, or a name is taken.
+            InputError: the product of the sizes is not the size of the axis, or a name is taken.
         """
         self.dims = self.dims.split(axis, sizes)
 
     def coordinate(self, *axes: str) -> int:
-        """This rank's coordinate on an axis, or its place among the ranks of `group(*axes)`."""
+        """Return this rank's coordinate on an axis; for several axes, its place among the ranks of `group(*axes)`."""
         return self._row(axes).index(self.rank)
 
     def size_of(self, *axes: str) -> int:
-        """The number of ranks of `group(*axes)`."""
+        """Return the size of an axis. For several axes: the number of ranks of `group(*axes)`."""
         return len(self._row(axes))
 
     def _row(self, axes: tuple[str, ...]) -> list[int]:
@@ -92,7 +99,7 @@ class ParallelContext:
 
     @property
     def rank_names(self) -> RankNames:
-        """The names of ranks in messages."""
+        """The names of the ranks, for messages."""
         return self.dims.rank_names
 
     @property
@@ -102,13 +109,13 @@ class ParallelContext:
 
     @property
     def is_last_stage(self) -> bool:
-        """True if this rank has the last stage of the pipeline, where outputs and losses are computed."""
+        """True if this rank holds the last pipeline stage, which computes outputs and losses. True if pp is 1."""
         return self.pp_rank == self.last_stage
 
     @property
     def counts_outputs(self) -> bool:
-        """True if this rank counts outputs and losses for its data rank: it has the last stage, and is the first of the
-        ranks that computed the same."""
+        """True if this rank counts outputs and losses for its data rank: it holds the last stage, and it is the first
+        of the ranks that computed the same values."""
         return self.is_last_stage and self.coordinate(*(axis for axis in self.sizes if axis not in ("pp", "dp"))) == 0
 
     @property
@@ -123,7 +130,11 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The DeviceMesh with the axes of `sizes`. Created on first use, by all ranks together."""
+        """The `DeviceMesh` with the axes of `sizes`. It is created on first use: read it on all ranks together.
+
+        Raises:
+            InputError: the run has one process.
+        """
         if self.size == 1:
             raise InputError(
                 "one process has no DeviceMesh; start several with torchrun --standalone --nproc-per-node N train.py"
@@ -134,17 +145,20 @@ class ParallelContext:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same weights and see different data."""
+        """The process group of the data axis: the same weights, different data."""
         return self.group("dp")
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the shards of one layer and see the same data."""
+        """The process group of the tensor axis: shards of the same layers, the same data."""
         return self.group("tp")
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in their coordinates on `axes` only, in the order of the mesh. Created on
-        first use, by all ranks together; axes with the same ranks share one group."""
+        """Return the process group of the ranks that differ from this rank only in their coordinates on `axes`.
+
+        Its ranks are in the order of the mesh. It is created on first use: call this on all ranks together. Axes with
+        the same ranks share one group.
+        """
         words = " x ".join([axis for axis in axes if self.size_of(axis) > 1] or axes)
         if self.size_of(*axes) == self.size:
             return self._made("world", words, lambda: dist.group.WORLD)
@@ -152,35 +166,35 @@ class ParallelContext:
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The ranks of this rank's pipeline stage, which hold the same parameters, or shards of them."""
+        """The ranks of this rank's pipeline stage. They hold the same parameters, or shards of them."""
         return self._row(tuple(axis for axis in self.sizes if axis != "pp"))
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The `stage_ranks`, over gloo. Created on first use, by all ranks together; None in a world of one rank."""
+        """A gloo group of the `stage_ranks`, created on first use by all ranks together. None in one process."""
         if self.size == 1:
             return None
-        # Beside an NCCL world that is bound to a device, torch lets each rank that is not in a new gloo group take part
+        # With an NCCL world that is bound to a device, torch lets each rank that is not in a new gloo group take part
         # in a split of NCCL's (`perform_nocolor_split`), and the others not. That ends only because the stages are all
-        # ranks, in rows of equal size: each rank is left out as often. One group of some ranks would hang.
+        # ranks, in rows of equal size: each rank is left out equally often. One group of some ranks would hang.
         rows = self.dims.rows(*(axis for axis in self.sizes if axis != "pp"))
         return self._made("stage", "stage", lambda: self._new_groups(rows, "fake" if is_simulated() else "gloo"))
 
     @property
     def groups(self) -> dict[str, str]:
-        """The axes of each group that was created so far ("dp", "dp x cp"), by the group's name."""
+        """The axes ("dp", "dp x cp") of each group created so far, by the group's name."""
         return {group.group_name: words for words, group in self._groups.values() if group is not None}
 
     @property
     def communicators(self) -> tuple[str, ...]:
-        """The axes of each communicator that NCCL has on this rank: "world", which is made first, and those of groups
-        that were created so far."""
+        """The axes of each NCCL communicator on this rank: "world", which is created first, and those of the groups
+        created so far."""
         made = [(words, group) for key, (words, group) in self._groups.items() if key not in ("world", "stage")]
         return ("world", *(words for words, group in made if group is not None)) if self.size > 1 else ()
 
     def subgroup(self, places: Sequence[int], *axes: str) -> dist.ProcessGroup | None:
-        """The ranks of `group(*axes)` at the coordinates `places`, in a separate group; None if this rank is not among
-        them. All ranks."""
+        """Return a separate group of the ranks of `group(*axes)` at the coordinates `places`, or None if this rank is
+        not one of them. Call it on all ranks."""
         rows = [[row[place] for place in places] for row in self.dims.rows(*axes)]
         return self._made((axes, *places), " x ".join(axes), lambda: self._new_groups(rows))
 
@@ -188,7 +202,7 @@ class ParallelContext:
         """Groups of these ranks; returns the one of this rank, or None. All ranks together."""
         # Not init_device_mesh: its groups have torch's time limits, not the configured one. NCCL's `split_share`, which
         # would save the buffers of each group, stays off: communicators that share them run one after the other, in the
-        # order in which a rank starts them. Sums over dp would no longer run beside sends and sums over tp, ranks that
+        # order in which a rank starts them. Sums over dp would not overlap sends and sums over tp any more, ranks that
         # start them in other orders would wait for each other, and an aborted group may take the others with it.
         if backend is None and splits_world():
             rest = sorted({*range(self.size)}.difference(*rows))  # torch names groups by how many a rank has made
@@ -205,15 +219,19 @@ class ParallelContext:
     def all_reduce(
         self, tensor: torch.Tensor, axis: str | Sequence[str] | None = None, op: Literal["sum", "mean"] = "sum"
     ) -> torch.Tensor:
-        """Sum `tensor` over all ranks of the engine, or over those of some axes; in place, without gradients.
+        """Sum `tensor` in place over all ranks of the engine, or over the ranks of some axes, without gradients.
 
         Args:
-            axis: "dp" for counts that each data rank made in its own batches (the ranks of a tensor group see the same
-                batches), "tp" or "pp"; several as ("dp", "cp"); None for all ranks.
-            op: "mean" divides the sum by the number of these ranks.
+            tensor: a tensor on this rank's device.
+            axis: "dp", "tp" or "pp"; several axes as ("dp", "cp"); None for all ranks. Use "dp" for counts that each
+                data rank made in its own batches, because the ranks of a tensor group see the same batches.
+            op: "sum", or "mean", which divides the sum by the number of these ranks.
 
         Returns:
-            `tensor`.
+            The same `tensor`.
+
+        Raises:
+            InputError: `op` is neither "sum" nor "mean".
         """
         size, group = self._over(axis)
         if op not in ("sum", "mean"):
@@ -225,15 +243,16 @@ class ParallelContext:
         return tensor
 
     def gather(self, tensor: torch.Tensor, axis: str | Sequence[str] | None = None) -> torch.Tensor:
-        """The tensors of all ranks of the engine, or of those of some axes, joined along dim 0 in order of rank;
-        without gradients. It reads shapes on the host, and waits for the device.
+        """Concatenate the tensors of all ranks of the engine, or of the ranks of some axes, without gradients.
+
+        The tensors are joined along dim 0 in the order of the ranks. The call waits for the device.
 
         Args:
-            tensor: [rows, ...], of which ranks may have different numbers; a 0-dim tensor is one row.
-            axis: as of `all_reduce`; "dp" for predictions of each data rank's own batches.
+            tensor: [rows, ...]. The number of rows may differ between ranks. A 0-dim tensor is one row.
+            axis: as in `all_reduce`. Use "dp" for the predictions of each data rank's own batches.
 
         Raises:
-            InputError: dtypes, or shapes beyond dim 0, differ between the ranks; raised on all of them.
+            InputError: dtypes, or shapes beyond dim 0, differ between the ranks. All ranks raise it.
         """
         size, group = self._over(axis)
         rows = tensor.detach().reshape(-1, *tensor.shape[1:])
@@ -249,7 +268,10 @@ class ParallelContext:
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
-        """Overwrite `tensor` (any device, dtype, strides) with that of rank 0, or of the rank `place` of `axis`."""
+        """Overwrite `tensor` with the tensor of rank 0, or of the rank at coordinate `place` of `axis`.
+
+        The tensor may have any device, dtype and strides.
+        """
         if self.size > 1:
             group = None if axis is None else self.group(axis)
             # As bytes: not every backend has every dtype. Flat: a 0-dim tensor has no bytes to view.
@@ -263,14 +285,14 @@ class ParallelContext:
                     tensor.data = source.to(tensor.device)
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's `value`, on all ranks."""
+        """Return rank 0's `value` on all ranks."""
         return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
     def begin_calls(self, owner: OwnedGroup | None) -> None:
-        """Make `agree_on_call` compare the calls of the ranks from now on. All ranks together.
+        """Make `agree_on_call` compare the calls of the ranks from now on. Call it on all ranks together.
 
         Args:
-            owner: of the process group; knows which ranks have ended.
+            owner: the owner of the process group, which knows the ranks that have ended.
         """
         if self.size > 1 and not is_simulated():  # a dry run has one process
             told = dict if owner is None else owner.failures.told
@@ -278,21 +300,21 @@ class ParallelContext:
             self._calls = NamedCalls(store, self.rank, self.size, self._timeout.total_seconds(), told)
 
     def agree_on_call(self, call: str) -> None:
-        """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""
+        """Return when all ranks make this `call` ("engine.save"). Raise InputError if they do not."""
         if self._calls is not None:
             self._calls.agree_on(call)
 
     def everyone(self, value: Any) -> list[Any]:
-        """The `value` of each rank, by rank, on all ranks."""
+        """Return the values of all ranks, in the order of the ranks, on all ranks."""
         return gather_objects(value)
 
     def leave(self) -> None:
-        """Stop using this context but keep its groups, which may still report an error."""
+        """Stop using this context, but keep its groups, which may still report an error."""
         if self._group is not None:
             self._group.leave(self)
 
     def close(self) -> None:
-        """Free the groups that this context created, and the process group if no other context needs it."""
+        """Destroy the groups that this context created, and the process group if no other context needs it."""
         self.__dict__.pop("mesh", None)
         groups, self._groups = self._groups, {}
         if not dist.is_initialized():

@@ -1,8 +1,8 @@
-"""Loggers per rank: by default only rank 0 logs.
+"""Loggers for distributed runs, in which only rank 0 logs by default.
 
 A library must not configure logging, but users who never set it up should see the plan of their run. So the logger
-"halfmesh" has level INFO unless the user set one, halfmesh installs no handler, and if there is none at all, the text
-goes to stderr. `logging.NullHandler` on "halfmesh" with `propagate = False` silences it.
+"halfmesh" has level INFO unless the user sets one. halfmesh installs no handler: if the user has none, the text goes to
+stderr. To silence it, add a `logging.NullHandler` to "halfmesh" and set `propagate = False`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class Listener(logging.Handler):
-    """Base of handlers that only collect records: if there is no other handler, the text still goes to stderr."""
+    """Base class of handlers that only collect records: without another handler, the text still goes to stderr."""
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose methods take `ranks`: the ranks that log (default: rank 0), or None for all."""
+    """A logger whose methods take `ranks`: the ranks that log. Default: rank 0; None: all ranks."""
 
     def log(  # type: ignore[override]  # `ranks` comes through the other methods' **kwargs
         self, level: int, msg: object, *args: object, ranks: Sequence[int] | None = (0,), **kwargs: Any
@@ -39,7 +39,13 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str = "halfmesh") -> RankLogger:
-    """The logger `name`. The top one ("halfmesh") gets level INFO if it has no level yet."""
+    """Return the logger `name` with methods that take `ranks`, the ranks that log (default: rank 0; None: all ranks).
+
+    The top-level logger of that name ("halfmesh") gets level INFO if it has no level yet. With several ranks each
+    message begins with "[rank N]". If no handler is installed, the text goes to stderr.
+
+        get_logger().info("done", ranks=(0, 3))
+    """
     top = logging.getLogger(name.partition(".")[0])
     if top.level == logging.NOTSET:
         top.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""One registry class: names to objects, with lazy built-ins and the entry points of installed packages."""
+"""The registry class that all extension points use: names of built-in, user and third-party objects."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ class _Reference(NamedTuple):
 
 
 class Registry(Generic[T]):
-    """Names (lower case, compared without case) to objects of one kind.
+    """A mapping from names to objects of one kind. Names are compared without case.
 
-    Three ways to register: `register` as decorator or call, `register_lazy` with a "module:attribute" reference that
-    is imported on first use, and entry points of installed packages in the group `entry_point_group`:
+    There are three ways to register an object: `register`, as a decorator or a call; `register_lazy`, with a
+    "module:attribute" reference that is imported on first use; and an entry point of an installed package, in the
+    group `entry_point_group`:
 
         [project.entry-points."halfmesh.amp_plugins"]
         my_mode = "my_package.amp:MyPlugin"
 
-    A name can be taken once, unless `override=True` replaces it. An entry point whose name is taken is left out with a
-    warning.
+    A name can be registered once, unless `override=True` replaces it. An entry point whose name is taken is ignored
+    with a warning.
 
     Args:
-        kind: the kind of the objects, for messages.
-        entry_point_group: read on the first use of the registry.
-        find_problem: returns the problem of an imported object, if there is one.
+        kind: the kind of the objects, for messages ("AMP mode").
+        entry_point_group: the group of entry points, which is read when the registry is first used.
+        find_problem: returns what is wrong with an imported object, or None.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Registry(Generic[T]):
     @overload
     def register(self, name: str, obj: T, *, override: bool = False) -> T: ...
     def register(self, name: str, obj: Any = None, *, override: bool = False) -> Any:
-        """Register `obj` under `name`, or return a decorator that does.
+        """Register `obj` under `name`. Without `obj`, return a decorator.
 
         Raises:
-            RegistryError: `name` is no string, or is taken and `override` is False.
+            RegistryError: `name` is not a string, or it is taken and `override` is False.
         """
         if not isinstance(name, str):
             raise RegistryError(f"a {self.kind} needs a name: write register('name'), not register({name!r})")
@@ -76,19 +77,23 @@ class Registry(Generic[T]):
         return obj
 
     def register_lazy(self, name: str, reference: str, *, override: bool = False) -> None:
-        """Register the object that `reference` ("package.module:attribute") names; it is imported on first use."""
+        """Register the object at `reference` ("package.module:attribute"), which is imported on first use.
+
+        Raises:
+            RegistryError: `name` is not a string, or it is taken and `override` is False.
+        """
         self.register(name, _Reference(reference), override=override)  # type: ignore[arg-type]
 
     def unregister(self, name: str) -> None:
-        """Forget `name` (for tests and notebooks that define a plugin twice)."""
+        """Remove `name`, for tests and notebooks that define a plugin twice. Does nothing if it is not registered."""
         self._entries.pop(name.lower(), None)
 
     def get(self, name: str) -> T:
-        """The object registered as `name`.
+        """Return the object registered as `name`.
 
         Raises:
-            RegistryError: no such name (the message has the nearest one and the list), or its object cannot be
-                imported or is not of this kind.
+            RegistryError: the name is not registered (the message suggests the nearest one and lists all), or its
+                object cannot be imported or is not of this kind.
         """
         key, names = str(name).lower(), self.names()
         if key not in names:
@@ -103,8 +108,8 @@ class Registry(Generic[T]):
         return found
 
     def each(self) -> Iterator[tuple[str, T]]:
-        """All names with their objects. A package's object that cannot be used is dropped with a warning: it was not
-        requested by name."""
+        """Iterate over all names and their objects. If an object from another package cannot be used, it is dropped
+        with a warning, because nobody requested it by name."""
         for name in self.names():
             try:
                 found = self.get(name)
@@ -117,7 +122,7 @@ class Registry(Generic[T]):
                 yield name, found
 
     def names(self) -> list[str]:
-        """All registered names in order of registration."""
+        """Return all registered names, in order of registration."""
         self._read_entry_points()
         return list(self._entries)
 

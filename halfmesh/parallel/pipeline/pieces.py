@@ -1,4 +1,4 @@
-"""A model's forward as a sequence of pieces, of which stages consist."""
+"""Describes a model's forward as a sequence of pieces, which are grouped into pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,35 +16,41 @@ from ..modules import comes_from
 
 @dataclass
 class Call:
-    """The arguments that all ranks of a pipeline call the model with: a microbatch, or a batch to evaluate."""
+    """The arguments of one call of a pipelined model: a micro-batch, or a batch to evaluate. All stages have them.
+
+    Attributes:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """The result of `make`, which only the first piece of a stage calls."""
+        """Return the result of `make()` for `key`. The first piece of a stage runs it, later ones reuse the result."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
 
 def signature_of(call: Call) -> str:
-    """A key that is equal for calls with the same shapes, dtypes and plain values."""
+    """Return a key that is equal for calls with the same shapes, dtypes and plain values."""
     return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A step of a model's forward.
+    """One step of a model's forward. A pipeline stage consists of one or more pieces.
 
     Attributes:
-        name: its name in messages and the plan; the name of its module if it is one.
-        uses: names of the modules, parameters and buffers that it needs, including everything below them.
-        run: called as run(model, call, activations) with the output of the previous piece (None in the first one).
-            Returns the input of the next piece, or the model's output in the last one. Tensors may be anywhere in
-            lists, tuples, dicts and dataclasses. It must take modules from `model` only: it also runs on copies.
-        prepare: called as prepare(model, call) with a full model, before calls of a new kind.
+        name: its name in messages and in the plan. If it is one module, the name of that module.
+        uses: the names of the modules, parameters and buffers that it uses, with everything below them.
+        run: called as `run(model, call, activations)` with the output of the previous piece (None for the first piece).
+            It returns the input of the next piece; the last piece returns the model's output. Tensors may be anywhere
+            in lists, tuples, dicts and dataclasses. It must take modules from `model` only, because it also runs on
+            copies.
+        prepare: called as `prepare(model, call)` with a full model, before calls with new shapes, dtypes or values.
     """
 
     name: str
@@ -55,23 +61,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockPartition:
-    """Splits models that are a beginning, a list of blocks and an end: before each block, and before the end.
+    """Splits a model that consists of a beginning, a list of blocks and an end. It splits before each block and before
+    the end.
 
     Args:
-        layers: the model's classes, or their full names ("package.module.Class") for those that may not be installed.
-            Derived classes count if they inherit `forward` and `methods`.
-        methods: names of other methods of the model that determine the use of its modules.
-        parts: the classes that modules within the model must have, by the modules' names.
-        blocks: name of the ModuleList or Sequential that holds the blocks.
-        begin: called as begin(model, ...) with the model's arguments; returns the input of the first block.
-        end: called as end(model, x) with the output of the last block; returns the model's output.
-        end_uses: names of the modules and parameters that `end` needs. All others, outside `blocks` and `shared_uses`,
-            count as those of `begin`.
-        share: called as share(model, ...) with the model's arguments, once in each stage that has blocks; returns the
-            arguments of all blocks besides x, such as a mask.
-        shared_uses: names of the modules that `share` needs.
-        block: called as block(module, x, shared) for each block, if it is not just module(x).
-        find_problem: returns the reason why a model of these classes cannot be split, or None.
+        layers: the model's classes, or their full names ("package.module.Class") if they may not be installed. A
+            derived class matches if it inherits `forward` and `methods`.
+        blocks: the name of the `ModuleList` or `Sequential` that holds the blocks.
+        begin: called as `begin(model, ...)` with the model's arguments. Returns the input of the first block.
+        end: called as `end(model, x)` with the output of the last block. Returns the model's output.
+        end_uses: the names of the modules and parameters that `end` uses. All others, outside `blocks` and
+            `shared_uses`, belong to `begin`.
+        methods: the names of other methods of the model that determine how its modules are used.
+        parts: the classes that modules within the model must have, by the names of these modules.
+        share: called as `share(model, ...)` with the model's arguments, once in each stage that has blocks. Returns the
+            arguments that all blocks get in addition to x, such as a mask.
+        shared_uses: the names of the modules that `share` uses.
+        block: called as `block(module, x, shared)` for each block. By default `module(x)`.
+        find_problem: called with the model. Returns the reason why it cannot be split, or None.
     """
 
     layers: tuple[type[nn.Module] | str, ...]
@@ -87,10 +94,10 @@ class BlockPartition:
     find_problem: Callable[[Any], str | None] = lambda model: None
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        """The pieces in the order of the forward; None for a model that it does not know.
+        """Return the pieces in the order of the forward, or None if the model does not match this partition.
 
         Raises:
-            InputError: it knows that the model cannot be split.
+            InputError: the model matches, but `find_problem` reported that it cannot be split.
         """
         own = all(
             not hasattr(model, name) or comes_from(model, self.layers, name) for name in ("forward", *self.methods)
@@ -110,7 +117,7 @@ class BlockPartition:
         ]
 
     def _rest(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The modules of `begin`: the largest without anything that is used elsewhere, and single parameters."""
+        """The modules of `begin`: the largest ones that contain nothing used elsewhere, and single parameters."""
         taken = (self.blocks, *self.end_uses, *self.shared_uses)
 
         def is_split(name: str) -> bool:

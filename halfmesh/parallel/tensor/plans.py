@@ -1,4 +1,4 @@
-"""The style of each module: plans for classes of layers, the config's patterns, and checks that they fit the model."""
+"""Finds the tensor style of each module, from plans or the config's patterns, and checks that it fits the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Assignment:
     """A module, its style, and the plan that assigns it.
 
     Attributes:
-        in_region: it is in a module that gathers the sequence.
+        in_region: True if a module around it gathers the sequence.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Assignment:
     in_region: bool = False
 
     def splits(self) -> dict[str, Split]:
-        """The direct parameters of the module that are sharded, by name. The style has to fit the module."""
+        """The direct parameters of the module that are sharded, by name. The style must fit the module."""
         return self.style.splits(self.module)
 
     def find_problems(self, size: int) -> list[str]:
@@ -70,7 +70,7 @@ class Assignment:
 
 
 def elementwise(name: str) -> Callable[[Any], str | None]:
-    """A `find_problem`: the layer's activation, under this name, has to work on each feature separately."""
+    """Return a `find_problem` that rejects an activation, under this name, that combines features."""
     softmaxes = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
     message = "its activation is a softmax over features, which are sharded; use another activation"
     return lambda layer: message if isinstance(attrgetter(name)(layer), softmaxes) else None
@@ -78,15 +78,15 @@ def elementwise(name: str) -> Callable[[Any], str | None]:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A plan for one class of layers, wherever they are in a model.
+    """A tensor-parallel plan for one kind of layer, wherever a model contains it.
 
     Args:
-        layers: the classes, or their full names ("package.module.Class") for those that may not be installed. A
-            derived class counts if it has the same `forward`.
-        styles: patterns of names of modules within the layer ("mlp.fc1", "blocks.*"; "" is the layer itself), each
-            with its style.
-        sequence: the styles that sequence parallelism adds.
-        find_problem: returns the reason why a layer of these classes cannot be sharded, or None.
+        layers: the classes of the layer, or their full names ("package.module.Class") if they may not be installed. A
+            derived class matches if it has the same `forward`.
+        styles: the style of each module within the layer. The keys are patterns of module names, relative to the layer
+            ("mlp.fc1", "blocks.*"; "" is the layer itself).
+        sequence: the styles that sequence parallelism adds, in the same form.
+        find_problem: called with each layer. Returns the reason why it cannot be sharded, or None.
     """
 
     layers: tuple[type[nn.Module] | str, ...]
@@ -95,10 +95,15 @@ class LayerPlan:
     find_problem: Callable[[nn.Module], str | None] = lambda layer: None
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
-        """Names of modules of `model`, each with a style; nothing where no layer is of these classes.
+        """Yield the name and the style of each module of `model` that the plan shards. Yields nothing if the model has
+        no layer of these classes.
+
+        Args:
+            model: the full model.
+            sequence_parallel: add the styles of `sequence`.
 
         Raises:
-            InputError: `find_problem` reports a layer.
+            InputError: `find_problem` reported a problem of a layer.
         """
         styles = [*self.styles.items(), *(self.sequence.items() if sequence_parallel else ())]
         for prefix, layer in model.named_modules():
@@ -130,7 +135,7 @@ def _find_styles(
             yield from ((pattern, name, text) for name in matching)
         else:
             for source, name, style in _find_registered(model, "auto", sequence_parallel, problems):
-                # Fast paths are switched off in modules around these, too, and numbers of heads checked.
+                # In the modules around these, fast paths are also switched off and numbers of heads checked.
                 around = style.startswith(("off", "config_heads"))
                 inside = any(is_within(name, top) or (around and is_within(top, name)) for top in matching)
                 if inside and name not in named:
@@ -265,7 +270,7 @@ def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str |
 
 
 def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Under sequence parallelism every layer between begin and end has to be known."""
+    """Under sequence parallelism every layer between begin and end must be known."""
     begins = {a.name for a in assignments if isinstance(a.style, SequenceBegin)}
     ends = {a.name for a in assignments if isinstance(a.style, SequenceEnd)}
     if not begins or not ends:

@@ -1,4 +1,4 @@
-"""Styles: how one module is sharded over the tensor axis, by its features, heads, vocabulary or the sequence."""
+"""The tensor styles: each shards one module by its features, heads, vocabulary or the sequence."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .layers import TensorAxis
 
 
 class Style:
-    """A style: shards one module. The defaults do nothing.
+    """The base class of tensor styles: a style shards one module. The defaults do nothing.
 
     Attributes:
-        is_region: the module gathers the sequence at its input (sequence parallelism), so that layers in it do not copy
-            their input, and reduce-scatter their output.
-        opens_fork: modules that follow it within the parent module work on sharded features.
-        attributes: names of integers of the module, which are divided by the number of ranks.
+        is_region: True if the module gathers the sequence at its input (sequence parallelism). Layers in it then do not
+            copy their input, and they reduce-scatter their output.
+        opens_fork: True if modules that follow it within the parent module work on sharded features.
+        attributes: the names of integers of the module that are divided by the number of ranks.
     """
 
     is_region: ClassVar[bool] = False
@@ -35,29 +35,29 @@ class Style:
     attributes: tuple[str, ...] = ()
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        """The reasons why `module` cannot be sharded over `size` ranks in this way."""
+        """Yield the reasons why `module` cannot be sharded over `size` ranks in this way."""
         yield from ()
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
-        """The direct parameters of the module that are sharded, by name."""
+        """Return how each direct parameter of the module that is sharded is split, by name."""
         return {}
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
-        """Replicated parameters that work on this rank's shard of the activations: their gradients are summed over the
-        ranks."""
+        """Return the replicated parameters that work on this rank's shard of the activations. Their gradients are
+        summed over the ranks."""
         return ()
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
-        """Make `module` work with its parameters, which are shards now. It may get another class and hooks; a
+        """Make `module` work with its parameters, which are shards now. This may change its class and add hooks. A
         `ShardedLayer` gets its attributes afterwards."""
 
 
 def parse_style(text: str) -> Style:
-    """The style that `text` names: "colwise", "fused_colwise(3)", "heads(num_heads, attn_dim)".
+    """Return the style that `text` names: "colwise", "fused_colwise(3)", "heads(num_heads, attn_dim)".
 
     Raises:
-        RegistryError: there is no such style.
-        InputError: it does not take these arguments.
+        RegistryError: no style has this name.
+        InputError: the style does not take these arguments.
     """
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if found is None:
@@ -74,13 +74,12 @@ def parse_style(text: str) -> Style:
 
 
 class Colwise(Style):
-    """Shards the output features of a Linear (or transformers' Conv1D), and leaves the output sharded for a `rowwise`
-    layer.
+    """Shards the output features of a Linear (or transformers' Conv1D). Its output stays sharded for a `rowwise` layer.
 
     Attributes:
-        blocks: the number of projections stacked in one weight; each is split separately.
-        gathers: the output is gathered.
-        keeps_logits: not in training.
+        blocks: the number of projections that one weight stacks. Each is split separately.
+        gathers: True if the output is gathered.
+        keeps_logits: True if it is not gathered in training.
     """
 
     blocks = 1
@@ -100,10 +99,10 @@ class Colwise(Style):
 
 
 class FusedColwise(Colwise):
-    """`colwise` of several projections stacked in one weight (qkv: 3, gate and up: 2).
+    """`colwise` for several projections that one weight stacks (qkv: 3, gate and up: 2).
 
     Args:
-        blocks: their number.
+        blocks: the number of projections.
     """
 
     def __init__(self, blocks: int | str) -> None:
@@ -111,14 +110,14 @@ class FusedColwise(Colwise):
 
 
 class ColwiseGather(Colwise):
-    """`colwise`, and gathers the output: for a head."""
+    """`colwise`, and gathers the output. Use it for a head."""
 
     gathers = True
     opens_fork = False
 
 
 class VocabParallel(ColwiseGather):
-    """`colwise_gather` for the head of a language model; in training its logits stay sharded over the vocabulary, for
+    """`colwise_gather` for the head of a language model. In training its logits stay sharded over the vocabulary, for
     torch's cross entropy."""
 
     keeps_logits = True
@@ -128,7 +127,7 @@ class Rowwise(Style):
     """Shards the input features of a Linear (or Conv1D) after a `colwise` one, and all-reduces the output.
 
     Attributes:
-        splits_input: the input is replicated, so each rank takes its shard of it.
+        splits_input: True if the input is replicated, so that each rank takes its shard of it.
     """
 
     splits_input: ClassVar[bool] = False
@@ -147,15 +146,14 @@ class Rowwise(Style):
 
 
 class RowwiseSplit(Rowwise):
-    """`rowwise` that takes a replicated input."""
+    """`rowwise` for a replicated input."""
 
     splits_input = True
 
 
 class Vocab(Style):
-    """Shards the vocabulary of an Embedding, or of the Linear head that turns features back into it (whose output is
-    gathered). A weight that both share stays shared. An embedding may change the output of nn.Embedding (Gemma's
-    scales it)."""
+    """Shards the vocabulary of an Embedding, or of a Linear head (and gathers the head's output). A weight that both
+    share stays shared. The embedding may change the output of `nn.Embedding`, as Gemma's does, which scales it."""
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
@@ -175,7 +173,7 @@ class Vocab(Style):
 
 
 class EmbeddingFeatures(Style):
-    """Shards the features of an Embedding, and leaves the output sharded: one number per head (relative positions)."""
+    """Shards the features of an Embedding that has one per head (relative positions). The output stays sharded."""
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         return _find_weight_problems(module, nn.Embedding, "features", 1, size)
@@ -194,10 +192,10 @@ class EmbeddingGather(EmbeddingFeatures):
 class Heads(Style):
     """Divides attributes that count heads (or the features of all heads) by the number of ranks.
 
-    `heads()` means that there is none: the module takes the number from the shape of its activations.
+    `heads()` means that no attribute counts them: the module takes the number from the shape of its activations.
 
     Args:
-        attributes: names of the module's integers.
+        attributes: the names of these attributes, which are integers.
     """
 
     def __init__(self, *attributes: str) -> None:
@@ -213,11 +211,11 @@ class Heads(Style):
 
 
 class ConfigHeads(Style):
-    """Checks that the ranks divide a number of heads in the model's `config`, whose modules take their number from the
-    shape.
+    """Checks that the number of ranks divides a number of heads in the model's `config`. The modules take the number of
+    heads from the shape.
 
     Args:
-        name: of the number.
+        name: the name of the number in the `config`.
     """
 
     def __init__(self, name: str) -> None:
@@ -231,7 +229,7 @@ class Rows(Style):
     """Shards direct parameters of the module that have one entry, or one row, per head (attention sinks).
 
     Args:
-        names: of these parameters.
+        names: the names of these parameters.
     """
 
     def __init__(self, *names: str) -> None:
@@ -247,11 +245,11 @@ class Rows(Style):
 
 class LatentKeys(Style):
     """An unsharded layer of latent attention (DeepSeek) whose last output features are the rotary part of the keys.
-    Each rank uses them for its heads, so their gradients are partial, and are summed here; those of the other features
-    are summed by the `colwise` layer that follows.
+    Each rank uses them for its heads, so this style sums their partial gradients. The `colwise` layer that follows sums
+    the gradients of the other features.
 
     Args:
-        rotary: the number of these features.
+        rotary: the number of rotary features.
     """
 
     def __init__(self, rotary: int | str) -> None:
@@ -267,10 +265,10 @@ class LatentKeys(Style):
 
 
 class Off(Style):
-    """Switches attributes of the module off: fast paths that would bypass its sharded layers.
+    """Sets attributes of the module to False, to switch off fast paths that would bypass its sharded layers.
 
     Args:
-        attributes: their names.
+        attributes: the names of these attributes.
     """
 
     def __init__(self, *attributes: str) -> None:
@@ -289,8 +287,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 class Sequence(Style):
-    """Replicated parameters on this rank's shard of the activations: norms and dropout between the sharded layers
-    (sequence parallelism), or a norm over each head's features. Dropout draws different numbers on each rank."""
+    """Keeps parameters replicated that work on this rank's shard of the activations: norms and dropout between sharded
+    layers (sequence parallelism), or a norm over each head's features. Dropout draws different numbers on each rank."""
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return module.parameters()
@@ -303,7 +301,7 @@ class Sequence(Style):
 
 
 class SequenceBegin(Style):
-    """Shards activations along the sequence, from this module's input on: shape [batch, sequence, ...]."""
+    """Shards activations [batch, sequence, ...] along the sequence, starting with the input of this module."""
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -327,10 +325,11 @@ class SequenceEnd(Sequence):
 
 
 class Region(Style):
-    """A module between sharded sequences that gathers the sequence, and shards features instead.
+    """Gathers the sequence at the input of a module between sharded sequences, so that its layers can shard features.
 
     Args:
-        argument: the name of the activations, if they are passed by name; else they are the first argument.
+        argument: the name of the argument with the activations, if they are passed by name. By default they are the
+            first positional argument.
     """
 
     is_region = True
@@ -348,7 +347,7 @@ class Region(Style):
 
 
 class Attention(Style):
-    """Shards the heads of a `torch.nn.MultiheadAttention`, whose `out_proj` has to be `rowwise`."""
+    """Shards the heads of a `torch.nn.MultiheadAttention`. Its `out_proj` must be `rowwise`."""
 
     opens_fork = True
     attributes = ("num_heads",)
