@@ -7,8 +7,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -266,9 +266,32 @@ def save_pretrained(
     if dtype is not None:
         cast = {id(value): value.to(dtype) for value in weights.values() if value.is_floating_point()}  # ties stay
         weights = {name: cast.get(id(value), value) for name, value in weights.items()}
-    run_on_rank_zero(
-        context, f"saving to {folder} failed", lambda: model.save_pretrained(folder, state_dict=weights, **options)
-    )
+
+    def write() -> None:
+        with _said_to_be(model, dtype):
+            model.save_pretrained(folder, state_dict=weights, **options)
+
+    run_on_rank_zero(context, f"saving to {folder} failed", write)
+
+
+@contextmanager
+def _said_to_be(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """A scope in which transformers writes `dtype` into the model's config, which `from_pretrained` loads. It would ask
+    the model, whose weights keep their dtype."""
+    kind, has_dtype = type(model), hasattr(getattr(model, "config", None), "dtype")
+    if dtype is None or not (has_dtype and isinstance(getattr(kind, "dtype", None), property)):
+        yield
+        return
+    own, before = vars(kind).get("dtype"), model.config.dtype
+    kind.dtype = dtype
+    try:
+        yield
+    finally:
+        model.config.dtype = before
+        if own is None:
+            del kind.dtype
+        else:
+            kind.dtype = own
 
 
 def _names_of_adapter(model: Any, selected: Sequence[str] | None) -> set[str] | None:

@@ -140,6 +140,8 @@ def save_others(rank: int, world_size: int, folder: str) -> list[str]:
             engine.save_pretrained(f"{folder}/{place}", dtype=torch.bfloat16 if place == "tied" else None)
         except halfmesh.InputError as error:
             said.append(str(error))
+        if place == "tied":
+            assert (model.dtype, model.config.dtype) == (torch.float32, build_tied().config.dtype)
         engine.close()
     return said
 
@@ -157,6 +159,7 @@ def test_several_adapters_tied_weights_and_models_without_folders(tmp_path):
         loaded = peft.PeftModel.from_pretrained(llama(), folder, adapter_name=adapter).state_dict()
         mine = {name: value for name, value in weights.items() if f".{adapter}." in name}
         torch.testing.assert_close({name: loaded[name] for name in mine}, mine)
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tied").dtype == torch.bfloat16
     written = safetensors.load_file(tmp_path / "tied" / "model.safetensors")
     assert {value.dtype for value in written.values()} == {torch.bfloat16}
     assert [name for name in written if "embed" in name or "lm_head" in name] == ["model.embed_tokens.weight"]
