@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ..errors import HalfmeshError
+from ..errors import HalfmeshError, cut
 from .env import RankNames, ranks_by_value
 
 POLL_S = 1.0  # how often the thread of each rank looks at the store
@@ -292,10 +292,31 @@ def may_be_of_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def recorded_for_torchrun() -> Iterator[None]:
-    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`."""
+    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`. Before there
+    is a process group, all ranks reject the same: then only the first rank of a node prints the traceback."""
     try:
         yield
     except Exception as error:
+        is_of_all, trace = isinstance(error, HalfmeshError) and not dist.is_initialized(), error.__traceback__
+        if is_of_all:
+            error.__traceback__ = None  # the handler formats what is there
         if not may_be_of_peer(error):
             get_error_handler().record_exception(error)
+        error.__traceback__ = trace
+        if is_of_all and os.environ.get("LOCAL_RANK", "0") != "0":
+            _print_in_one_line(error)
         raise
+
+
+def _print_in_one_line(error: Exception) -> None:
+    """Print `error` in one line if nothing catches it."""
+    known, before, rank = weakref.ref(error), sys.excepthook, os.environ.get("RANK")
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not known():
+            before(kind, raised, trace)
+            return
+        place, text = traceback.extract_tb(trace)[0], cut(" ".join(str(raised).split()), 2000)
+        sys.stderr.write(f"[rank {rank}] ended at {place.filename}:{place.lineno}, {kind.__name__}: {text}\n")
+
+    sys.excepthook = hook

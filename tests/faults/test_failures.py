@@ -69,6 +69,21 @@ def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path):
     assert "[rank0]: Traceback" not in output
 
 
+def test_a_config_that_all_ranks_reject_is_shown_in_full_once(tmp_path):
+    script = tmp_path / "train.py"
+    call = "halfmesh.initialize(None, None, config={'sed': 1})"
+    script.write_text(f"import halfmesh\n{call}\n")
+    with started(*TORCHRUN, "--monitor-interval", "3", str(script)) as process:  # torchrun ends none before it has told
+        output, _ = process.communicate(timeout=100)
+    ranks, _, summary = output.partition("Root Cause")
+    assert ranks.count(f"    {call}\n") == 1
+    assert "sed: unknown key; did you mean 'seed'?" in summary
+    assert "recorded_for_torchrun" not in output
+    lines = [line for line in output.splitlines() if line.startswith("[rank 1] ")]
+    reason = "ConfigError: 1 problem in the config: - sed: unknown key; did you mean 'seed'?"
+    assert lines == [f"[rank 1] ended at {script}:2, {reason}"]
+
+
 def test_torchrun_shows_who_was_killed(tmp_path):
     _, _, root = under_torchrun(Case(KILL), tmp_path).partition("Root Cause")
     assert "rank      : 1 (local_rank: 1)\n" in root
