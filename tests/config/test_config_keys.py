@@ -167,7 +167,12 @@ def global_batches(rank, world_size):
     return _updates({"global_batch_size": 32}), _updates({"global_batch_size": 16}, **cut)
 
 
-@pytest.mark.promise("accumulation as a size", "`global_batch_size`", of="Colossal-AI", page="config.md")
+@pytest.mark.promise(
+    "accumulation as a size, clipping, user constants",
+    "`global_batch_size`, `clip_grad_norm`, UPPERCASE names",
+    of="Colossal-AI",
+    page="config.md",
+)
 @pytest.mark.distributed
 def test_global_batch_size():
     """Of all data ranks, which are 1, 2, and 1 where two ranks are a tensor group."""
@@ -178,7 +183,6 @@ def test_global_batch_size():
         assert found == ((2, text.format("2 data ranks", 2, 32), 2), (2, text.format("1 data rank", 2, 16), 4))
 
 
-@pytest.mark.promise("accumulation as a size")
 @pytest.mark.parametrize(
     ("config", "loader", "words"),
     [

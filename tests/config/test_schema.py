@@ -241,7 +241,6 @@ def test_a_config_prints_as_python():
     assert eval(repr(load_config(names)), {"Config": dict}) == names
 
 
-@pytest.mark.promise("clipping and user constants in the config")
 def test_user_constants():
     config = load_config(EVERYTHING)
     assert config.NUM_EPOCHS == 10

@@ -37,9 +37,7 @@ HALVES = (slice(0, 4), slice(4, 8))
     of="PyTorch",
     page="loop.md",
 )
-@pytest.mark.promise(
-    "clipping and user constants in the config", "`clip_grad_norm`, UPPERCASE names", of="Colossal-AI", page="loop.md"
-)
+@pytest.mark.promise("accumulation as a size, clipping, user constants")
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])
 def test_accumulation_equals_the_big_batch(mode):
     """7 batches of 4 in cycles of 3: the last cycle has a single one, and counts as a batch of its own."""

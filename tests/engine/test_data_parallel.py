@@ -123,7 +123,6 @@ OPTIONS = {
 
 
 @pytest.mark.promise("DDP, with accumulation and `no_sync`")
-@pytest.mark.promise("a limit to collectives in flight", "`max_inflight`", of="SageMaker", page="config.md")
 def test_what_is_reduced():
     """Once per update each number, with zeros up to the next multiple of 8, and a flag for each parameter; in buckets
     and formats as asked for."""

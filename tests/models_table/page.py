@@ -27,12 +27,13 @@ def render() -> str:
 def _say(cell: Cell) -> str:
     if cell.rejection is not None:
         return "**rejected**"
-    points = SUBJECTS[cell.model].points if LAYOUTS[cell.layout].pipeline > 1 else ()
+    cut = next(layout for layout in LAYOUTS if LAYOUTS[layout].pipeline > 1)  # said once, the others have the same
+    points = SUBJECTS[cell.model].points if cell.layout == cut else ()
     return f"yes, cut at `{points[0]}`" if points else "yes"
 
 
 def main() -> None:
-    """Write the page anew."""
+    """Write the page again."""
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + render() + END + rest.split(END)[1])
 
