@@ -524,7 +524,8 @@ class Engine(MixedPrecisionState):
 
         Args:
             dtype: of the floating-point weights; None: full precision, as in `full_state_dict`.
-            options: passed to the model's `save_pretrained`, such as `max_shard_size` and `push_to_hub`.
+            options: passed to the model's `save_pretrained`, such as `max_shard_size` and `push_to_hub` (which
+                PEFT ignores).
 
         Raises:
             InputError: the model has no `save_pretrained` that takes a state dict.

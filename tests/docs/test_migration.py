@@ -88,6 +88,30 @@ def test_our_side_trains_to_the_weights_of_theirs(page, package, tmp_path, monke
     assert difference(ours, theirs) < 1e-6
 
 
+def calls_for_accelerates(rank, world_size, folder):
+    names, seen = stand_ins(), {"batches": 3}
+    given = [names[name] for name in ("model", "optimizer", "criterion")]
+    engine = halfmesh.initialize(*given, device=rank_device())
+    engine.attach("name", seen)
+    engine.save(folder)
+    seen["batches"] = 9
+    engine.load(folder)
+    dist.barrier()
+    found = engine.context.rank == 0, engine.model is names["model"], seen["batches"]
+    engine.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_calls_of_accelerate_have_an_equivalent(tmp_path):
+    rows = dict(find_rows(read_page("migration/accelerate.md"), "accelerate | halfmesh"))
+    assert rows["`accelerator.is_main_process`"] == "`engine.context.rank == 0`"
+    assert rows["`accelerator.register_for_checkpointing(obj)`"] == '`engine.attach("name", obj)`'
+    assert rows["`accelerator.unwrap_model(model)`"].startswith("`engine.model`")
+    found = run_ranks(calls_for_accelerates, 2, str(tmp_path / "saved"))
+    assert found == [(True, True, 3), (False, True, 3)]
+
+
 def test_transformers_trainer(tmp_path, monkeypatch):
     """With texts that have different numbers of labels, and an epoch whose last cycle is shorter."""
     transformers = pytest.importorskip("transformers")

@@ -197,6 +197,32 @@ def test_checkpoints_by_hand(run):
     assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
 
 
+def test_weights_of_a_checkpoint_in_plain_pytorch(run):
+    pytest.importorskip("safetensors")
+    trained = engine_of(stand_ins(), {"fp16": {"mode": "naive"}})
+    train(trained)
+    trained.save("checkpoints")
+    expected = trained.full_state_dict()
+    run("checkpoints.md", "weights.py")
+    loaded = run("checkpoints.md", "plain.py")["model"].state_dict()
+    torch.testing.assert_close(dict(loaded), expected, rtol=0, atol=0)
+    assert not torch.equal(loaded["0.weight"], stand_ins()["model"].state_dict()["0.weight"])
+
+
+def test_a_tracker_in_ones_own_loop(run):
+    names, logged = stand_ins(), []
+    engine = engine_of(names)
+    tracker = SimpleNamespace(log=lambda values, step: logged.append((step, values)))
+    for x, y in engine.dataloader:
+        engine.zero_grad()
+        loss = engine.criterion(engine(x), y)
+        engine.backward(loss)
+        run("logging.md", "own_loop.py", given={"engine": engine, "loss": loss, "wandb": tracker})
+    ((step, values),) = logged
+    assert (step, values["lr"]) == (10, engine.lr_scheduler.get_last_lr()[0] if engine.lr_scheduler else 0.02)
+    assert 0 < values["loss"] < 1
+
+
 def test_other_settings_than_those_of_the_checkpoint(run):
     def start(rate, decay):
         names = stand_ins()
