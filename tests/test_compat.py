@@ -153,7 +153,7 @@ INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ({"size": 4}, "microbatches: is required when pipeline.size > 1; pipeline=dict(size=4, microbatches=8) is a"),
+        ({"size": 4}, "microbatches: is required when pipeline.size > 1; for example pipeline=dict(size=4, microb"),
         ({"size": 4, "microbatches": 3}, "microbatches: 3 is fewer than the 4 stages, which schedule='1f1b' has to"),
         (
             {"size": 4, "microbatches": 6, **INTERLEAVED},
