@@ -78,12 +78,37 @@ def make_engine(model, **pipeline):
     )
 
 
+class Tower(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.embed = nn.Linear(6, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+class Skips(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(x + self.second(x).tanh())
+
+
 def make_tower(depth):
-    """The page's model, whose partitioner it registers in this process."""
+    """The model that the page describes. Its partitioner is registered in this process."""
     halfmesh.PARTITIONERS.unregister("tower")
-    tower = run(snippet("pipeline.md", "my_partition.py"))["Tower"]
+    run(snippet("pipeline.md", "my_partition.py"), {"Tower": Tower})
     torch.manual_seed(0)
-    return tower(8, depth)
+    return Tower(8, depth)
 
 
 def run_loop(rank, world_size):
@@ -122,7 +147,8 @@ def cut(rank, world_size):
     for name in ("tower", "points", "skips"):
         changes = {}
         if name == "skips":
-            model = run(snippet("extending.md", "my_partitioner.py"))["Skips"](8)
+            run(snippet("extending.md", "my_partitioner.py"), {"Skips": Skips})
+            model = Skips(8)
         else:
             model = make_tower(4)
         if name == "points":
