@@ -111,6 +111,23 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = OWN_NA
 
 # -- mistakes in words -------------------------------------------------------------------------------------------------
 
+_EXPECTED = {
+    "literal_error": "{expected}",
+    "bool_type": "True or False",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "greater_than": "a number greater than {gt:g}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "a number less than {lt:g}",
+    "less_than_equal": "{le} or less",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
+    "tuple_type": "a tuple",
+    "dict_type": "a dict",
+}
+"""What pydantic's types of errors allow."""
 DATA = ("parallel", "data")
 FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
 
@@ -181,7 +198,7 @@ def _path(error: Mapping[str, Any], raw: Any) -> tuple[str, ...]:
 
 
 def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Mapping[str, Any]) -> str:
-    """The mistake in one value, in pydantic's words unless we have our own."""
+    """The mistake in one value, in pydantic's words if we have none."""
     kind = errors[0]["type"]
     if kind == "extra_forbidden":
         others = [n for n, keys in strategy_keys().items() if path[-1] in keys] if path[:-1] == DATA else []
@@ -191,8 +208,23 @@ def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Map
         return "unknown key" + _suggest(path[-1], path[:-1], raw, "")
     if kind in ("value_error", "assertion_error"):
         return str(errors[0]["ctx"]["error"])
+    if all(error["type"] in _EXPECTED for error in errors):
+        return _expect(errors)
     said = " or: ".join(dict.fromkeys(error["msg"] for error in errors))
     return said if kind in ("missing", "invalid_key") else f"{show(errors[0]['input'])}: {said}"
+
+
+def _expect(errors: Sequence[Mapping[str, Any]]) -> str:
+    """What is allowed for one value, the value, and the number that a string of digits should be."""
+    given = errors[0]["input"]
+    allowed = " or ".join(dict.fromkeys(_EXPECTED[one["type"]].format(**one.get("ctx", {})) for one in errors))
+    if not isinstance(given, str):
+        return f"expected {allowed}, got {show(given)}"
+    kinds = {"int_type": int, "float_type": float}
+    for kind in filter(None, (kinds.get(error["type"]) for error in errors)):
+        with contextlib.suppress(ValueError):
+            return f"expected {allowed}, got the string {show(given)}; write {as_python(kind(given))}"
+    return f"expected {allowed}, got {show(given)}"
 
 
 def _suggest(key: str, parents: tuple[str, ...], raw: Mapping[str, Any], otherwise: str) -> str:
@@ -291,7 +323,10 @@ _OTHERS = {
         ["static_loss_scale", "dynamic_loss_scale"],
         "set fp16.loss_scale to that number or 'dynamic', with mode='naive'",
     ),
-    **dict.fromkeys(["data_parallel", "ddp"], "remove it: the ranks that the other axes leave are data-parallel ranks"),
+    **dict.fromkeys(
+        ["data_parallel", "ddp", "dp"],
+        "omit it: data ranks are what the other axes leave; or set parallel.data.size",
+    ),
 }
 FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
     {name: f"set {ours} instead" for ours, names in _INSTEAD.items() for name in names.split()} | _OTHERS

@@ -174,9 +174,9 @@ def _expand_precision(value: Any) -> Any:
         raise ValueError(f"{show(value)} is not a dict; write dict(mode={mode!r}); modes: {list_names(AMP_PLUGINS)}")
     options = dict(value)
     if "mode" not in options:
-        near = find_near("mode", [key for key in options if isinstance(key, str)])
-        hint = f" (did you mean it by {near!r}?)" if near else ""
-        raise ValueError(f"mode is missing{hint}; write dict(mode='torch', ...); modes: {list_names(AMP_PLUGINS)}")
+        if near := find_near("mode", [key for key in options if isinstance(key, str)]):
+            raise ValueError(f"unknown key {near!r}; did you mean 'mode'?")
+        raise ValueError(f"mode is missing; write dict(mode='torch', ...); modes: {list_names(AMP_PLUGINS)}")
     mode = options.pop("mode")
     return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
 

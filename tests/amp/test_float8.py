@@ -173,7 +173,7 @@ def test_convert_to_amp():
             {"fp16": {"mode": "torch", "recipe": "rowwise"}},
             "fp16.recipe: it sets how float8 works, which fp16 does not use",
         ),
-        (fp8(recipe="blockwise"), "'blockwise': Input should be 'tensorwise' or 'rowwise'"),
+        (fp8(recipe="blockwise"), "expected 'tensorwise' or 'rowwise', got 'blockwise'"),
         (fp8() | BF16, "bf16, fp8: a run has one precision; keep one"),
     ],
 )

@@ -69,7 +69,7 @@ def test_the_same_config_from_every_source(write):
             "not valid YAML: line 1, column 7: could not determine a constructor",
         ),
         ("a.json", '{"seed":\n 3,}', ": line 2 column "),
-        ("a.yaml", "clip_grad_norm: '1e-3'\n", "'1e-3': Input should be a valid number"),
+        ("a.yaml", "clip_grad_norm: '1e-3'\n", "expected a number, got the string '1e-3'; write 0.001"),
         ("a.yaml", "fp16:\n  mode: naive\n  hysterisis: 2\n", "fp16.hysterisis: unknown key; did you mean"),
         ("a.py", "batch = 3\n", "write your own constants in UPPERCASE, and begin helpers with an underscore"),
     ],

@@ -37,7 +37,7 @@ def test_an_override_is_as_if_it_stood_in_the_config(overrides, equal, tmp_path)
     ("override", "message"),
     [
         ("paralel.tensor=2", r"paralel: unknown key; did you mean 'parallel'\?"),
-        ("parallel.tensor=two", r"parallel.tensor: 'two': Input should be a valid integer"),
+        ("parallel.tensor=two", r"parallel.tensor: expected a whole number, got 'two'"),
         ("parallel.tensor", r"an override is key=value, such as"),
         ("bf16.mode=torch", r"fp16, bf16: a run has one precision"),
         ("fp16.mode={", r"is not valid YAML"),

@@ -86,6 +86,8 @@ MISTAKES = [
     ({"dtype": "bfloat16"}, "dtype: unknown key; set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead"),
     ({"batch_size": 32}, "batch_size: unknown key; give it to the DataLoader: the batch size of one data rank"),
     # precision
+    ({"parallel": {"dp": 2}}, "parallel.dp: unknown key; omit it: data ranks are what the other axes leave; or set"),
+    ({"fp16": {"mod": "naive"}}, "fp16: unknown key 'mod'; did you mean 'mode'?"),
     ({"fp16": True}, f"fp16: True is not a dict; write dict(mode='torch'); {MODES}"),
     ({"fp16": "NAIVE"}, f"fp16: 'NAIVE' is not a dict; write dict(mode='naive'); {MODES}"),
     ({"fp16": {"mode": "naiv"}}, "fp16: mode='naiv' is not a registered mode; allowed: 'torch', 'naive', 'apex'; did"),
@@ -97,39 +99,39 @@ MISTAKES = [
     ),
     (
         {"fp16": {"mode": "naive", "loss_scale": "dynamc"}},
-        "fp16.loss_scale: 'dynamc': Input should be 'dynamic' or: Input should be a valid",
+        "fp16.loss_scale: expected 'dynamic' or a number, got 'dynamc'",
     ),
-    ({"fp16": {"mode": "torch", "growth_factor": 1}}, "fp16.growth_factor: 1: Input should be greater than 1"),
+    ({"fp16": {"mode": "torch", "growth_factor": 1}}, "fp16.growth_factor: expected a number greater than 1, got 1"),
     # types
-    ({"gradient_accumulation": "2"}, "gradient_accumulation: '2': Input should be a valid integer"),
-    ({"gradient_accumulation": True}, "gradient_accumulation: True: Input should be a valid integer"),
-    ({"parallel": {"tensor": 0}}, "parallel.tensor: 0: Input should be greater than or equal to 1"),
+    ({"gradient_accumulation": "2"}, "gradient_accumulation: expected a whole number, got the string '2'; write 2"),
+    ({"gradient_accumulation": True}, "gradient_accumulation: expected a whole number, got True"),
+    ({"parallel": {"tensor": 0}}, "parallel.tensor: expected 1 or more, got 0"),
     ({"parallel": 2}, "parallel: 2 is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')"),
     ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write for example dict(data='fsdp')"),
     (
         {"parallel": {"data": 4}},
         "parallel.data: 4 is not a strategy or a dict; write for example 'zero1' or dict(size=2)",
     ),
-    ({"clip_grad_norm": math.nan}, "clip_grad_norm: nan: Input should be a finite number"),
-    ({"clip_grad_norm": "1e-3"}, "clip_grad_norm: '1e-3': Input should be a valid number"),
-    ({"fused": True}, "fused: True: Input should be 'auto' or False"),
-    ({"debug": "snyc"}, "debug: 'snyc': Input should be 'sync' or 'nonfinite'"),
-    ({"compile": {"scope": "block"}}, "compile.scope: 'block': Input should be 'auto', 'model' or 'blocks'"),
+    ({"clip_grad_norm": math.nan}, "clip_grad_norm: expected a finite number, got nan"),
+    ({"clip_grad_norm": "1e-3"}, "clip_grad_norm: expected a number, got the string '1e-3'; write 0.001"),
+    ({"fused": True}, "fused: expected 'auto' or False, got True"),
+    ({"debug": "snyc"}, "debug: expected 'sync' or 'nonfinite', got 'snyc'"),
+    ({"compile": {"scope": "block"}}, "compile.scope: expected 'auto', 'model' or 'blocks', got 'block'"),
     (
         {"compile": {"mode": "fast"}},
-        "compile.mode: 'fast': Input should be 'default', 'reduce-overhead', 'max-autotune'",
+        "compile.mode: expected 'default', 'reduce-overhead', 'max-autotune' or",
     ),
-    ({"parallel": {"tensor": {"plan": {"a": 3}}}}, "parallel.tensor.plan: 3: Input should be a valid string"),
+    ({"parallel": {"tensor": {"plan": {"a": 3}}}}, "parallel.tensor.plan: expected a string, got 3"),
     (
         {"parallel": {"pipeline": {"partition": 3}}},
-        f"{PIPELINE}.partition: 3: Input should be a valid string or: Input should be a",
+        f"{PIPELINE}.partition: expected a string or a tuple, got 3",
     ),
-    ({"parallel": {"pipeline": {"non_split": ["a", 3]}}}, f"{PIPELINE}.non_split: 3: Input should be a valid string"),
+    ({"parallel": {"pipeline": {"non_split": ["a", 3]}}}, f"{PIPELINE}.non_split: expected a string, got 3"),
     ({"name": "a b"}, "name: 'a b': String should match pattern"),
     # words
-    ({"lr_interval": "epohc"}, "lr_interval: 'epohc': Input should be 'step', 'epoch' or 'manual'"),
-    ({"loss_reduction": "avg"}, "loss_reduction: 'avg': Input should be 'mean', 'sum' or 'weighted'"),
-    ({"on_nonfinite": "skp"}, "on_nonfinite: 'skp': Input should be 'auto', 'skip' or 'raise'"),
+    ({"lr_interval": "epohc"}, "lr_interval: expected 'step', 'epoch' or 'manual', got 'epohc'"),
+    ({"loss_reduction": "avg"}, "loss_reduction: expected 'mean', 'sum' or 'weighted', got 'avg'"),
+    ({"on_nonfinite": "skp"}, "on_nonfinite: expected 'auto', 'skip' or 'raise', got 'skp'"),
     ({"parallel": {"tensor": {"plan": "autp"}}}, "parallel.tensor.plan: 'autp' is not one of 'auto', 'timm_attention'"),
     (
         {"parallel": {"tensor": {"plan": {"*.fc1": "colwse", "*.fc2": "auto"}}}},
@@ -142,14 +144,14 @@ MISTAKES = [
     ),
     (
         {"parallel": {"data": {"reduce_dtype": "bf16"}}},
-        "'bf16': Input should be 'float32', 'float16' or 'bfloat16'",
+        "expected 'float32', 'float16' or 'bfloat16', got 'bf16'",
     ),
     # checkpoints
     (
         {"checkpoint": True},
         "checkpoint: True is not a folder; write 'checkpoints' (to recompute activations: activation_checkpoint)",
     ),
-    ({"checkpoint": ""}, "checkpoint: '': String should have at least 1 character"),
+    ({"checkpoint": ""}, "checkpoint: expected a string that is not empty, got ''"),
     ({"compile": {4: 4}}, "compile.4: Keys should be strings"),
     ({"checkpoint": {"every": 3}}, "checkpoint.directory: Field required"),
     (
@@ -207,7 +209,7 @@ def test_keys_of_a_third_partys_mode(tmp_path):
         assert config.fp16.options.pair == (1, 2)
         assert sorted(problems_of(fp16={"mode": "third", "parts": ({"nmae": "x"}, {"name": 3})})) == [
             "fp16.level: Field required",
-            "fp16.parts.name: 3: Input should be a valid string",
+            "fp16.parts.name: expected a string, got 3",
             "fp16.parts.nmae: unknown key; did you mean 'name'?",
         ]
     finally:

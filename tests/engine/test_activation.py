@@ -82,9 +82,9 @@ def test_which_modules_are_computed_again(form, expected):
     [
         ("Full", r"'Full' does not say .* use 'full', 'selective', dict\(every=2\), .*; did you mean 'full'\?"),
         (2, r"2 does not say what to recompute"),
-        ({"patterns": "blocks"}, r"activation_checkpoint.patterns: 'blocks': Input should be a valid tuple"),
+        ({"patterns": "blocks"}, r"activation_checkpoint.patterns: expected a tuple, got 'blocks'"),
         ({"pattern": ["blocks"]}, r"activation_checkpoint.pattern: unknown key; did you mean 'patterns'\?"),
-        ({"every": 0}, r"activation_checkpoint.every: 0: Input should be greater than or equal to 1"),
+        ({"every": 0}, r"activation_checkpoint.every: expected 1 or more, got 0"),
         ({"every": 2, "patterns": ["a"]}, r"every and patterns both choose modules"),
     ],
 )

@@ -75,7 +75,7 @@ def test_parity(tmp_path: Path) -> None:
 
 
 def test_its_key_is_checked() -> None:
-    with pytest.raises(halfmesh.ConfigError, match="owner: 'lightset': Input should be 'next' or 'lightest'"):
+    with pytest.raises(halfmesh.ConfigError, match="owner: expected 'next' or 'lightest', got 'lightset'"):
         halfmesh.load_config({"parallel": {"data": {"strategy": "owned", "owner": "lightset"}}})
     with pytest.raises(halfmesh.ConfigError, match="ownr: unknown key; did you mean 'owner'"):
         halfmesh.load_config({"parallel": {"data": {"strategy": "owned", "ownr": "lightest"}}})
