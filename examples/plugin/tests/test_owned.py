@@ -79,7 +79,7 @@ def test_its_key_is_checked() -> None:
         halfmesh.load_config({"parallel": {"data": {"strategy": "owned", "owner": "lightset"}}})
     with pytest.raises(halfmesh.ConfigError, match="ownr: unknown key; did you mean 'owner'"):
         halfmesh.load_config({"parallel": {"data": {"strategy": "owned", "ownr": "lightest"}}})
-    with pytest.raises(halfmesh.ConfigError, match="owner: only strategy='owned' has this key, and the strategy is 'zero1'"):
+    with pytest.raises(halfmesh.ConfigError, match=r"owner: only strategy='owned' has this key, and .* is 'zero1'"):
         halfmesh.load_config({"parallel": {"data": {"strategy": "zero1", "owner": "lightest"}}})
 
 
