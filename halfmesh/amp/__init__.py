@@ -2,20 +2,20 @@
 
 Read in this order:
     recipe          a precision mode as plain values
-    plugin          the contract of a mode; naive_amp, torch_amp, apex_amp: the modes; apex_backend: an installed apex
+    plugin          the base class of modes; naive_amp, torch_amp, apex_amp: the modes; apex_backend: an installed apex
     precision       casts the model, and runs it and the criterion in a recipe's formats; o1: apex's lists for that
     float8          products of linear layers in float8; float8_weight: a weight that was gathered in float8
-    convert         applies a recipe to a model and its optimizer, and takes it back; in between, state dicts have
-                    full precision
+    convert         applies a recipe to a model and its optimizer, and undoes it; in between, state dicts have full
+                    precision
     optimizer       an update, from a loss to new weights. Below it:
     master_weights  fp32 masters in the user's optimizer, and the full precision of tensors that are not trained
-    split_masters   masters that have memory during an update only
-    loss_scaler     how a scale moves, the seed of backward, and several losses
-    grad_norm       norm and overflow, the same on all ranks
-    stepper         calls `optimizer.step()`, with which implementation
-    step_result     the host's view of an update, and the end of a run with too many skipped updates
+    split_masters   masters that take memory only during an update
+    loss_scaler     changes a loss scale, and scales the seed of backward, for one or several losses
+    grad_norm       norm and overflow, equal on all ranks
+    stepper         chooses an implementation of `optimizer.step()` and calls it
+    step_result     the result of an update, and the end of a run with too many skipped updates
 
-It imports `utils`, `options` and `errors` only, never `parallel`: it reaches other ranks by an all-reduce it is given.
+It imports only `utils`, `options` and `errors`, never `parallel`: its callers pass the all-reduce over other ranks.
 """
 
 from .plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes

@@ -1,4 +1,4 @@
-"""Mode APEX: the opt levels O0 to O3 of NVIDIA's apex.amp, with its keys, defaults and meaning, on torch alone."""
+"""Mode apex: the opt levels O0 to O3 of NVIDIA's apex.amp, with the same keys and defaults, on torch alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`backend="apex"`: the casts of O0 to O3 by an installed apex.amp. halfmesh does the rest of the mode.
+"""`backend="apex"`: an installed apex.amp does the casts of O0 to O3, and halfmesh does the rest of the mode.
 
 All private names of apex that halfmesh uses are in this file.
 """
@@ -22,8 +22,8 @@ DEVICES = frozenset({"cuda"})
 class ApexPrecision(Precision):
     """apex.amp, called with the keys of a config's `fp16`.
 
-    O1: in the scopes of `autocast` and `backward`, apex's replacements are patched over torch's functions. They are so
-    for the whole process: a model that runs in another thread meanwhile is cast, too.
+    O1: in the scopes of `autocast` and `backward`, apex's replacements are patched over torch's functions, for the
+    whole process: a model that runs in another thread in the meantime is also cast.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, keys: Mapping[str, Any]) -> None:

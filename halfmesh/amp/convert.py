@@ -116,8 +116,8 @@ def _named_tensors(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str
 class _FullPrecision:
     """The full-precision values of one module, for its state dict hooks.
 
-    A copy of the model (deepcopy for an average of its weights, torch.save) has the dtypes only: the masters would be
-    copied too.
+    A copy of the model (deepcopy for an average of its weights, torch.save) has the dtypes only: the masters would
+    also be copied.
     """
 
     def __init__(self, dtypes: dict[str, torch.dtype | None], master_weights: MasterWeights | None) -> None:
@@ -159,7 +159,7 @@ def _save_full(full: _FullPrecision, module: nn.Module, state: dict[str, Any], p
 def _load_full(
     full: _FullPrecision, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
 ) -> None:
-    """Copy what is loaded into `module` into its masters and originals too, in full precision.
+    """Also copy what is loaded into `module` into its masters and originals, in full precision.
 
     Raises:
         InputError: `assign=True`, after which the optimizer would step parameters that the model no longer uses.

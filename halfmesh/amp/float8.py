@@ -1,4 +1,4 @@
-"""fp8: the products of linear layers in float8, by torchao's training functions. All else is computed in bfloat16.
+"""fp8: computes the products of linear layers in float8 with torchao's functions, and everything else in bfloat16.
 
 Both factors of a product are scaled to float8's range and cast when it is computed, in forward and in backward; a
 weight that ranks gather is cast before the all-gather. Weights, gradients and activations keep their dtype, so
@@ -154,7 +154,7 @@ def has_float8(device: torch.device) -> bool:
 
 def _computes_product(layer: nn.Linear) -> bool:
     if hasattr(layer, "product"):
-        return not getattr(layer, "transposed", False)  # transformers' Conv1D, which is no nn.Linear elsewhere
+        return not getattr(layer, "transposed", False)  # transformers' Conv1D, which is not an nn.Linear elsewhere
     return type(layer).forward is nn.Linear.forward and ("forward" not in vars(layer) or _is_installed(layer))
 
 
@@ -169,7 +169,7 @@ def _forward(layer: nn.Linear, product: Float8Product, x: torch.Tensor) -> torch
 @cache
 def _torchao(scaling: Scaling, emulate: bool) -> tuple[Any, tuple[Any, Any]]:
     """torchao's product of two matrices, and its further arguments. torchao's Float8Linear is not used: it casts its
-    input under CUDA's autocast only, and would have to replace sharded layers."""
+    input only under CUDA's autocast, and it would replace sharded layers."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 

@@ -1,4 +1,4 @@
-"""A linear layer's weight that was gathered in float8: the layer multiplies with it without a cast.
+"""A linear layer's weight that was gathered in float8, with which the layer multiplies without a cast.
 
 Imports torchao, so it is imported where float8 is used.
 """

@@ -1,4 +1,4 @@
-"""One pass over the gradients: norm, inf or nan, number of zeros. The results are the same on every rank."""
+"""Measures the gradients in one pass: their norm, inf or nan, and the number of zeros. All ranks get equal results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def grad_stats(
 
     Each element counts with its shard's weight, so that copies on several ranks count once. The norm is accumulated in
     fp32 within a tensor (on the CPU: within a chunk) and in float64 above. It is inf or nan if any element is, so it is
-    the check for overflow, too. One all-reduce of one number (two with `count_zeros`, and one more for each flag); for
+    also the check for overflow. One all-reduce of one number (two with `count_zeros`, and one more for each flag); for
     the maximum norm of one number per rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""Loss scales: how one moves, what backward begins with, and several losses."""
+"""Loss scaling: changes the scale after each update, scales the seed of backward, and handles several losses."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class LossScales:
         if self.several:
             assert stats.flags is not None
             nonfinite, used = stats.flags
-            # Where finite gradients add up to inf or nan it is no single loss's fault: all scales are lowered.
+            # Where finite gradients add up to inf or nan no single loss caused it: all scales are lowered.
             overflow_in_sum = stats.found_inf * (nonfinite.sum() == 0)
             found = ((nonfinite + overflow_in_sum) > 0).float()
             for loss_id, scaler in enumerate(self.scalers):
@@ -218,7 +218,7 @@ class LossScales:
         """Forget the gradients: they were used or cleared."""
         self._nonfinite, self._stash = {}, {}
 
-    # -- what is told and saved --------------------------------------------------------------------------------
+    # -- what is shown and saved -------------------------------------------------------------------------------
 
     def check_id(self, loss_id: object) -> None:
         """Raise InputError if `loss_id` is not one of the losses."""

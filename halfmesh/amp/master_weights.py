@@ -1,4 +1,4 @@
-"""The fp32 master weights in the user's optimizer, and the full-precision originals of tensors that are not trained."""
+"""Keeps fp32 master weights in the user's optimizer, and full-precision originals of tensors that are not trained."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class MasterWeights:
         with_master: those of `trained` that have a master.
         originals: the full precision of tensors that are cast and not trained.
         layouts: by master, a tensor with the strides that it has in an update, if others do not count.
-        stamps: of the tensors that users may write and that have to be equal (masters and the model's parameters that
-            they stand for, shards that are stepped in place of a parameter), when they were last published.
+        stamps: when they were last published, the stamps of the tensors that users may write and that must be equal
+            (masters and the parameters of the model that they replace, shards that are stepped for a parameter).
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -102,7 +102,7 @@ class MasterWeights:
         return nullcontext()
 
     def value(self, shard: ParamShard) -> torch.Tensor:
-        """What the optimizer steps for `shard`, to read."""
+        """The value that the optimizer steps for `shard`, to read."""
         with self.joined([shard], writes=False):
             return self.target(shard).detach()
 
@@ -115,7 +115,7 @@ class MasterWeights:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """The tensors that keep the masters, besides the model."""
+        """The tensors outside the model that keep the masters."""
         return list(self.masters.values())
 
     @torch.no_grad()
@@ -125,8 +125,8 @@ class MasterWeights:
         foreach_copy_(params, [self.masters[param] for param in params])
 
     def mark_published(self, shards: Iterable[ParamShard]) -> None:
-        """Note that the model's weights are now the rounded masters of `shards`. (Others may have been written, too, by
-        an optimizer that steps without gradients: `changed` finds those.)"""
+        """Note that the model's weights are now the rounded masters of `shards`. (An optimizer that
+        steps without gradients may also have written others: `changed` finds those.)"""
         tensors = [self.masters.get(shard.param, shard.param) for shard in shards] + self._model_params
         tensors = [tensor for tensor in tensors if tensor in self.stamps]
         self.stamps.update(zip(tensors, self._stamps(tensors), strict=True))
@@ -141,7 +141,7 @@ class MasterWeights:
     def adopt(self, changed: Container[torch.Tensor]) -> list[str]:
         """Copy to the masters what user code wrote into the model, which the next `publish` would undo.
 
-        Returns the names of parameters whose master has `changed` too, to another value: either of the two may be the
+        Returns the names of parameters whose master has also `changed`, to another value: either of the two may be the
         intended one.
         """
         held = [s for s in self.with_master if s.model_param in changed]
@@ -198,11 +198,11 @@ class MasterWeights:
             self.mark_published(self.with_master)
 
     def set_master(self, shard: ParamShard, value: torch.Tensor) -> torch.Tensor:
-        """Set the master of `shard` to `value`, which the model loads, too, for all of `shard.model_param`. Returns
-        what the model has to load: `value`, or it rounded as the masters are."""
-        # A value in the parameter's dtype is no more exact than the parameter: the next step adopts the parameter.
+        """Set the master of `shard` to `value`, which the model also loads for all of `shard.model_param`. Returns the
+        value that the model must load: `value`, or `value` rounded as the masters are."""
+        # A value in the parameter's dtype is not more exact than the parameter: the next step adopts the parameter.
         if value.dtype != shard.param.dtype:
-            master = self.masters[shard.param].data  # `.data`: not a user's write, the model gets it, too
+            master = self.masters[shard.param].data  # `.data`: not a user's write, the model also gets it
             master.copy_(shard.part_of(torch.empty_like(shard.model_param, dtype=master.dtype).copy_(value)))
         return value
 
@@ -297,7 +297,7 @@ class Originals:
         return tensor if value is None else value
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor into which a new value of all of `tensor` has to be written; `publish` follows."""
+        """The tensor to write a new value of all of `tensor` into; call `publish` afterwards."""
         if tensor not in self._dtypes:
             return tensor.detach()
         self._targets[tensor] = torch.empty_like(tensor, dtype=self._dtypes[tensor], device="cpu")
@@ -314,8 +314,8 @@ class Originals:
 
 @torch.no_grad()
 def current_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """For each pair of a tensor and its full-precision value the latter, or a copy with those elements of the tensor
-    that differ from its rounded ones: user code wrote them. The host reads once for all of them."""
+    """For each pair of a tensor and its full-precision value: that value, or a copy with those elements of the tensor
+    that differ from its rounded ones, because user code wrote them. The host reads once for all of them."""
     if not pairs:
         return []
     device = pairs[0][0].device

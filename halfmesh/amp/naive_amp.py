@@ -1,4 +1,4 @@
-"""NAIVE: the full model in half precision, fp32 master weights, one dynamic or static loss scale."""
+"""Mode naive: the full model in half precision, fp32 master weights, and one dynamic or static loss scale."""
 
 from __future__ import annotations
 

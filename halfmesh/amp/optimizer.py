@@ -1,4 +1,4 @@
-"""An update, in every mode and layout: from a loss to gradients, and from these to new weights."""
+"""Runs an update in every mode and layout: from a loss to gradients, and from gradients to new weights."""
 
 from __future__ import annotations
 
@@ -278,8 +278,8 @@ class MixedPrecisionOptimizer:
         ranks that use them. All ranks together.
 
         Args:
-            adopt: copy what it wrote into the model to the masters, too, which the next update would undo.
-            waits: return when this rank has all new weights; else what uses them has to wait.
+            adopt: also copy what it wrote into the model to the masters. The next update would undo it otherwise.
+            waits: return when this rank has all new weights. If False, the code that uses them must wait.
 
         Raises:
             InputError: different values were written into a parameter and into its master.
@@ -351,7 +351,7 @@ class MixedPrecisionOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. Copies masters into the model's parameters too."""
+        """Restore `state_dict`. It also copies masters into the model's parameters."""
         self.master_weights.reject_unfit(state["masters"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.master_weights.load(state["masters"])

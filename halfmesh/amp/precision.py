@@ -1,4 +1,4 @@
-"""Number formats of a call: casts the model's parameters once, and the inputs and outputs of each forward."""
+"""Casts the model's parameters once, and the inputs and outputs of each forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp32 masters in 16 bits each: the model's bf16 weights hold their upper halves, int16 remainders the lower ones."""
+"""Stores fp32 masters in 16 bits each: bf16 weights hold the upper half, an int16 remainder the lower half."""
 
 from __future__ import annotations
 

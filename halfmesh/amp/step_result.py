@@ -158,7 +158,7 @@ class SkipCounter:
 
     def due_for_check(self) -> bool:
         """Return True if an update should be measured only to count it: one in `limit`, and all once inf or nan was
-        found. (An update that is taken with nan leaves nan in the weights, so a later check finds it too.)"""
+        found. (An update that is taken with nan leaves nan in the weights, so a later check also finds it.)"""
         self._read_previous()
         if self._known > 0 or len(self._losses) + 1 >= self.limit:
             return True

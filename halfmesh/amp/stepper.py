@@ -62,7 +62,7 @@ class Stepper:
         self._allow_fused = allow_fused
         self._masters = masters
         self._device = device
-        self._buckets_as = torch.device("cuda") if in_shapes_only() else device  # a dry run stands for GPUs
+        self._buckets_as = torch.device("cuda") if in_shapes_only() else device  # a dry run simulates GPUs
         self._stepping = False
         self._guards = [part.register_step_pre_hook(self._reject_calls_from_outside) for part in self.parts]
         self.sync()
@@ -74,7 +74,7 @@ class Stepper:
         return self._settings != self._find_settings()
 
     def _find_settings(self) -> list[Any]:
-        """What the choice of an implementation depends on."""
+        """The settings on which the choice of an implementation depends."""
         settings: list[Any] = [vars(part).get("step") for part in self.parts]
         for group in self.optimizer.param_groups:
             params = group["params"]
@@ -140,7 +140,7 @@ class Stepper:
     def fuses_unscale(self) -> bool:
         """True if the optimizer's kernels unscale and skip themselves. (Not with user hooks before its step: these
         expect unscaled gradients, and no call in an update that is skipped.)"""
-        hooks = any(len(part._optimizer_step_pre_hooks) > 1 for part in self.parts)  # besides the guard
+        hooks = any(len(part._optimizer_step_pre_hooks) > 1 for part in self.parts)  # in addition to the guard
         return self.takes_grad_scale and not hooks and not all_optimizers._global_optimizer_pre_hooks
 
     @property
@@ -160,7 +160,7 @@ class Stepper:
         With one bucket the copies are made now: norms are faster in fp32 than in half precision.
         """
         masters = bool(self._masters.masters)
-        buckets = [list(grads)]  # also without gradients: the optimizer's hooks run then, too
+        buckets = [list(grads)]  # also without gradients: the optimizer's hooks run then
         if grads and (masters or publishes) and self.can_step_in_buckets:
             numel = sum(grad.numel() for grad in grads.values())
             limit = bucket_bytes(self._buckets_as, numel if publishes else 0)

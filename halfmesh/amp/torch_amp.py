@@ -1,5 +1,5 @@
-"""TORCH: fp32 parameters, forward and criterion under torch.autocast, torch.amp.GradScaler's loss scaling; with `fp8`
-also the products of linear layers in float8."""
+"""Mode torch: fp32 parameters, forward and criterion under torch.autocast, loss scaling as GradScaler's. With `fp8`,
+linear layers also compute their products in float8."""
 
 from __future__ import annotations
 

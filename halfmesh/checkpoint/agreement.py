@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 Failure = tuple[str, bool]
-"""What an error says, and True if it is an InputError."""
+"""The text of an error, and True if it is an InputError."""
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Failure | None, Exception | None]:
-    """The result of `work`; or the failure, to be told to the other ranks, with the error itself."""
+    """The result of `work`; or the failure, for the other ranks, and the error itself."""
     try:
         return work(), None, None
     except Exception as error:
@@ -101,7 +101,7 @@ class StoreMessages:
             (self._store,) = own_store(context)
 
     def answer(self, what: str, value: Any, reply: Callable[[list[Any]], Any]) -> Any:
-        """What `reply` returns on rank 0, on all ranks.
+        """Return the result of `reply` on rank 0 to all ranks.
 
         Args:
             what: the beginning of the error message.
@@ -168,7 +168,7 @@ class StopAgreement:
 
     A thread of each rank blocks on a key of the store, until a rank asks. Each rank then posts the number of boundaries
     that it has passed, and waits at its next one for the numbers of all: they stop at the one after the greatest.
-    Threads post for ranks that are blocked in a collective, for which others may have to come to their next boundary.
+    Threads post for ranks that are blocked in a collective, which may need other ranks to come to their next boundary.
 
     Args:
         store: for the main thread.

@@ -162,7 +162,7 @@ class Checkpointer:
         return stored
 
     def load(self, stored: Stored, keep: Sequence[str]) -> None:
-        """Load what `find` has found, but for what `keep` names. The engine has no gradients."""
+        """Load the checkpoint that `find` returned, except the parts that `keep` names. The engine has no gradients."""
         context, progress = self.context, self.progress
         with self.own_call:
             with self.state.update.master_weights.joined():
@@ -314,7 +314,7 @@ class Checkpointer:
         return found
 
     def reject_unfit(self, state: Mapping[str, Any], keep: Sequence[str]) -> None:
-        """Raise InputError if `state` is no state dict of the same rank of the same layout, or `keep` does not fit."""
+        """Raise InputError if `state` is not of the same rank of the same layout, or `keep` does not fit."""
         update = self.state.update
         validate.reject_unfit(state.get("update", {}), len(update.loss_scales.scalers), "engine")
         validate.reject_other_shards(state["layout"], self._coordinates())

@@ -1,4 +1,4 @@
-"""Weights alone, for other programs: the full model's, gathered from the ranks."""
+"""Writes the full model's weights, gathered from the ranks, for other programs."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _open_file(path: Path, opened: ExitStack) -> dict[str, Any]:
     from safetensors import safe_open
 
     file = opened.enter_context(safe_open(path, framework="pt"))
-    tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
     # A 0-dim tensor has no slices.
     return {name: tensor if tensor.get_shape() else file.get_tensor(name) for name, tensor in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""The full model's state, from what each rank describes of its own; described again only where it has changed."""
+"""Joins the ranks' descriptions of their state to the full model's, and sends only those that changed."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ class _DigestPickler(pickle.Pickler):
 
 def stable_bytes(value: Any) -> bytes:
     """Bytes that are equal only if values are; and if values are that the same code made, unless they have tensors that
-    are no plain ones (sparse)."""
+    are not plain (sparse)."""
     file = io.BytesIO()
     _DigestPickler(file).dump(value)
     return file.getvalue()
 
 
 class Part(NamedTuple):
-    """What a rank describes.
+    """One part of the state that a rank describes.
 
     Attributes:
         value: any object that can be sent.
-        encode: makes bytes of it that are equal only if values are.
-        join: makes what is needed of the values of all ranks.
+        encode: converts it to bytes that are equal only if values are.
+        join: computes the result from the values of all ranks.
     """
 
     value: Any
@@ -109,15 +109,16 @@ class Part(NamedTuple):
 
 
 class JoinedParts:
-    """Joins what the ranks describe. Ranks compare digests: a part is sent and joined only if some rank's has changed
-    since the last call, and what several ranks have alike is sent by the first of them."""
+    """Joins the parts that ranks describe. Ranks compare digests: a part is sent and joined only if it changed on a
+    rank since the last call. The first of the ranks with equal values sends them."""
 
     def __init__(self) -> None:
         self._known: dict[int, bytes] = {}  # of each part: the digest of all ranks' digests
         self._joined: dict[int, Any] = {}
 
     def gather(self, context: ParallelContext, what: str, describe: Callable[[], Sequence[Part]]) -> list[Any]:
-        """What `join` has made of each part. All ranks together; arguments and errors as of `gather_results`."""
+        """Return the result of `join` for each part. All ranks call it together, with the arguments and errors of
+        `gather_results`."""
         parts = list[Part]()
 
         def compare() -> tuple[list[bytes], dict[int, bytes]]:

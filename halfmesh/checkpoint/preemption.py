@@ -1,4 +1,4 @@
-"""Automatic checkpoints: periodic and on preemption."""
+"""Saves automatic checkpoints: every N steps, and on preemption."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class PreemptionHook(EngineHook):
         step, before = self.progress.global_step, self._step
         if step == before or not self.is_between_steps():
             return
-        if self._diverged:  # nothing can be saved: the next boundary counts for this one, too
+        if self._diverged:  # nothing can be saved: the next boundary also counts for this one
             if self._received and self._agreement is not None:
                 self._agreement.ask()
             return
@@ -164,7 +164,7 @@ class PreemptionHook(EngineHook):
 
     @property
     def _diverged(self) -> str:
-        """Why the ranks' weights differ between steps, as in a round of local updates; "" if they do not."""
+        """The reason why the ranks' weights differ between steps, as in a round of local updates. Else ""."""
         return self.checkpointer.state.parallel_model.data.diverged
 
     def _reason(self) -> str:
@@ -172,7 +172,7 @@ class PreemptionHook(EngineHook):
         return ", ".join(dict.fromkeys(name for names in self.context.everyone(self._received) for name in names))
 
     def _end(self) -> None:
-        """End on all ranks: a signal that came after the last boundary counts, too."""
+        """End on all ranks. A signal that came after the last boundary also counts."""
         reason = self._reason()
         if not all(self.context.everyone(self.is_between_steps())):
             if reason:

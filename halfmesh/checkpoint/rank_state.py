@@ -1,4 +1,4 @@
-"""State that differs between ranks: random numbers, and objects that the loop attached."""
+"""Saves state that differs between ranks: random numbers, and objects that the loop attached."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Schedule(Protocol):
 
 
 _Calls = tuple[Callable[[], Mapping[str, Any]], Callable[[Any], object]]
-"""What gives the state of an object, and what restores it."""
+"""The functions that return the state of an object and that restore it."""
 
 
 class AttachedState:

@@ -1,4 +1,4 @@
-"""A rank's shards of the model and of the optimizer's state, under the names of the full model."""
+"""Collects a rank's shards of the model and of the optimizer's state, under the names of the full model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FullState(NamedTuple):
         tensors: the full tensors; to save, with all of their boxes on rank 0, and on other ranks those that they write.
         written: name and first index of the boxes that this rank writes.
         extras: the entries that modules add to the model's state dict with `get_extra_state`.
-        plain: state of the optimizer that is no tensor, by parameter and key.
+        plain: the optimizer's state that is not in tensors, by parameter and key.
         groups: the optimizer's groups, with the names of their parameters.
     """
 
@@ -104,7 +104,7 @@ class ShardedState:
             to_load: the tensors of `weight_targets`, for their shapes.
 
         Raises:
-            InputError: some rank has state that cannot be saved, or weights of its own; raised on all.
+            InputError: a rank has state that cannot be saved, or the ranks' weights differ. All ranks raise it.
         """
         shards, groups = Shards(), list[dict[str, Any]]()
         if not to_load and (diverged := self.parallel_model.data.diverged):
@@ -178,7 +178,7 @@ class ShardedState:
         return found
 
     def weight_targets(self) -> Shards:
-        """The tensors to write new weights into, in full precision: masters, which have to be `joined`, originals, or
+        """The tensors to write new weights into, in full precision: masters, which must be `joined`, originals, or
         the model's. `publish` follows."""
         masters, originals = self.update.master_weights.masters, self.update.master_weights.originals
         found = {
@@ -320,7 +320,7 @@ class ShardedState:
         self, saved: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Shards, dict[str, dict[str, Any]]]:
         """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and all of
-        that state by parameter and key, with values that are no tensors. All ranks together."""
+        that state by parameter and key, with values that are not tensors. All ranks together."""
         self.parallel_model.find_owners()
         masters, shards = self.update.master_weights, Shards()
         own = self._stepped()

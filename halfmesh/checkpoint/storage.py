@@ -1,5 +1,5 @@
-"""Checkpoints on disk. All ranks write one together; it gets its name when it is complete, and is read after the sha256
-of its files were compared.
+"""Reads and writes checkpoints on disk. All ranks write a checkpoint together. It gets its name when it is complete.
+A load first compares the sha256 of its files.
 
 checkpoints/
     .lock                 locked by the job that saves here
@@ -226,7 +226,7 @@ def finish(unfinished: Path, keep: int | None) -> Path:
 
 
 def _model(path: Path) -> tuple[Any, Any] | None:
-    """The model of a checkpoint, and its engine's name. None: `path` is no checkpoint of halfmesh."""
+    """The model of a checkpoint, and its engine's name. None: `path` is not a checkpoint of halfmesh."""
     try:
         manifest = read_manifest(path)
     except (CheckpointError, OSError):

@@ -1,5 +1,5 @@
-"""How a state dict or a checkpoint differs from this engine: what does not fit is rejected before anything changes, and
-settings that a load overwrites are told."""
+"""Compares a state dict or a checkpoint with this engine: rejects one that does not fit before anything changes, and
+reports settings that a load overwrites."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 Settings = list[dict[str, Any]]
 """The settings of the scheduler, and of each of the optimizer's groups, in JSON types; {} if they are not known."""
 KEPT = ("lr_scheduler", "optimizer_settings")
-"""What a load may keep of this run. With a scheduler it decides the rates: they are kept with it."""
+"""The parts of this run that a load may keep. A scheduler decides the rates, so they are kept with it."""
 _RATES = "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"
 _MOMENTA = "momentum", "betas"
 """Moved by OneCycleLR and CyclicLR, which then keep a max_momentum in the groups."""
 _FOLLOW = "params", "initial_lr", "base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedule_phases"
-"""Entries of groups and schedulers that are no settings, or follow from them. The initial_lr is compared as the lr."""
+"""Entries of groups and schedulers that are not settings, or follow from them. The initial_lr is compared as the lr."""
 
 
 class GivenSettings:
@@ -196,7 +196,7 @@ class GivenSettings:
         for group, own, (theirs, mine) in zip(self._optimizer.param_groups, self._groups, pairs[1:], strict=False):
             for key, value in _copy_settings(own).items():
                 name = f"optimizer {key}"
-                # Not what is state of the optimizer, such as a count of steps, and began alike in both runs.
+                # Not the optimizer's state, such as a count of steps, which began with equal values in both runs.
                 is_other = theirs.get(name) != mine.get(name) or self._kind(name) == "lr_scheduler"
                 if self._kind(name) in keep and is_other:
                     group[key] = value

@@ -1,4 +1,4 @@
-"""Mid-epoch resume of the dataloader."""
+"""Resumes the dataloader in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EpochState:
         state: dict[str, Any] = {
             "epoch": self.epoch,
             "trained": self.trained,
-            "finished": self.finished or not (self.running or self.trained),  # a look at some batches is no epoch
+            "finished": self.finished or not (self.running or self.trained),  # a look at some batches is not an epoch
             "start": self.start,
             "fetches": dict(self.fetches),
         }

@@ -1,4 +1,4 @@
-"""Data sharding: each data rank reads its shard of the order that the user's loader draws in one process."""
+"""Shards the user's loader: each data rank reads its shard of the order that the loader draws in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..utils.tensors import add_tensor, tensors_of
 
 _IN_ORDER = (SequentialSampler, range, list, tuple)
 _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""Samplers that yield as many items as their length. A subclass, or a user's sampler, may yield another number."""
+"""Samplers that yield exactly as many items as their length. A subclass, or a user's sampler, may differ."""
 
 
 _DRAWN = 1024
@@ -48,7 +48,7 @@ class DataOrder(NamedTuple):
     step: int
 
     def convert(self, other: DataOrder, batches: int) -> int | None:
-        """The number of batches here with as many units as `batches` of the `other`; None if it is no integer."""
+        """The number of batches here with as many units as `batches` of the `other`; None if that is not an integer."""
         seen = batches * other.step
         return seen // self.step if self.unit == other.unit and seen % self.step == 0 else None
 
@@ -162,7 +162,7 @@ class ShardedLoader:
         return self._batches_of(self._share(len(self._sampler)))
 
     def _batches_of(self, items: int) -> int:
-        """The number of batches that so many items of the sampler make."""
+        """The number of batches that this number of items of the sampler makes."""
         batches: Any = self.given.batch_sampler
         return len(BatchSampler(range(items), batches.batch_size, batches.drop_last)) if self.splits_samples else items
 

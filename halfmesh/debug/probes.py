@@ -1,4 +1,4 @@
-"""Hooks on the modules of a training step, for inputs, outputs and their gradients; and statistics of tensors."""
+"""Adds hooks to the modules that see inputs, outputs and their gradients in a training step, and measures tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Probes(EngineHook):
     Attributes:
         _parallel: applied to `_model`; None: nothing is.
         _stages: of a pipeline, on this rank.
-        _criterion: watched, too.
+        _criterion: also watched.
         attached: the hooks are registered.
         _place: stage and microbatch.
     """
@@ -178,8 +178,8 @@ _CHUNK = 2**24
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counts of elements; `subnormal`: not zero, but below the smallest normal number of the dtype; `largest`: the
-    largest finite magnitude."""
+    """Counts of a tensor's elements. `subnormal` counts those that are not zero but below the smallest normal number of
+    the dtype. `largest` is the largest finite magnitude."""
 
     dtype: torch.dtype | None = None
     count: int = 0
@@ -217,7 +217,7 @@ def measure(tensor: torch.Tensor) -> TensorStats:
 
 @torch.no_grad()
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if there is no inf and no nan in this rank's shard of `tensor` (reads the device)."""
+    """Return True if this rank's shard of `tensor` holds no inf and no nan. Waits for the device."""
     values = _values(tensor)
     return values is None or bool(values.isfinite().all())
 

@@ -1,6 +1,6 @@
-"""`debug="sync"`: compares after each step all state that should be equal on several ranks.
+"""`debug="sync"`: compares all state that should be equal on several ranks after each step.
 
-It finds mistakes, and is slow: all tensors are copied to the host and digested.
+This is slow, because it copies all tensors to the host and computes digests of them.
 """
 
 from __future__ import annotations

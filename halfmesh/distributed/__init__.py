@@ -1,8 +1,8 @@
-"""From a launcher's environment to a process group; and the end of all ranks when one has failed.
+"""Creates a process group from a launcher's environment, and ends all ranks when one fails.
 
-In reading order: `env` (what a launcher tells a process, how messages name a rank), `failures` (who failed first, and
-the end of the others), `process_group`; then `local_ranks` (ranks of this machine, for `verify`),
-`rank_process` (what each of them does). The public functions are in `halfmesh/engine/launch.py`, above the config.
+In reading order: `env` (a launcher's variables, and the names of ranks in messages), `failures` (finds the rank that
+failed first, and ends the others), `process_group`; then `local_ranks` (ranks on this machine, for `verify`) and
+`rank_process` (the code of each of them). The public functions are in `halfmesh/engine/launch.py`, above the config.
 
-Imports `errors` and `utils`.
+It imports only `errors` and `utils`.
 """

@@ -1,4 +1,4 @@
-"""The rank of a process, from its launcher (torchrun, SLURM, Open MPI), and the names of ranks in messages."""
+"""Reads the rank of a process from its launcher (torchrun, SLURM, Open MPI), and names ranks in messages."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ NAMED = 4
 
 @dataclass(frozen=True)
 class RankNames:
-    """How messages name a rank: by its number and its coordinates in the mesh.
+    """Names ranks in messages, by number and by coordinates in the mesh.
 
     Args:
-        sizes: of the axes of the mesh, outermost first.
+        sizes: the sizes of the mesh's axes, outermost first.
     """
 
     world_size: int

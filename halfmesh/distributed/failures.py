@@ -1,8 +1,8 @@
-"""When a rank fails, all ranks end within seconds, and each names the first that failed, with its error.
+"""Ends all ranks within seconds when one fails. Each rank names the first that failed, with its error.
 
-No collective is used, and no wording of torch's errors: ranks talk through the store of the launch. Each tells one word
-of how it ended: "failed", "lost" (an error that may only say that another rank is gone) or "ended". A thread of each
-other rank reads it, answers "running", and ends a process that waits for its device and so gets no error.
+This uses no collective and does not depend on the wording of torch's errors. Ranks write to the store of the launch how
+they ended, in one word: "failed", "lost" (an error that may only say that another rank is gone) or "ended". A thread of
+each other rank reads it, answers "running", and ends a process that waits for its device and so gets no error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..errors import HalfmeshError, cut
 from .env import RankNames, ranks_by_value
 
 POLL_S = 1.0  # how often the thread of each rank looks at the store
-ANSWER_S = 3.0  # how long the others have to answer a failure
+ANSWER_S = 3.0  # how long the others may take to answer a failure
 GRACE_S = 5.0  # how long a rank may take to exit on its own after another one has failed
 LINGER_S = 2.0  # how long the rank that hosts the store stays for the others to read it
 EXIT_LIMIT_S = 8  # how long the end of a failed process may take: destructors of a broken process group may block
@@ -50,7 +50,7 @@ class FailureWatch:
     def __init__(
         self, store: dist.Store, rank: int, names: RankNames, host: int | None, timeout_s: float, traces: str = ""
     ) -> None:
-        # torchrun's store may have what an earlier start of the same ranks has told.
+        # torchrun's store may have the words of an earlier start of the same ranks.
         starts = store.add("halfmesh/starts", 1)
         run = (starts - 1) // names.world_size
         # Not in `run`'s part: if a rank of an earlier start has ended before it counted, none is the last of this one.
@@ -65,9 +65,9 @@ class FailureWatch:
         self._host, self._timeout_s, self._store_is_gone = host, timeout_s, False
         self._traces = f"; NCCL's flight recorder writes {traces}{rank} when a collective times out" * bool(traces)
         self._in_call = threading.Lock()
-        self._told: dict[int, str] = {}  # the last word of each rank that has told one
+        self._told: dict[int, str] = {}  # the last word that each other rank has sent
         self._failed = self._lost = ""  # the first error of each kind
-        self._calls: dict[int, str] = {}  # how often each rank has called its engines, if it has told
+        self._calls: dict[int, str] = {}  # how often each rank has called its engines, if known
         self._engines: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._ending = threading.Event()  # this rank is exiting on its own
         self._pid = os.getpid()
@@ -90,7 +90,7 @@ class FailureWatch:
         self.remove()
 
     def install(self) -> None:
-        """Report errors that nothing catches. After `init_process_group`, in which torch installs a hook of its own."""
+        """Report errors that nothing catches. Call it after `init_process_group`, which installs torch's hook."""
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_error
 
     def watch(self, engine: Any, progress: Any) -> None:
@@ -99,7 +99,7 @@ class FailureWatch:
         self._engines = weakref.WeakKeyDictionary({**self._engines, engine: progress})  # the thread goes through it
 
     def remove(self) -> None:
-        """This rank needs the others no longer. A hook that was installed on top of this one stays."""
+        """Stop: this rank does not need the others any more. A hook that was installed on top of this one stays."""
         self._end("ended")
         if sys.excepthook == self._on_error:
             sys.excepthook = self._previous_hook
@@ -109,7 +109,7 @@ class FailureWatch:
         return {rank: word for rank, word in self.told().items() if word != "running"}
 
     def told(self) -> dict[int, str]:
-        """The last word of each other rank that has told one: as of `ended`, or "running", in answer to a failure."""
+        """The last word that each other rank has sent: one of `ended`, or "running", in answer to a failure."""
         self._exchange()
         return {rank: word for rank, word in self._told.items() if rank != self._rank}
 
@@ -140,11 +140,11 @@ class FailureWatch:
         self._calls = {int(rank): text for rank, _, text in (line.partition(" ") for line in calls.splitlines())}
 
     def _count_calls(self) -> str:
-        """How often this rank has called each of its engines since the last update."""
+        """The number of calls of each of this rank's engines since its last update, in words."""
         return ", ".join(f"{each.calls} since update {each.global_step}" for each in list(self._engines.values()))
 
     def _compare_calls(self) -> str:
-        """How often each rank has called its engines, if that differs."""
+        """The number of calls of each rank's engines, in words, if it differs."""
         by_text = ranks_by_value(dict(sorted(self._calls.items())))
         if len(by_text) < 2:
             return ""
@@ -273,7 +273,7 @@ class FailureWatch:
         os._exit(1)
 
     def _say(self, text: str) -> str:
-        sys.stderr.write(f"[{self._name}] {text}\n")  # in one go: other ranks write, too
+        sys.stderr.write(f"[{self._name}] {text}\n")  # in one go: other ranks also write
         sys.stderr.flush()
         return text
 

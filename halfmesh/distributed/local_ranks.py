@@ -1,4 +1,4 @@
-"""Processes of this machine that run functions as the ranks of a launch. Nothing of them is left behind."""
+"""Runs functions in processes on this machine, as the ranks of a launch, and cleans up after them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class LocalRanks:
             after_errors.pop_all()
 
     def _collect(self) -> dict[int, Any]:
-        """How ranks ended: all, those until the first error, or those until the deadline."""
+        """The results of ranks: of all, those until the first error, or those until the deadline."""
         ends: dict[int, Any] = {}
         errors: list[RankError] = []
         deadline = self._deadline

@@ -1,4 +1,4 @@
-"""Making the process group of a launch, with its failure watch."""
+"""Creates the process group of a launch, and starts its failure watch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .failures import FailureWatch
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens."""
+    """The address at which rank 0 listens."""
 
     host: str
     port: int
@@ -73,13 +73,13 @@ def make_group(
 ) -> OwnedGroup | None:
     """Join the process group of `process`, at `address` or at the one in torchrun's variables.
 
-    None if there was nothing to make: a world of 1, or a group of the user's own.
+    Returns None if there is nothing to create: a world of 1, or a group that the user created.
 
     Args:
-        timeout_s: seconds to join, and that a collective may take.
-        backend: "nccl" for CUDA, "gloo" for the CPU unless given.
-        names: of the ranks, in messages.
-        alone: make one for a world of 1, too.
+        timeout_s: the time limit for joining, and for a collective, in seconds.
+        backend: by default "nccl" for CUDA and "gloo" for the CPU.
+        names: the names of the ranks, for messages.
+        alone: also create a group for a world of 1.
 
     Raises:
         LaunchError: no group within `timeout_s`, or no such backend.
@@ -154,7 +154,7 @@ def _make_store(process: ProcessEnv, address: Address | None, timeout: timedelta
     """A part of the store at `address` that only this group uses: a store outlives a group, whose ranks' addresses
     would be taken for those of the next one."""
     part = f"group_{next(_numbers)}"
-    if address is None and _agent_hosts_store():  # it outlives ranks that --max-restarts starts again, too
+    if address is None and _agent_hosts_store():  # it also outlives ranks that --max-restarts starts again
         alone = os.environ.get("GROUP_WORLD_SIZE") == "1"  # agents of several machines count restarts differently
         part = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if alone else 'any'}/{part}"
     where = address or Address(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))

@@ -1,4 +1,4 @@
-"""The server that forks the processes of `LocalRanks`, which imports this first; and what these do."""
+"""The server that forks the processes of `LocalRanks`, and the code that they run. The server imports it first."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _end(folder: str) -> None:
 
 if MODULES in os.environ:
     _limit, *_names = os.environ[MODULES].split()
-    os.dup2(2, 1)  # what modules print is no part of an answer
+    os.dup2(2, 1)  # what modules print is not part of an answer
     faulthandler.dump_traceback_later(float(_limit), exit=True)
     for _name in _names:
         with contextlib.suppress(BaseException):  # it fails again in the ranks, which can say so

@@ -1,6 +1,6 @@
-"""Functions for a model's forward that need less memory than torch's.
+"""Functions for a model's forward that use less memory than torch's.
 
-| question | file |
+| function | file |
 |---|---|
 | a language model's loss without the logits of all tokens at once | `loss.py` |
 """

@@ -1,4 +1,4 @@
-"""Buckets: gradients in flat tensors, which ranks reduce with one collective each."""
+"""Collects gradients in flat buckets, each of which the ranks reduce with one collective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..utils.torch_private import foreach_copy_, foreach_zero_
 _B = TypeVar("_B", bound="Bucket")
 
 ALIGNED = 8
-"""Gradients begin at multiples of so many elements in a bucket: of 16 bytes also in half precision, for kernels that
+"""Gradients begin at multiples of this many elements in a bucket: of 16 bytes also in half precision, for kernels that
 read 16 bytes at once."""
 
 

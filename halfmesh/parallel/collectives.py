@@ -1,4 +1,4 @@
-"""Collectives over the ranks of an axis that autograd can run backward.
+"""Collectives over the ranks of an axis that autograd can differentiate.
 
 An activation, or its gradient, is "replicated", the same on every rank; "sharded", each rank's shard of it; or
 "partial", to be summed over the ranks.
@@ -44,7 +44,7 @@ def reduce_from_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 @torch.compiler.disable
 def split(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's shard of `x` along `dim`, whose size the number of ranks has to divide."""
+    """This rank's shard of `x` along `dim`, whose size the number of ranks must divide."""
     return connect(x, lambda x: _shard(x, dim, group), lambda grad: start_gather(grad, dim, group)())
 
 
@@ -81,7 +81,7 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 @torch.compiler.disable
 def exchange(x: torch.Tensor, whole: int, sharded: int, group: dist.ProcessGroup) -> torch.Tensor:
     """From this rank's shard along dim `sharded` to its shard along dim `whole`: one all-to-all. The number of ranks
-    has to divide the size of `whole`."""
+    must divide the size of `whole`."""
     return connect(
         x, lambda x: _exchanged(x, whole, sharded, group), lambda grad: _exchanged(grad, sharded, whole, group)
     )

@@ -1,5 +1,5 @@
-"""Sends Python objects, and tensors of unequal lengths, between ranks; compares what they have, and which calls they
-make. In a dry run, which has one process, all ranks have the values of this one."""
+"""Sends Python objects and tensors of unequal lengths between ranks, and compares the values that ranks have and the
+calls that they make. In a dry run, which has one process, all ranks have the values of this process."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ class SameCalls:
 
 
 def own_store(context: ParallelContext, connections: int = 1) -> list[Any]:
-    """A part of the process group's store that only the caller uses, over so many separate connections: each may be
-    blocked in a wait. All ranks together."""
+    """A part of the process group's store that only the caller uses, once per separate connection: each may be blocked
+    in a wait. All ranks call it together."""
     name = context.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
     world: Any = dist.group.WORLD
     store = world.get_group_store()
@@ -177,7 +177,7 @@ def own_store(context: ParallelContext, connections: int = 1) -> list[Any]:
 
 
 def get_within(store: Any, key: str, timeout_s: float) -> bytes | None:
-    """The value of `key`; None if nobody sets it within so many seconds. Other errors of the store are raised."""
+    """The value of `key`, or None if nobody sets it within `timeout_s`. Other errors of the store are raised."""
     end = time.monotonic() + timeout_s
     store.set_timeout(timedelta(seconds=max(timeout_s, 0.01)))  # 0 would be: for ever
     try:
@@ -199,7 +199,7 @@ class NamedCalls:
     Args:
         store: of `own_store`.
         timeout_s: the seconds that a rank waits for the other ranks.
-        told: the last word of each other rank that has told one: see `FailureWatch.told`.
+        told: returns the last word that each other rank has sent: see `FailureWatch.told`.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float, told: Callable[[], dict[int, str]]) -> None:
@@ -250,7 +250,7 @@ class NamedCalls:
         return f"did not within {self._timeout_s:g} s (config key timeout)"
 
     def _absent(self, call: str, why: str) -> str:
-        """What is wrong if some ranks have not come, because of which the one that looks may be gone, too."""
+        """The problem if some ranks have not come. The one that looks for them may be gone for the same reason."""
         here = list(self._calls())
         missing = sorted(set(range(self._size)).difference(here))
         return (
@@ -259,14 +259,14 @@ class NamedCalls:
         )
 
     def _compare(self) -> str:
-        """What is wrong with the calls of all ranks."""
+        """The problem with the calls of all ranks."""
         (first, ranks), *rest = ranks_by_value(self._calls()).items()
         others = ", and ".join(f"{other} on {list_ranks(theirs)}" for other, theirs in rest)
         advice = "call each on every rank, in the same order"
         return f"{first} was called on {list_ranks(ranks)}, and {others}; {advice}" if others else ""
 
     def _wait_for_others(self, call: str) -> None:
-        """Until the last rank has come, or it is clear that some do not: the others are told which, and why."""
+        """Wait until the last rank has come. If some will not come, tell the others which, and why."""
         begun, look, gone_since, has_warned = time.monotonic(), LOOK_S, 0.0, False
         lost = f"{call}: connection reset by peer: "
         while not self._store.check([f"end_{self._number}"]):  # no `wait`: torch prints each time that it fails

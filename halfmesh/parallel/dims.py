@@ -1,4 +1,4 @@
-"""The sizes of the mesh, from which ranks get their coordinates."""
+"""The sizes of the mesh's axes, which determine each rank's coordinates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The axis `expert`: each rank holds some of the experts, and tokens are sent to them."""
+"""The axis `expert`: each rank holds some of the experts, and halfmesh sends tokens to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dispatch(
     except DATA_NEEDED:  # without values, as of a loop over experts; the shape is known
         done = torch.empty_like(own)
     if torch.is_grad_enabled() and not done.requires_grad:
-        # Without tokens the graph may end here, and this rank has to send in backward like the others.
+        # Without tokens the graph may end here, and this rank must send in backward like the others.
         done = done + sum(tensor[:0].sum() for tensor in (own, *layer.parameters()))
     done = collectives.scale_gradient(done, 1 / group.size())  # for the experts, as far as `own`
     back = collectives.send_rows(done, received, sent, group)
@@ -99,7 +99,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 class ExpertParallel(AppliedAxis):
-    """A model of which each data rank holds some of the experts. Each has rows of its own, and sends their tokens."""
+    """A model of which each data rank holds some of the experts. Each rank has its own rows, and sends their tokens."""
 
     def __init__(self, inputs: AxisInputs) -> None:
         super().__init__(inputs.context, "ep")

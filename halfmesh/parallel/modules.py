@@ -1,4 +1,4 @@
-"""Helpers of plans and partitioners: the class of a module, copies without memory, and runs without data."""
+"""Helpers for plans and partitioners: compare a module's class, copy it without memory, and run it without data."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _find_containers(value: Any, found: dict[int, Any]) -> None:
 
 
 def _ids(container: Any) -> list[int]:
-    """What `container` holds, by ids."""
+    """The ids of the objects that `container` holds."""
     return list(map(id, container.values() if isinstance(container, dict) else container))
 
 

@@ -1,4 +1,4 @@
-"""Reductions of gradients over ranks: in buckets, while backward still runs."""
+"""Reduces gradients over ranks in buckets, while backward still runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Reduction:
 
 
 REENTRANT = "CheckpointFunctionBackward"
-"""The node of reentrant activation checkpointing, which runs a backward of its own."""
+"""The node of reentrant activation checkpointing, which runs a separate backward."""
 
 
 def find_reached(roots: Collection[torch.Tensor]) -> set[torch.Tensor] | None:
@@ -102,19 +102,19 @@ class Reducer(Reduction):
     `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A parameter without a gradient
     on any rank keeps none, as in one process; one that is unused on this rank only gets the other ranks' gradient.
 
-    Running statistics (BatchNorm's mean and variance) are averaged too, so that evaluation needs no collective.
+    Running statistics (BatchNorm's mean and variance) are also averaged, so that evaluation needs no collective.
 
     Args:
         shards: in the order of the model. Only those that require gradients take part.
         buffers: the model's, by name. Running statistics are averaged, the others may differ between ranks.
         group: the data ranks.
-        group_of: the ranks that hold a parameter, whose gradients stand for those of all of `group`: a mean is theirs,
-            a sum is that mean times the number of `group`. None: all of `group`.
+        group_of: returns the ranks that hold a parameter. A mean is taken over their gradients, and a sum is that mean
+            times the size of `group`. None: all of `group`.
 
     Attributes:
         sums_once: gradients are elsewhere once they are summed, so that none can be added to them and summed again.
         state: of the gradients: "none" since the last update; "local" since `open`; "reduced" since `finish`; "stale"
-            if one has arrived since then, from a backward without `open`. (Such a backward has to run on all ranks: it
+            if one has arrived since then, from a backward without `open`. (Such a backward must run on all ranks: it
             leads to another collective.)
     """
 

@@ -1,4 +1,4 @@
-"""The registries of parallelism."""
+"""The registries of axes, data strategies, tensor styles and plans, partitioners and schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers over the mesh: those that must differ between ranks, and those that must not."""
+"""Random numbers over the mesh: those that must differ between ranks, and those that must be equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boxes of the full tensor that a rank holds, after sharding over every axis."""
+"""Describes the boxes of a full tensor that a rank holds after sharding over every axis."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Placement:
         return replace(self, regions=tuple(found))
 
     def _within(self, at: Sequence[int], sizes: Sequence[int]) -> tuple[Box, ...]:
-        """What this rank holds of the box `at` of `sizes` of this shard; each begins at its index in that box."""
+        """The boxes that this rank holds of the box `at` of `sizes` of this shard, with indices in that box."""
         found = [_overlap(region, at, sizes) for region in self.regions]
         return tuple(box for box in found if box is not None)
 

@@ -1,5 +1,5 @@
-"""Trials of the user's model and optimizer before training: a scope in which they leave no trace, the difference of two
-outputs, and whether an optimizer may step a shard of a parameter."""
+"""Tests the user's model and optimizer before training: a scope in which they leave no trace, the difference of two
+outputs, and a check if an optimizer may step a shard of a parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ experts in half precision."""
 
 @dataclass(frozen=True)
 class Effects:
-    """What has happened in a scope so far.
+    """The effects in a scope so far.
 
     Attributes:
         drew: returns True if random numbers were drawn.
@@ -88,11 +88,11 @@ _SIDE = 256  # of the matrix; some optimizers look at rows and columns of large 
 
 
 def find_unit(optimizer: optim.Optimizer) -> str:
-    """What a rank has to hold so that `optimizer` steps it as in one process: any "element" of a parameter, or the
-    whole "matrix", as for Muon (singular values), LAMB (norms) and Adafactor (rows and columns).
+    """The unit that a rank must hold so that `optimizer` steps it as in one process: any "element" of a parameter, or
+    the whole "matrix", as for Muon (singular values), LAMB (norms) and Adafactor (rows and columns).
 
-    An optimizer declares it by its attribute `unit`, which may also be "row"; of other ones than torch's it is tried:
-    two halves of a matrix, or two matrices, are stepped together and apart, and the results are compared.
+    An optimizer declares it by its attribute `unit`, which may also be "row"; of optimizers that are not torch's it is
+    tested: two halves of a matrix, or two matrices, are stepped together and apart, and the results are compared.
 
     Raises:
         InputError: it steps several parameters by what it reads of all, or could not be tried.

@@ -1,4 +1,4 @@
-"""Steps of parameters as a whole, for optimizers whose unit is a matrix, where each rank holds a shard of them.
+"""Steps whole parameters of which each rank holds a shard, for optimizers that work on a full matrix.
 
 Each matrix has an owner among the ranks that hold its shards. For a step the shards of its gradient and weight are sent
 to the owner, which holds the optimizer's state of the matrix and steps it; then the shards of the new weight are sent
@@ -180,8 +180,8 @@ class WholeSteps:
     # -- what is sent ------------------------------------------------------------------------------------------
 
     def _rounds(self, sent: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
-        """`sent`, of which shards are at several ranks, in parts of one dtype and a limited size; those of the group
-        are alike."""
+        """`sent`, of which several ranks hold shards, in parts of one dtype and a limited size, equal on all
+        ranks of the group."""
         some, size = list[_Matrix](), 0
         for matrix in sent:
             dtype = self._target(matrix.shard).dtype

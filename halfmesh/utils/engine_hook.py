@@ -1,4 +1,4 @@
-"""How far training is, and hooks on an engine's loop."""
+"""The base class of hooks on an engine's loop, and the progress of training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 RESULT_HISTORY = 60
-"""Step results that an engine keeps."""
+"""The number of step results that an engine keeps."""
 
 
 @dataclass(eq=False)
 class Progress:
-    """How far the training of an engine is.
+    """The progress of an engine's training.
 
     Attributes:
-        global_step: optimizer steps attempted so far, skipped ones included.
-        calls: calls of `engine(...)`, and `engine.call`, since the last step.
-        results: of the last steps, the newest last.
+        global_step: the number of optimizer steps attempted so far, skipped ones included.
+        calls: the number of calls of `engine(...)` and `engine.call` since the last step.
+        results: the results of the last steps, the newest last.
     """
 
     global_step: int = 0

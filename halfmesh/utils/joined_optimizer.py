@@ -1,4 +1,4 @@
-"""Several optimizers over disjoint parameters as one, for code that knows one: `initialize(model, [muon, adamw])`."""
+"""Joins several optimizers over disjoint parameters to one, for `initialize(model, [muon, adamw])`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Removable:
 
 
 class JoinedOptimizer(optim.Optimizer):
-    """Several optimizers, each over parameters of its own, as one. They stay the user's: rates may be set on them.
+    """Several optimizers, each over separate parameters, as one. They stay the user's: rates may be set on them.
 
     Its groups are theirs, one after another, the same dicts; its state is a view of theirs, and its state dict has the
     form of one optimizer with all of the groups. A hook that is registered here is registered on each of them.
@@ -41,7 +41,7 @@ class JoinedOptimizer(optim.Optimizer):
     """
 
     def __init__(self, parts: Sequence[optim.Optimizer]) -> None:
-        # Without Optimizer.__init__, which would make groups, state and hooks of its own.
+        # Without Optimizer.__init__, which would create separate groups, state and hooks.
         self.parts = tuple(parts)
         self.defaults: dict[str, Any] = {}
         self._state = JoinedState(self.parts)
@@ -77,8 +77,8 @@ class JoinedOptimizer(optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer: "state" and "param_groups", with parameters numbered through. "others" has, for each
-        part, what its own state dict has besides."""
+        """Return the state dict as of one optimizer: "state" and "param_groups", with parameters numbered through.
+        "others" has the further entries of each part's state dict."""
         state, groups, others, first = dict[int, Any](), list[dict[str, Any]](), list[dict[str, Any]](), 0
         for part in self.parts:
             saved = part.state_dict()

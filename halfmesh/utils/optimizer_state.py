@@ -1,5 +1,5 @@
-"""An optimizer's state of each parameter: given to another parameter, cut, cast, moved, and as it is saved; and several
-optimizers as one."""
+"""Moves an optimizer's state to another parameter, device or dtype, cuts shards of it, and converts it for checkpoints;
+also the state of several optimizers as one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def steps_whole(optimizer: optim.Optimizer) -> bool:
 def change_state(
     optimizer: optim.Optimizer, param: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Replace the values in the state of `param` that have an element for each of its own."""
+    """Replace the values in the state of `param` that have one element per element of `param`."""
     state = optimizer.state.get(param, {})
     for name, value in state.items():
         # `step` is a counter, in torch's optimizers, and a scalar, as a parameter may be.
@@ -92,7 +92,7 @@ def repoint(
 
 
 def cast_state(optimizer: optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Cast the state of parameters that had another dtype before (`dtypes`), where the state has it too."""
+    """Cast the state of parameters that had another dtype before (`dtypes`), where the state also has it."""
     for param, before in dtypes.items():
         change_state(optimizer, param, partial(cast, before=before, dtype=param.dtype))
 

@@ -46,7 +46,7 @@ class ParamShard:
         return in_memory_order(tensor)[self.start : self.start + self.param.numel()]
 
     def rebind_view(self) -> None:
-        """Make `param` a view of the model's parameter again, after the latter got new memory."""
+        """Make `param` a view of the model's parameter again, after that parameter got new memory."""
         if self.source is not None and self.original is None:
             self.param.data = self.part_of(self.source.param.data)
 

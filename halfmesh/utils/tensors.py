@@ -1,4 +1,4 @@
-"""Tensors in nested containers and in buckets, and the order of a tensor's elements in memory."""
+"""Helpers for tensors: in nested containers, in buckets, and the order of their elements in memory."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def count_rows(batch: Any, none: int = 1) -> int:
 
 
 def parameter_names(what: Callable[..., Any], needed: bool = False) -> list[str]:
-    """Names of the parameters, or of those that are `needed`: without a default; with the stars of *args and **kwargs,
-    which also stand for an unknown signature."""
+    """Names of the parameters, or only of those without a default (`needed`); with the stars of *args and **kwargs,
+    which also represent an unknown signature."""
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     try:
         parameters = inspect.signature(getattr(what, "forward", what)).parameters
@@ -121,7 +121,7 @@ def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
         return kind(new)
     rebuilt = copy.copy(tree)  # keeps attributes that are not fields
     for name, value in new.items():
-        object.__setattr__(rebuilt, name, value)  # works on a frozen dataclass, too
+        object.__setattr__(rebuilt, name, value)  # also works on a frozen dataclass
     return rebuilt
 
 

@@ -1,4 +1,4 @@
-"""Private torch names that several packages need, because torch has no public form.
+"""The private torch names that several packages use, because torch has no public form of them.
 
 `tests/test_torch_names.py` fails when one of them changes.
 """

@@ -1,8 +1,8 @@
-"""Sequences sharded over ranks: each computes its tokens of every sequence (`parallel.context`).
+"""Context parallelism (`parallel.context`): each rank computes its tokens of every sequence.
 
-axis           its keys, its plan, and calls of the model and the criterion with this rank's tokens
-attention      this rank's tokens attend to all of them
-loss           means over the targets of all ranks, and what a loss was made of
+axis           the keys, the plan, and calls of the model and the criterion with this rank's tokens
+attention      attention of this rank's tokens to all tokens
+loss           means over the targets of all ranks, and the outputs that a loss depends on
 sequences      the tokens that a rank has
-trial          whether a model or a criterion combines tokens otherwise
+trial          checks if a model or a criterion combines tokens in other ways
 """

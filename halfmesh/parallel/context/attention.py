@@ -75,8 +75,8 @@ def _attend_head_tail(
 ) -> torch.Tensor:
     """Causal attention of this rank's queries with the keys and values of whole sequences.
 
-    Late queries see more keys than early ones. So each rank computes the first half of its own queries and the second
-    half of those of the rank that has as many behind it as this one before it: as many pairs as any other."""
+    Late queries see more keys than early ones. So each rank computes the first half of its own queries, and the second
+    half of those of its mirror rank, size - 1 - rank. All ranks then compute equally many pairs."""
     size, rank, own = group.size(), group.rank(), query.shape[_TOKENS]
     mirror = size - 1 - rank
     rows = [query.shape[0] if other == mirror else 0 for other in range(size)]

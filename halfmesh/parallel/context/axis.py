@@ -1,4 +1,4 @@
-"""The axis `context`: each rank computes its tokens of every sequence, and attends to all of them."""
+"""The axis `context`: each rank computes its tokens of every sequence, with attention to all tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHIFT = (
 )
 _IN_ORDER = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone", "Mul", "Div")}
 _VIEWS = _IN_ORDER | {f"{name}Backward0" for name in ("Transpose", "Permute", "T", "Slice", "Select", "Squeeze")}
-"""What may be done with outputs before the criterion; those that keep the order also if targets are flat."""
+"""The operations on outputs that are allowed before the criterion. Those that keep the order: also for flat targets."""
 
 
 class ContextParallel(AppliedAxis):
@@ -126,7 +126,7 @@ class ContextParallel(AppliedAxis):
         divide it: each rank computes all then.
 
         Raises:
-            InputError: they have to be sharded, and cannot be.
+            InputError: they must be sharded, and cannot be.
         """
         split = {name: value for name, value in given.items() if name not in self.non_split}
         shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > 1), None)

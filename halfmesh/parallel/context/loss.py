@@ -1,4 +1,4 @@
-"""Losses of this rank's tokens: targets are counted over all ranks, and the graph shows what a loss was made of."""
+"""Computes losses of this rank's tokens: counts targets over all ranks, and reads a loss's graph."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Trials, before they are used, of what combines tokens: the model, on a few tokens of the first call of each kind, and
-the criterion, on a few of this rank's outputs. Neither leaves a trace."""
+"""Tests how the model and the criterion combine tokens, before their results are used: the model on a few tokens of the
+first call of each kind, the criterion on a few of this rank's outputs. The tests leave no trace."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class ModelTrial:
         return output, mode.counts
 
     def _find_mixing(self, whole: Any, short: Mapping[str, Any], few: Sequences, moves: bool) -> float:
-        """How much the outputs of half the tokens change with the other half and, if a token's place may change, with
+        """The change of the outputs of half the tokens with the other half and, if a token's place may change, with
         their place: other than by attention, and by positions that are arguments.
 
         Args:
@@ -215,7 +215,7 @@ class ModelTrial:
         return max(gaps)
 
     def _find_other_outputs(self, short: Mapping[str, Any], few: Sequences) -> tuple[float, list[bool]]:
-        """How much the outputs of all ranks' tokens differ from those of whole sequences; see `compare`."""
+        """The difference of the outputs of all ranks' tokens from those of whole sequences; see `compare`."""
         size = self.axis.size
         whole, counted = self._run(short, _attend_whole)
         sharded, averaged = self._run(self.axis.own_part(self.model, short, few), self.axis.attend, self.axis.average)

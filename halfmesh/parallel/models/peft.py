@@ -1,4 +1,4 @@
-"""PEFT: tensor plans look through LoRA at the layers that were there before."""
+"""PEFT: finds the original layers under LoRA's, so that tensor plans match them."""
 
 from __future__ import annotations
 

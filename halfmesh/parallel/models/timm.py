@@ -1,4 +1,4 @@
-"""timm: the Vision Transformer and its layers."""
+"""Plans for timm: the Vision Transformer and its layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.nn: its transformer layers, and nn.Sequential as stages; the MLPs of torchvision's Transformers."""
+"""Plans for torch.nn (transformer layers, and nn.Sequential as stages) and the MLPs of torchvision's Transformers."""
 
 from __future__ import annotations
 

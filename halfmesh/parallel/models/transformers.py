@@ -1,5 +1,5 @@
-"""transformers: tensor plans (from the models; for GPT-2, BERT and T5, which have none, from here), and the stages of
-Llama, GPT-2 and BERT."""
+"""Plans for transformers: tensor plans (the models' own; for GPT-2, BERT and T5, which have none, from here), and the
+stages of Llama, GPT-2 and BERT."""
 
 from __future__ import annotations
 

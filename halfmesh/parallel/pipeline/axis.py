@@ -1,5 +1,5 @@
-"""`parallel.pipeline` as an axis of the mesh: its keys, its plan, checks of the model, optimizer and batches, and the
-model of one rank, which keeps the parameters and buffers of its stages."""
+"""The axis `pipeline`: its keys, its plan, checks of the model, optimizer and batches, and the model of one rank, which
+keeps the parameters and buffers of its stages."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class StageParameters(AppliedAxis):
     Attributes:
         meta_model: a copy of the full model without data, with nothing frozen, to infer shapes.
         tries: the first outputs and losses are compared with those of the whole batch.
-        ties: the parameters of this rank that other ranks hold too, with the pipeline ranks of all holders.
+        ties: the parameters of this rank that other ranks also hold, with the pipeline ranks of all holders.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 
 
     Raises:
         InputError: no partitioner knows the model, or it cannot be split in this way.
-        RegistryError: there is no partitioner of this name.
+        RegistryError: no partitioner has this name.
     """
     if not isinstance(partition, str):
         from .fx_split import split_at

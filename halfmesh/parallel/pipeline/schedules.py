@@ -1,4 +1,4 @@
-"""The microbatches of a batch, and the schedules: the order in which a rank runs their forwards and backwards."""
+"""Splits a batch into micro-batches, and defines schedules: the order in which a rank runs forwards and backwards."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _loss(output: Any, target: Any) -> Any:
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """A schedule of torch, as registered in SCHEDULES: what has these methods and `splits_backward` is a schedule, too.
+    """A schedule of torch, as registered in SCHEDULES. Any object with these methods can be registered.
 
     Args:
         name: its name in SCHEDULES.

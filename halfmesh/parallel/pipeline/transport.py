@@ -1,4 +1,4 @@
-"""What crosses from stage to stage: the tensors of a tree in a form that torch's stages can send.
+"""Converts a tree of tensors to a form that torch's pipeline stages can send, and back.
 
 torch.distributed.pipelining sends tuples of floating-point tensors that all require gradients, and expects a gradient
 for each. (Its versions differ in their handling of other tensors.) So integers are sent as the bits of a float, and
@@ -116,7 +116,7 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
-        # A tensor with a dim of 0 or 1 is contiguous with other strides, too, but not for torch 2.11.
+        # A tensor with a dim of 0 or 1 is also contiguous with other strides, but not for torch 2.11.
         tensor = tensor.reshape(-1).view(tensor.shape)
     return tensor
 

@@ -55,9 +55,9 @@ class FSDPOptions(Options):
     prefetch: PositiveInt = 1
     cpu_offload: bool = False
     hybrid: PositiveInt | None = None
-    """Ranks that share one full copy of the weights; None: all of the data axis."""
+    """The number of ranks that share one full copy of the weights. None: all ranks of the data axis."""
     separate_reduce_group: bool = False
-    """Reduce-scatter gradients over a group of their own, beside all-gathers (not those of experts)."""
+    """Reduce-scatter gradients over a separate group, so that they overlap all-gathers (not those of experts)."""
 
 
 class FSDP(DataStrategy):
@@ -107,7 +107,7 @@ class FSDP(DataStrategy):
         for module in {module for module, _ in given}:
             module.register_load_state_dict_pre_hook(self._load)
         inputs.optimizer.register_load_state_dict_post_hook(reject_other_state)
-        # Writes into weights after an evaluation have to reach the shards.
+        # Writes into weights after an evaluation must reach the shards.
         model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.reshard())
         inputs.make(model)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -172,7 +172,7 @@ class FSDP(DataStrategy):
         self, units: Sequence[nn.Module], given: Mapping[Slot, nn.Parameter], replicated: set[Any], param_dtype: Any
     ) -> list[Any]:
         """Shard the parameters of each unit, in place, except those of units inside it and those in `replicated`.
-        Returns FSDPModules (which, as torch annotates them, are no nn.Modules)."""
+        Returns FSDPModules (which, as torch annotates them, are not nn.Modules)."""
         inputs, data, wrapped = self.inputs, self.inputs.options, list[Any]()
         policy = fsdp2.MixedPrecisionPolicy(
             param_dtype=param_dtype,
@@ -215,7 +215,7 @@ class FSDP(DataStrategy):
         return wrapped
 
     def _cast_gathers(self) -> list[CastGather]:
-        """Make FSDP2 gather cast weights, if it can: all ranks have as many rows, and the shards are on the device."""
+        """Make FSDP2 gather cast weights, if all ranks have equally many rows and the shards are on the device."""
         casts = {} if self.inputs.options.cpu_offload else self.inputs.casts
         given = {weight: casts[shard.model_param] for shard, weight in self.sharded if shard.model_param in casts}
         fits = {weight: cast for weight, cast in given.items() if len(weight) % weight.device_mesh.size(-1) == 0}

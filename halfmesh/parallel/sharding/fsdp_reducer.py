@@ -1,4 +1,4 @@
-"""Gradients of a model that FSDP2 shards: tells it when to sum them, and passes them to the update."""
+"""Handles gradients of a model that FSDP2 shards: tells FSDP2 when to sum them, and passes them to the update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FSDPReducer(Reducer):
             (Changes of a DTensor cannot be detected: torch's `_foreach` functions do not count them.)
 
     Raises:
-        InputError: a cycle ends without FSDP2 being told before its last backward; a backward failed.
+        InputError: a cycle ends and FSDP2 did not know which backward was its last, or a backward failed.
     """
 
     sums_once = True

@@ -1,4 +1,4 @@
-"""The units in which FSDP gathers a model, how their weights are gathered in float8, and writes into gathered ones."""
+"""Chooses the units in which FSDP gathers a model, gathers their weights in float8, and detects writes into them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def watch_grads(units: Sequence[Any], slots: Mapping[Slot, ParamShard], used: se
                 if shard is None or isinstance(param, DTensor) or has_grad_hooks(param):
                     continue
                 trained = param.requires_grad
-                param.requires_grad_(True)  # for those that are unfrozen later, too
+                param.requires_grad_(True)  # also for those that are unfrozen later
                 param.register_post_accumulate_grad_hook(partial(note, id(shard)))
                 param.requires_grad_(trained)
         unit.reshard()
@@ -163,8 +163,8 @@ class CastGather:
     `is_stale` was set; FSDP2 gathers in the same order each time, and on all ranks.
 
     FSDP2 calls a shard's `fsdp_pre_all_gather` for the tensor to send, and its `fsdp_post_all_gather` for the parameter
-    that the model computes with. They are attributes here: a subclass of torch.Tensor would be seen by optimizers and
-    checkpoints, too.
+    that the model computes with. They are attributes here: optimizers and checkpoints would also see a subclass of
+    torch.Tensor.
 
     Args:
         weights: DTensors of one mesh, of which every rank holds the same number of rows.
@@ -206,7 +206,7 @@ class CastGather:
         if self._scales[index] is None:
             self._scales[index] = scale
         else:
-            # .data, which counts no write: backward would reject the tensor. FSDP2 writes in this way, too.
+            # .data, which counts no write: backward would reject the tensor. FSDP2 also writes this way.
             self._scales[index].data.copy_(scale)
         return (data,), None
 

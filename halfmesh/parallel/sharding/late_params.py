@@ -1,4 +1,4 @@
-"""Parameters whose new values are still on their way from other ranks: whatever uses one first waits for it."""
+"""Parameters whose new values are still on their way from other ranks: the first use of one waits for it."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .late_params import Arrivals
 
 CHUNK = 128
-"""A rank's chunk of a bucket is a multiple of so many elements (256 bytes in half precision, as in Megatron-LM), or of
-a smaller power of two, so that it grows by at most 1/16."""
+"""A rank's chunk of a bucket is a multiple of this many elements (256 bytes in half precision, as in Megatron-LM), or
+of a smaller power of two, so that it grows by at most 1/16."""
 
 
 class Zero1Options(Options):
@@ -44,8 +44,8 @@ class Zero1Options(Options):
 
 
 HIDDEN = 3
-"""In so many first updates weights are nan while they are on their way: code that torch does not show, and that reads
-them without waiting, would read old ones, and train on."""
+"""In this many first updates, weights are nan while they are on their way. Otherwise code that torch does not show, and
+that reads them without waiting, would read old weights and train on."""
 
 
 class Zero1(DataStrategy):
@@ -75,7 +75,7 @@ class Zero1(DataStrategy):
         wholes = {param for part in parts for group in part.param_groups for param in group["params"]} - {*inputs.tied}
 
         def kind(param: nn.Parameter) -> Any:
-            """Of one dtype also after a cast; frozen ones need not be sent; other stages shard `tied` ones, too."""
+            """Of one dtype also after a cast; frozen ones need not be sent; other stages also shard `tied` ones."""
             return id(param) if param in inputs.tied else (param.dtype, param.requires_grad, param in wholes)
 
         def room_for(param: nn.Parameter) -> int:
@@ -192,7 +192,7 @@ class Zero1(DataStrategy):
         # The first is the same on all ranks. One rank's slices are all of the model's memory.
         if self._stepped.isdisjoint(bucket.slices) or bucket.group.size() == 1:
             return
-        # Those beside the next forward are all started before it, so that ranks start all collectives in one order.
+        # Those that overlap the next forward all start before it, so that ranks start all collectives in one order.
         while self._inflight and not self._overlaps(bucket) and not self._has_room(bucket):
             self._wait_oldest()
         work, flat = bucket.gather([part.param for part in bucket.slices])

@@ -1,4 +1,4 @@
-"""The tensor axis: each rank holds shards of the layers, and all ranks see the same data.
+"""Tensor parallelism: each rank holds shards of the layers, and all ranks see the same data.
 
 plans              the style of each module: plans for classes of layers, or the config's patterns, and checks
 styles             the effect of a style on one module

@@ -1,4 +1,4 @@
-"""Tensor parallelism applied to a model: shards of its layers, and the sums that complete gradients."""
+"""Applies tensor parallelism to a model: shards its layers, and sums gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TensorGradients(SharedGradients):
 
     In the first updates it compares gradients of replicated parameters over the ranks: the plan is wrong if those that
     are summed are equal (except for shards of the sequence, where a mean gives equal ones), or others differ. Gradients
-    of zero (before a layer that starts at zero) are compared in the next updates, too.
+    of zero (before a layer that starts at zero) are also compared in the next updates.
 
     Args:
         shards: of the parameters that are trained.
@@ -45,7 +45,7 @@ class TensorGradients(SharedGradients):
         self._replicated = [shard for shard in shards if shard.model_param not in self._axis.splits]
 
     def finish(self) -> None:
-        self._axis.trial.run()  # before the comparison, which a wrong plan fails, too
+        self._axis.trial.run()  # before the comparison, which a wrong plan also fails
         self._compare_replicated()
         super().finish()
 

@@ -1,5 +1,5 @@
-"""Products of colwise layers. What backward sends for their input is in flight while a weight's gradient is computed
-(Megatron-LM's order).
+"""Products of colwise layers. Backward sums the gradient of their input over the ranks while it computes a weight's
+gradient (Megatron-LM's order).
 
 Of the nodes that are ready, autograd runs the one that was made last. So these are made in the order `end_sums` of the
 input's gradient, `_WeightGrad` of the first layer, `begin_sum`, a layer's `input_grad`, `_Product`, and run in reverse.
@@ -39,14 +39,14 @@ class SharedInput:
         self._cast = self._values
 
     def branch(self) -> torch.Tensor:
-        """The input, with a sum of its own."""
+        """The input, with a separate sum."""
         values = self._values
         return connect(self._token, lambda _: values.detach(), self._sent.begin_sum)
 
     @cached_property
     def whole(self) -> torch.Tensor:
-        """The input, with a sum that all layers share which take it so."""
-        self._sent.sums_in_place = False  # the gradient may be that of another tensor, too
+        """The input, with one sum for all layers that take it in this way."""
+        self._sent.sums_in_place = False  # the gradient may also be that of another tensor
         return self._whole
 
     @cached_property
@@ -70,7 +70,7 @@ class SharedInput:
 
 
 class InputSums:
-    """What backward sends for an input.
+    """The sums that backward sends for an input.
 
     Attributes:
         gathers: the input was gathered from shards along the sequence, so that each rank keeps its shard of the sum.
@@ -105,8 +105,8 @@ class InputSums:
 
 
 class _ForBackward:
-    """What the nodes of a product have in common in backward: the gradient of its output, and its input, or this rank's
-    shard of it."""
+    """The values that the nodes of a product share in backward: the gradient of its output, and its input, or this
+    rank's shard of the input."""
 
     def __init__(self, sent: InputSums, dtype: torch.dtype) -> None:
         self._sent, self._dtype = sent, dtype

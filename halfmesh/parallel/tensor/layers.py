@@ -1,5 +1,5 @@
-"""Sharded layers, attention with sharded heads, and the tensor axis that they share. A layer becomes a sharded one by a
-change of its class; its parameters (now this rank's shards), hooks and name stay."""
+"""Sharded layers, attention with sharded heads, and the tensor axis that they share. A layer is sharded by a change of
+its class. Its parameters (now this rank's shards), hooks and name stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of which each rank has its shard of the vocabulary, and their cross entropy."""
+"""Logits that are sharded over the vocabulary, and their cross entropy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ShardedLogits(torch.Tensor):
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
-        """All logits. The ranks of the tensor group have to call this together."""
+        """All logits. All ranks of the tensor group must call this together."""
         return collectives.gather(self._local, -1, self._group)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -36,7 +36,7 @@ _ADVICE = (
     "or mean over all features whole"
 )
 TOLERANCE = 2e-2
-"""Relative to norms. Rounding makes far smaller differences, in bf16 too; mixed features make far larger ones."""
+"""Relative to norms. Rounding makes far smaller differences, also in bf16; mixed features make far larger ones."""
 
 
 @dataclass
