@@ -256,13 +256,6 @@ def test_apex_in_a_loop_of_ones_own(run):
     assert names["loss"] < 0.7
 
 
-def test_apexs_casts_of_functions(run):
-    given = stand_ins() | {"features": torch.randn(4, 4), "halfmesh": halfmesh, "torch": torch}
-    names = run("migration/apex.md", "functions.py", given=given)
-    assert (names["scores"].dtype, names["value"].dtype) == (torch.float16, torch.float32)
-    assert names["log_mean_exp"](torch.ones(2, dtype=torch.float16)).dtype == torch.float16, "it is inert elsewhere"
-
-
 # --- configs of others ----------------------------------------------------------------------------------------------
 
 
