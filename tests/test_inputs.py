@@ -311,7 +311,7 @@ def test_the_plan_is_printed(caplog):
         "dynamic from 256, x2 after 1000 good steps, x0.5 on overflow (hysteresis 2)",
         "pp 1 x dp 1 x tp 1 on cpu",
         "8 per rank x 1 data rank x 4 accumulated = 32 samples per update",
-        "AdamW (fused by fused='auto', no host read), clip norm 1",
+        "AdamW (fused automatically, no host read), clip norm 1",
         f"{numel * 20 / 1024:.1f} KiB per rank without activations",
     ):
         assert part in caplog.text

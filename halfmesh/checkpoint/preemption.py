@@ -154,7 +154,7 @@ class PreemptionHook(EngineHook):
             return
         reason, folder = self._reason(), self._save_last()
         _log.info(
-            "interrupted by %s: saved update %d in %s; to resume, run again with resume='auto'", reason, step, folder
+            "interrupted by %s: saved update %d in %s; to resume, run it again with resume='auto'", reason, step, folder
         )
         for handler in self._handlers:
             # Python removes its own handlers when it shuts down, and a second signal would change the status.
@@ -183,7 +183,7 @@ class PreemptionHook(EngineHook):
         elif not reason:
             self._save_if_due(self._step)
             if self.progress.global_step not in (self._saved, self.checkpointer.saved):
-                text = "the run ends after update %d without saving it; to save it, call engine.save(%r) before the end"
+                text = "the run ended at update %d without saving it; to keep it, call engine.save(%r) before it ends"
                 _log.info(text, self.progress.global_step, self.options.directory)
         elif self.progress.global_step == self._saved:
             _log.info("stop signal (%s) after training: there is nothing new to save", reason)

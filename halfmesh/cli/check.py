@@ -64,7 +64,7 @@ def check(
     Lists every mistake in the config. Needs no GPU. The exit status is 0 if the config can run and, where you give the
     memory of a device, fits; else 1.
 
-    Give --model to simulate one update with AdamW on one rank of each kind, on tensors without memory. It shows the
+    Give --model to simulate one update with AdamW on one rank of each kind, without allocating memory. It shows the
     bytes that each rank holds and sends. build() returns the model; or (model, inputs); or (model, (inputs, targets),
     criterion). The options --batch, --gpu-memory and --picture need a model.
     """
@@ -130,7 +130,7 @@ def plan(
     """Find the simplest change that makes a model fit.
 
     Tries changes to the config from the simplest to the most invasive, and stops at the first that fits. Each is
-    simulated: one rank of each kind does an update on tensors without memory. Reports what the chosen change costs.
+    simulated: one rank of each kind does an update without allocating memory. Reports what the chosen change costs.
     Needs no GPU. The exit status is 0 if something fits; 1 if nothing does, or if the config cannot run.
 
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, if you give --batch, the model alone.

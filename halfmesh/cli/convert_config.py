@@ -81,6 +81,7 @@ def convert_config(
     unsaid = table.always({key.removeprefix(table.prefix): value for key, value in values.items()})
     looks = [
         *([table.look] if table.look else []),
+        *(f"set {key}, if your script calls {call}" for key, call in table.calls.items() if key not in settings),
         *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
         *(f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()),
     ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.prompt import FloatPrompt, IntPrompt, Prompt
 
-from ..errors import counted
+from ..errors import InputError, counted
 from .check import Force, say, usage_errors
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
@@ -35,8 +36,15 @@ def init(
 
     with usage_errors():
         reject_target("OUT", out, ".py", force)
-        ranks = IntPrompt.ask("Number of GPUs, or processes, in total", default=1)
-        keys = _ask_precision() | (_ask_layout(ranks) if ranks > 1 else {}) | _ask_update()
+        try:
+            ranks = IntPrompt.ask("Number of GPUs, or processes, in total", default=1)
+            keys = _ask_precision() | (_ask_layout(ranks) if ranks > 1 else {}) | _ask_update()
+        except EOFError:
+            print(file=sys.stderr)  # after the question
+            raise InputError(
+                f"the input ended before the last answer, so {out} is not written; run halfmesh init in a terminal, or "
+                "start from one of `halfmesh configs`"
+            ) from None
         text = _render(keys, out.name, ranks)
         raise_for(check(load_config(keys), ranks), "these answers")
         out.write_text(text, encoding="utf-8")

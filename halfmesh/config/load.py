@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from ..errors import ConfigError, cut, shorten, show
+from ..errors import ConfigError, cut, did_you_mean, shorten, show
 from .config import OWN_NAMES, Config, build
 from .schema import Settings
 from .text import UnreadableError, as_json, read_json, read_value, read_yaml
@@ -94,8 +94,11 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
             what = "it is a directory" if path.is_dir() else f"its suffix is {show(path.suffix)}"
             raise UnreadableError(f"{what}; allowed: {allowed}", str(source))
         content = _READERS[suffix](path)
-    except FileNotFoundError as error:
-        raise UnreadableError(f"there is no such file in {path.resolve().parent}", str(source)) from error
+    except FileNotFoundError:
+        place = path.resolve().parent
+        beside = [other.name for other in place.iterdir() if other.suffix in _READERS] if place.is_dir() else []
+        problem = f"there is no such file in {place}{did_you_mean(path.name, beside)}"
+        raise UnreadableError(problem, str(source)) from None
     except OSError as error:
         raise UnreadableError(f"{type(error).__name__}: {error}", str(source)) from error
     if not isinstance(content, Mapping):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..config.load import load_config
 from ..errors import InputError, readable
+from ..parallel.expert import NO_EXPERTS
 from ..parallel.registries import DATA_STRATEGIES
 from ..utils.torch_private import BATCH_NORMS
 from .dry_run import Map, dry_runs, find_plan_problems
@@ -146,6 +147,8 @@ class _Search:
                 reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
                 left_out.setdefault(reason, []).append(change)
         for reason, names in left_out.items():
+            if NO_EXPERTS in reason:  # as of most models
+                continue
             self._notes.append(f"not tried: {', '.join(names)}: {reason}")
         if has_batch_norm:
             self._splits_batches = False

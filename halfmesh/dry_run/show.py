@@ -49,7 +49,7 @@ def lines(run: DryRun, limit: int | None, device: str = "cuda") -> Iterator[str]
     names = [f"rank {rank}" + (f", stage {run.stage_of(rank)}" if stages else "") for rank in run.ranks]
     how = "" if run.extrapolated is None else "; extrapolated from {} and {} microbatches".format(*run.extrapolated)
     batch = f", batches of {counted(run.rows, 'row')} per data rank" if run.rows else ""
-    yield f"  one update with AdamW{batch}, on tensors without memory{how}"
+    yield f"  one update with AdamW{batch}, without allocating memory{how}"
     table = [["bytes, each part at its largest", *names]]
     table += [[category, *(_size(figures.bytes.get(category)) for figures in ranks)] for category in CATEGORIES]
     table.append(["between two updates", *(_size(figures.kept) for figures in ranks)])

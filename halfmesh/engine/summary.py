@@ -264,7 +264,7 @@ def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
     kinds, switched = list[str](), {part for part, _ in stepper.switched}
     for part in stepper.parts:
         fused = "fused" if all(group.get("fused") for group in part.param_groups) else "not fused"
-        fused += " by fused='auto'" if part in switched else ""
+        fused += " automatically" if part in switched else ""
         fused += ", no host read" if stepper.fuses_unscale else ""
         fused += ", whole matrices on one rank each" if part in state.parallel_model.plans.whole_steps else ""
         kinds.append(f"{type(part).__name__} ({fused})")

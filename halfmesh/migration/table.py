@@ -9,7 +9,7 @@ Keys that share a row are in one string; `*` matches anything, and an exact key 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -55,7 +55,8 @@ class Origin:
     """A library whose configs can be converted.
 
     `needs`: keys that count only if another key has a value: (keys, the other, that value, its default). `prefix`: an
-    optional prefix of its keys. `always`: settings that follow from missing keys. `look`: what to check.
+    optional prefix of its keys. `always`: settings that follow from missing keys. `look`: what to check. `calls`:
+    calls in a script, by the key to set for them.
     `has_constants`: UPPERCASE keys belong to the user.
     """
 
@@ -65,6 +66,7 @@ class Origin:
     prefix: str = ""
     always: Callable[[Values], Values] = lambda values: {}
     look: str = ""
+    calls: Mapping[str, str] = field(default_factory=dict)
     has_constants: bool = False
 
 

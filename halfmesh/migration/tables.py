@@ -89,7 +89,10 @@ ACCELERATE = Origin(
         ("deepspeed_config.offload_*_device", "deepspeed_config.zero_stage", 3, 2),
     ),
     always=_clipping,
-    look="set gradient_accumulation and clip_grad_norm, if your script calls accelerator.accumulate or clip_grad_norm_",
+    calls={
+        "gradient_accumulation": "accelerator.accumulate",
+        "clip_grad_norm": "accelerator.clip_grad_norm_",
+    },
 )
 
 

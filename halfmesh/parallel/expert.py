@@ -84,6 +84,7 @@ def _count_tokens(
     return to, of, kinds.repeat_interleave(received.flatten(), output_size=sum(of))
 
 
+NO_EXPERTS = "has no expert layer"
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
@@ -158,7 +159,7 @@ class ExpertParallelism(Axis):
         layers = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]  # of adapters
         if not layers:
             problems.append(
-                f"parallel.expert: {type(model).__name__} has no expert layer: a module with `num_experts`, "
+                f"parallel.expert: {type(model).__name__} {NO_EXPERTS}: a module with `num_experts`, "
                 f"parameters with that many rows, and forward({', '.join(_ARGUMENTS)}), as transformers' "
                 "MixtralExperts"
             )

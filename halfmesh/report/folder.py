@@ -137,14 +137,20 @@ class RunFolder:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Write how the run ended: with `error`, or without one. Calling it again does nothing."""
+    def close(self, error: BaseException | None = None, stopped: str | None = None) -> None:
+        """Write how the run ended: with `error`, or without one. Calling it again does nothing.
+
+        Args:
+            stopped: why it ended early, as by early stopping.
+        """
         logging.getLogger("halfmesh").removeHandler(self._listener)
         if self._file is None:
             return
         with contextlib.suppress(RuntimeError):  # some errors leave the device unusable
             self.flush()
         self._sessions[-1] |= {"ended": _now(), "to_step": self._engine.global_step, **_how(error)}
+        if stopped is not None and error is None:
+            self._sessions[-1]["stopped"] = stopped
         self._put(CONFIG, sessions=self._sessions)
         self._file.close()
         self._file = None

@@ -30,6 +30,8 @@ def number(value: float) -> str:
 def status(run: Run) -> str:
     """The end of the run in words, with a mark that works without color."""
     words = _STATUS.get(run.session.get("status", ""), "? unknown")
+    if stopped := run.session.get("stopped"):
+        words += f", stopped early: {stopped}"
     return f"{words}: {run.session['error']}" if run.session.get("error") else words
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from .hook import Hook, Record
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
     from ..engine.summary import EffectivePlan
+    from .batch import Outcome
     from .trainer import Trainer
 
 _log = get_logger(__name__)
@@ -35,6 +37,7 @@ class ProgressHook(Hook):
     def __init__(self, plain: bool = False) -> None:
         self._plain = plain or not sys.stderr.isatty()
         self._bar: Any = None
+        self._numbers, self._evaluated = "", 0
 
     def before_epoch(self, trainer: Trainer) -> None:
         if self._plain or trainer.engine.context.rank != 0:
@@ -70,6 +73,20 @@ class ProgressHook(Hook):
         if self._bar is not None:
             self._bar.update(self._task, completed=trainer.engine.global_step)
 
+    def before_eval(self, trainer: Trainer) -> None:
+        self._evaluated = 0
+
+    def after_eval_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        if self._bar is not None:
+            self._evaluated += 1
+            total = length_hint(trainer._evaluated or ())  # 0: not known
+            of = f"/{total}" if total else ""
+            self._bar.update(self._task, numbers=f"evaluating {self._evaluated}{of}")
+
+    def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=self._numbers)
+
     def write(self, trainer: Trainer, record: Record) -> None:
         is_evaluation = any(name.startswith("eval_") for name in record)
         if self._bar is not None and not is_evaluation:
@@ -77,6 +94,7 @@ class ProgressHook(Hook):
             rate = "" if not speed else f"{speed:.3g} it/s" if speed >= 1 else f"{1 / speed:.3g} s/it"
             named = {"loss": "loss", "grad_norm": "norm", "lr": "lr"}
             numbers = "  ".join(f"{short} {_short(record[name])}" for name, short in named.items() if name in record)
+            self._numbers = numbers
             self._bar.update(self._task, rate=rate, numbers=numbers)
         elif self._plain or self._bar is not None:
             # Where nothing is scaled, as in bf16, these two say nothing.
@@ -169,7 +187,7 @@ class RunHook(Hook):
 
     def close(self, trainer: Trainer) -> None:
         if self._run is not None:
-            self._run.close(sys.exception())
+            self._run.close(sys.exception(), trainer._stopped)
             self._run = None
         self._measuring.__exit__(*sys.exc_info())
         self._report = None

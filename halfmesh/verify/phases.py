@@ -158,7 +158,8 @@ class Work:
         case = Case(self.given, self.setup.config, dims.dp, options.updates, options.device, folder / "start")
         case.start.mkdir()
         case = self._survey(case, notes)
-        mixes = f"{case.batch_norms[0]} normalises each batch by itself" if case.batch_norms else ""
+        name, kind = next(iter(case.batch_norms.items()), ("", ""))
+        mixes = f"module {name!r} ({kind}) normalizes each rank's batch separately" if kind else ""
         why = mixes or ("as asked" if options.accumulated else "")
         calls = case.config.gradient_accumulation if self.given.is_script else 1
         if why:
@@ -198,8 +199,8 @@ class Work:
                 raise RejectedError(error.rejection) from None
             where = f"{given.path}, rank {error.rank} of the layout"
             raise InputError(f"{where}: {own_frames(error.text)}") from None
-        names = tuple(dict.fromkeys(name for _, batch_norms in known for name in batch_norms))
-        return replace(case, config=known[0][0], batch_norms=names)
+        found = {name: kind for _, batch_norms in known for name, kind in batch_norms.items()}
+        return replace(case, config=known[0][0], batch_norms=found)
 
     def structure(self, folder: Path, case: Case, calls: int) -> Phase:
         """In float64: compared with one process, whose batch is whole; and with one that accumulates. In float32, of a

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Case:
         overflows: the update in which the loss is inf on the last rank; None: none.
         lifts: casts of the model to float32 go to float64.
         eps: outputs of the first layer are moved by up to this share of themselves.
-        batch_norms: names of modules whose statistics are those of a call.
+        batch_norms: modules whose statistics are those of a call: their classes, by name.
     """
 
     given: Any
@@ -53,7 +53,7 @@ class Case:
     overflows: int | None = None
     lifts: bool = False
     eps: float = 0.0
-    batch_norms: tuple[str, ...] = ()
+    batch_norms: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chunks(self) -> int:
@@ -114,7 +114,7 @@ class Given:
         """A module, or a function in one, for the server of processes."""
         return self.build if isinstance(self.build, str) else f"{self.build.__module__}:{self.build.__qualname__}"
 
-    def survey(self, case: Case) -> tuple[Config, list[str]]:
+    def survey(self, case: Case) -> tuple[Config, dict[str, str]]:
         """Look at the model, and write weights and batches for all runs. Returns the settled config, and the names of
         BatchNorms. Raises InputError if the builder is wrong."""
         subject = make_subject(self, replace(case, dtype=None))
@@ -144,9 +144,9 @@ class Given:
             _train_plain(case, subject, sink, calls)
 
 
-def find_batch_norms(model: nn.Module) -> list[str]:
-    """The names of modules that normalise each batch by itself."""
-    return [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
+def find_batch_norms(model: nn.Module) -> dict[str, str]:
+    """The modules that normalize each batch separately: their classes, by name."""
+    return {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
 
 
 def _decay(optimizer: Any) -> LambdaLR:

@@ -58,7 +58,7 @@ class Script:
     is_script = True
     preload = "halfmesh.verify.script"
 
-    def survey(self, case: Case) -> tuple[Config, list[str]]:
+    def survey(self, case: Case) -> tuple[Config, dict[str, str]]:
         """The first run, which keeps what the others use. Returns the script's config, without constants, then as that
         of `Given`."""
         run = ScriptRun(case)

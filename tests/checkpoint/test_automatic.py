@@ -52,7 +52,7 @@ def test_a_run_that_ends_says_what_is_not_saved(tmp_path, caplog, saves):
     if saves:
         engine.save(tmp_path, in_background=True)
     engine.close()
-    said = "the run ends after update 24 without saving it; to save it, call engine.save"
+    said = "the run ended at update 24 without saving it; to keep it, call engine.save"
     assert (said in caplog.text) != saves
 
 

@@ -28,7 +28,7 @@ def test_ctrl_c_finishes_the_update_and_saves(accumulation, tmp_path, caplog, ca
     assert isinstance(ended.value, (Preempted, SystemExit))
     assert (ended.value.code, steps_in(tmp_path / "saves")) == (130, [number])
     place = tmp_path / "saves" / f"step-{number:08d}"
-    said = f"interrupted by SIGINT: saved update {number} in {place}; to resume, run again with resume='auto'"
+    said = f"interrupted by SIGINT: saved update {number} in {place}; to resume, run it again with resume='auto'"
     assert caplog.messages[-1] == said
     assert capfd.readouterr().err.count("press it again to end at once") == 1
     session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]

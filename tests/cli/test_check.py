@@ -126,7 +126,7 @@ def test_what_a_model_needs(run):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].endswith("config.py: can run on 8 ranks")
-    assert lines[4] == "  one update with AdamW, batches of 8 rows per data rank, on tensors without memory"
+    assert lines[4] == "  one update with AdamW, batches of 8 rows per data rank, without allocating memory"
     titles = [line[2:].split("  ")[0] for line in lines[5:]]
     assert titles[:17] == [
         "bytes, each part at its largest", "parameters", "masters", "optimizer", "gradients", "communication",

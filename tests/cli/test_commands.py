@@ -54,6 +54,15 @@ def test_init_writes_a_config_that_can_run(tmp_path, monkeypatch, ranks, answers
     assert (again.exit_code, "--force replaces it" in again.output) == (2, True)
 
 
+def test_init_whose_input_ends_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["init"], input="4\n\n")
+    assert result.exit_code == 2
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "the input ended before the last answer, so config.py is not written; run halfmesh init in a" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- help ----------------------------------------------------------------------------------------------------------
 
 

@@ -149,3 +149,16 @@ def test_mistakes(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("|", " ").replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("gradient_accumulation_steps=4", ["clip_grad_norm"]),
+        ("mixed_precision=no", ["gradient_accumulation", "clip_grad_norm"]),
+    ],
+)
+def test_what_is_set_is_not_asked_for(source, said):
+    result = run(source, "--from", "accelerate")
+    found = [line.split()[3].rstrip(",") for line in result.stdout.splitlines() if line.startswith("# check: set ")]
+    assert found == said

@@ -112,6 +112,7 @@ def test_a_script_that_trains_with_another_config_than_the_checked_one(
         with open(name, "w") as file:
             file.write("\n".join(content))
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", *options])
+    monkeypatch.setattr("halfmesh.engine.launch._launched", [])
     monkeypatch.setattr("torch.distributed.run.main", lambda _: runpy.run_path("train.py", run_name="__main__"))
     result, _ = run("train.py", "--config", *options)
     assert result.exit_code == 0, result.output

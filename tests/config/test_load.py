@@ -104,6 +104,12 @@ def test_numbers_with_an_exponent_in_yaml(write):
 def test_missing_files_and_wrong_types(tmp_path):
     fails(tmp_path / "config.py", f"there is no such file in {tmp_path}")
     fails(tmp_path / "none" / "config.py", f"there is no such file in {tmp_path}/none")
+    (tmp_path / "config.py").touch()
+    (tmp_path / "confg.txt").touch()
+    fails(tmp_path / "confg.py", f"there is no such file in {tmp_path}; did you mean 'config.py'?")
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "confg.py")
+    assert raised.value.__suppress_context__
     fails(
         [("seed", 3)],
         "a list was given, but a config must be a path (.py, .yaml, .yml, .json), a dict ({} trains in fp32)",

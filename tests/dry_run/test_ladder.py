@@ -110,6 +110,7 @@ def test_what_changes_the_result_is_left_out(models):
     assert {rung.rows for rung in ladder.rungs} == {8}
     assert "not tried: smaller batches: BatchNorm's statistics would change" in ladder.notes
     assert any(note.startswith("not tried: parallel.tensor.size=2: ") for note in ladder.notes)
+    assert not any("expert" in note for note in ladder.notes), "a model without experts needs no note on them"
 
 
 def test_models_that_cannot_be_planned(models):

@@ -83,7 +83,7 @@ def test_two_optimizers_train_as_in_a_plain_loop(make, mode):
 def test_each_is_stepped_in_its_own_implementation_and_the_plan_says_which():
     engine = start(muon_and_adamw)
     muon, adamw = engine.optimizer.parts
-    assert "Muon (not fused) and AdamW (fused by fused='auto'), clip norm 0.5" in str(engine.plan)
+    assert "Muon (not fused) and AdamW (fused automatically), clip norm 0.5" in str(engine.plan)
     train(engine)
     state = [value for values in engine.optimizer.state.values() for value in values.values()]
     held = sum(value.numel() * value.element_size() for value in state if value.dim())
@@ -92,7 +92,7 @@ def test_each_is_stepped_in_its_own_implementation_and_the_plan_says_which():
     assert "fused" not in muon.param_groups[0]
     engine.close()
     assert adamw.param_groups[0]["fused"] is None
-    fused = "(fused by fused='auto', no host read)"
+    fused = "(fused automatically, no host read)"
     assert f"SGD {fused} and AdamW {fused}" in str(start(config=FP16_NAIVE).plan)
 
 

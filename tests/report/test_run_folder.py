@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError
 from halfmesh.hooks import RunHook
+from halfmesh.report.run import read_run
+from halfmesh.report.tables import status
 from halfmesh.utils.log import Listener
 from tests.report.report_runs import data_of, page_of
 from tests.support.models import FEATURES, make_data
@@ -71,6 +74,15 @@ def sessions_of(folder):
 
 def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_early_stopping_ended_says_so(tmp_path):
+    engine = make()
+    loader = engine.dataloader.loader.given
+    stop = {"type": "early_stop", "monitor": "eval_loss", "patience": 1, "min_delta": 1e9}
+    halfmesh.Trainer(engine).fit(epochs=5, hooks=[stop, RunHook(tmp_path)], eval_dataloader=loader)
+    said = status(read_run(tmp_path))
+    assert re.fullmatch(r"✓ finished, stopped early: eval_loss did not improve on \S+ in 1 evaluations", said)
 
 
 def test_a_run_with_skipped_updates(tmp_path):

@@ -308,6 +308,25 @@ def test_progress_in_plain_lines(caplog):
     assert re.fullmatch(r"epoch 1  step 1/1  loss \S+  lr \S+", caplog.messages[-2]), "nothing is scaled or skipped"
 
 
+def test_the_bar_shows_how_far_an_evaluation_is(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    bar, seen = halfmesh.hooks.ProgressHook(), []
+
+    class Looks(halfmesh.Hook):
+        def after_eval_batch(self, trainer, outcome):
+            seen.append(bar._bar.tasks[0].fields["numbers"])
+
+        def after_eval(self, trainer, results):
+            seen.append(bar._bar.tasks[0].fields["numbers"].split()[0])
+
+    trainer = halfmesh.Trainer(linear_engine(eval_dataloader=make_loader(12, 4)), log_every=1)
+    trainer.fit(epochs=1, hooks=[bar, Looks()])
+    assert seen == ["evaluating 1/3", "evaluating 2/3", "evaluating 3/3", "loss"]
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, halfmesh.Preempted, ValueError])
 def test_an_interrupted_bar_is_not_drawn_again(error, monkeypatch, capsys):
     """The line about the interrupt stays the last one."""
