@@ -70,32 +70,35 @@ _DtypeName = Annotated[Literal["float32", "float16"], BeforeValidator(_to_dtype_
 
 
 class ApexOptions(Options):
-    """The arguments of `apex.amp.initialize`, with its names and defaults. None: the opt level's value."""
+    """The keys of mode apex: the arguments of `apex.amp.initialize`, with its names and defaults.
+
+    A key that is None has the value of the opt level.
+    """
 
     enabled: bool = True
-    """False does nothing at all: fp32, without loss scaling, as in apex."""
+    """False turns the mode off: fp32 without loss scaling, as in apex."""
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     cast_model_type: _DtypeName | Literal[False] | None = None
-    """dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names; False casts nothing."""
+    """The dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names. False casts nothing."""
     patch_torch_functions: bool | None = None
-    """False switches O1's casts off."""
+    """False turns off the casts of O1."""
     keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_to_bool)] = None
     master_weights: bool | None = None
     loss_scale: Annotated[Literal["dynamic"] | Scale | None, BeforeValidator(_to_scale)] = None
-    """A number is a static scale: it never moves, and no step is skipped."""
+    """A number is a static scale: it never changes, and no step is skipped."""
     cast_model_outputs: _DtypeName | None = None
     num_losses: PositiveInt = 1
-    """The number of losses; each has a separate loss scale: `engine.backward(loss, loss_id)`."""
+    """The number of losses. Each has a separate loss scale: `engine.backward(loss, loss_id)`."""
     verbosity: int = Field(1, ge=0)
     """1 logs changes of a dynamic loss scale, 0 does not."""
     min_loss_scale: PositiveFloat | None = None
-    """Lower bound of a dynamic scale; None has none."""
+    """The lower bound of a dynamic scale. None: no bound."""
     max_loss_scale: Scale = 2.0**24
-    """Upper bound of a dynamic scale."""
+    """The upper bound of a dynamic scale."""
     backend: Literal["native", "apex"] = "native"
     """The library that casts: halfmesh, or an installed apex.amp (CUDA only)."""
     keep_fp32: Names = ()
-    """As in mode NAIVE; apex has no such key."""
+    """Patterns of names that are not cast, as in mode naive. apex has no such key."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ApexOptions:
@@ -141,7 +144,7 @@ _EACH_RANK_ALONE = (
 
 
 class ApexAMP(AMPPlugin):
-    """apex.amp's O0 to O3."""
+    """The opt levels O0 to O3 of NVIDIA's apex.amp."""
 
     options = ApexOptions
     composes = Composes(

@@ -50,7 +50,7 @@ def grad_stats(
     the maximum norm of one number per rank.
 
     Args:
-        device: of the results; gradients may be on other devices.
+        device: the device of the results. Gradients may be on other devices.
         flags: further numbers of this rank to sum over the ranks (float64).
 
     Raises:

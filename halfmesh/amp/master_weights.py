@@ -33,7 +33,7 @@ class MasterWeights:
         optimizer: over parameters of `shards` only.
         shards: every parameter that this rank holds, cast to the recipe's dtype.
         enabled: half-precision parameters get masters.
-        masters: those made before the cast; the others are made from the parameters now.
+        masters: the masters made before the cast. The others are made from the parameters now.
 
     Attributes:
         masters: parameter of the model -> its master.
@@ -41,7 +41,7 @@ class MasterWeights:
         stepped: shard -> the tensor that the optimizer steps for it, the parameter or its master.
         receivers: for each of `trained`, the shard in which backward leaves the gradient.
         grad_params: every parameter that may hold a gradient.
-        with_master: those of `trained` that have a master.
+        with_master: the shards of `trained` that have a master.
         originals: the full precision of tensors that are cast and not trained.
         layouts: by master, a tensor with the strides that it has in an update, if others do not count.
         stamps: when they were last published, the stamps of the tensors that users may write and that must be equal

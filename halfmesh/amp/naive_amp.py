@@ -13,14 +13,17 @@ from .recipe import LossScale, Recipe
 
 
 class NaiveOptions(Options):
-    """Colossal-AI's keys and defaults, but `initial_scale` is 2**16: from its 2**32 the first ~20 steps are skipped."""
+    """The keys of mode naive, with Colossal-AI's names and defaults.
+
+    One default differs: `initial_scale` is 2**16. With Colossal-AI's 2**32, the first ~20 steps are skipped.
+    """
 
     loss_scale: Literal["dynamic"] | Scale = "dynamic"
-    """A number is a static scale, which never moves. Updates with inf or nan are skipped, as Colossal-AI does."""
+    """A number is a static scale, which never changes. Updates with inf or nan are skipped, as in Colossal-AI."""
     masters: Literal["float32", "split"] = "float32"
-    """split (bf16 only): keep only the 16 bits that the bf16 weights do not have; the masters are the same."""
+    """split (bf16 only): store only the 16 bits that the bf16 weights do not hold. The masters have equal values."""
     log_num_zeros_in_grad: bool = False
-    """Return the number of zeros in the gradient with each step, as `StepResult.num_zeros`."""
+    """Count the zeros in the gradients of each step, for `StepResult.num_zeros`."""
     initial_scale: Scale = 2.0**16
     growth_factor: GrowthFactor = 2.0
     backoff_factor: BackoffFactor = 0.5
@@ -30,7 +33,7 @@ class NaiveOptions(Options):
     min_scale: Scale = 1.0
     verbose: bool = False
     keep_fp32: Names = ()
-    """Patterns of the names of buffers, parameters and arguments of the model's forward that are not cast."""
+    """Patterns of names of buffers, parameters and arguments of the model's forward that are not cast."""
 
     @model_validator(mode="after")
     def _consistent(self) -> NaiveOptions:

@@ -34,17 +34,17 @@ class MixedPrecisionOptimizer:
     schedulers built on it keep working.
 
     Args:
-        optimizer: over parameters of `shards` only.
+        optimizer: an optimizer over parameters of `shards` only.
         shards: every parameter that this rank holds, cast to the recipe's dtype.
         ranks: the ranks that take this update together.
-        masters: fp32 masters made before the cast; the others are made from the parameters now.
-        device: of the norm, `found_inf` and the loss scale; by default the parameters' device.
+        masters: the fp32 masters made before the cast. The others are made from the parameters now.
+        device: the device of the norm, `found_inf` and the loss scale. By default that of the parameters.
         publisher: sends new weights to other ranks (zero1, fsdp).
 
     Attributes:
-        found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it cannot be skipped.
-        has_gradients: a backward of the next update has begun.
-        is_unscaled: its gradients are divided already.
+        found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device). None: it cannot be skipped.
+        has_gradients: True if a backward of the next update has begun.
+        is_unscaled: True if its gradients are already divided.
         on_close: undoes the conversion of the model, in `close`.
 
     Raises:

@@ -184,7 +184,8 @@ class SkipCounter:
         """Count one update that was measured, and those before it that were not.
 
         Args:
-            stats: with `flags` of all ranks.
+            stats: the statistics of the gradients, with the `flags` of all ranks.
+            grads: the gradients, to name a parameter in the error.
             scale: the state of the loss scale in words, for the error.
 
         Raises:

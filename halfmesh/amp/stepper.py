@@ -48,7 +48,7 @@ class Stepper:
         switched: the groups that were made fused here, each as an optimizer of `parts` and its number there.
         divides_in: the dtype of the divisor: fp32, all that fused kernels take; float64 if parameters are in float64,
             and then gradients are divided before the kernel.
-        scope: of each call of an optimizer's step.
+        scope: a scope around each call of an optimizer's step.
         used: on a CPU the gradients of the last update, until the next backward. (Freed at once, malloc returns them
             to the system and takes them again page by page: a tenth of a small ViT's step.)
     """

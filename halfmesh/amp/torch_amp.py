@@ -12,21 +12,21 @@ from .recipe import LossScale, Recipe
 
 
 class TorchOptions(Options):
-    """Keys and defaults of `torch.amp.GradScaler`, for fp16; and those of fp8, see `Float8Product`."""
+    """The keys of mode torch: for fp16 those of `torch.amp.GradScaler`, with its defaults; fp8: see `Float8Product`."""
 
     init_scale: Scale = 2.0**16
     growth_factor: GrowthFactor = 2.0
     backoff_factor: BackoffFactor = 0.5
     growth_interval: PositiveInt = 2000
     enabled: bool = True
-    """False drops the loss scaling and keeps autocast, as in torch."""
+    """False turns loss scaling off and keeps autocast, as in torch."""
     recipe: Scaling = "tensorwise"
     emulate: Emulate = "auto"
     filter: Names | None = None
 
 
 class TorchAMP(AMPPlugin):
-    """torch's own mixed precision."""
+    """torch's mixed precision: fp32 parameters, with forward and criterion under torch.autocast."""
 
     options = TorchOptions
     composes = Composes(parallel=ALL_PARALLEL, dtypes=frozenset(PRECISIONS.values()))

@@ -171,7 +171,7 @@ class StopAgreement:
     Threads post for ranks that are blocked in a collective, which may need other ranks to come to their next boundary.
 
     Args:
-        store: for the main thread.
+        store: the store that the main thread uses.
         blocked: the same store over another connection, which the thread blocks.
         timeout_s: the seconds that a rank waits for the others.
     """

@@ -47,9 +47,9 @@ class Checkpointer:
         own_call: a scope in which the engine itself calls the model or the optimizer.
 
     Attributes:
-        locks: of the folders that were saved into, until `close`.
+        locks: the locks of the folders that it saved into, until `close`.
         attached: the state of objects that the loop attached.
-        saved: the step of the last save; None before it.
+        saved: the step of the last save. None before the first.
     """
 
     state: ShardedState

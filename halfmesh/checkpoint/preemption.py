@@ -54,8 +54,8 @@ class PreemptionHook(EngineHook):
     save at the same one: see `StopAgreement`.
 
     Args:
-        is_between_steps: whether the weights are those of training, and no gradients are pending.
-        loaders: of training and of evaluation.
+        is_between_steps: returns True if the weights are those of training and no gradients are pending.
+        loaders: the loaders of training and of evaluation.
     """
 
     options: CheckpointConfig
@@ -243,7 +243,7 @@ class StopHandler:
     If none listens any more, and at a second Ctrl-C, the handler `before` it runs instead.
 
     Attributes:
-        listeners: those of engines that are neither closed nor garbage-collected.
+        listeners: the functions of engines that are neither closed nor garbage-collected.
     """
 
     def __init__(self, number: signal.Signals, before: Any) -> None:

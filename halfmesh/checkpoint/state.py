@@ -98,10 +98,10 @@ class ShardedState:
 
         Args:
             what: the beginning of an error message.
-            optimizer: with the optimizer's state.
-            to_save: with the average, without tensors that have no elements (DCP finds none), and with replicated boxes
-                spread over the ranks that hold them.
-            to_load: the tensors of `weight_targets`, for their shapes.
+            optimizer: include the optimizer's state.
+            to_save: include the average, leave out tensors without elements (DCP does not find them), and spread
+                replicated boxes over the ranks that hold them.
+            to_load: collect the tensors of `weight_targets`, for their shapes.
 
         Raises:
             InputError: a rank has state that cannot be saved, or the ranks' weights differ. All ranks raise it.

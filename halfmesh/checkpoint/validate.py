@@ -83,8 +83,8 @@ def optimizer_problems(
     """The differences of optimizer and scheduler from those of a checkpoint.
 
     Args:
-        groups: the optimizer's, with the names of their parameters in the full model.
-        common: of the checkpoint.
+        groups: the optimizer's groups, with the names of their parameters in the full model.
+        common: the checkpoint's state that is equal on all ranks.
     """
     kinds = {"lr_scheduler": (common["lr_class"], scheduler), "optimizer": (common["optimizer"], optimizer)}
     for what, (kind, own) in kinds.items():

@@ -64,17 +64,17 @@ class ShardedLoader:
         training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
             would hang the others), and compare the data that the ranks begin an epoch with. False: no sample is
             repeated.
-        sharded: its data is this data rank's own. It is also seen by a distributed sampler, and by a dataset with the
-            attribute `sharded` or with `rank` and `world_size`.
+        sharded: True if the loader already reads only this data rank's data. A distributed sampler, or a dataset with
+            the attribute `sharded` or with `rank` and `world_size`, also shows that.
 
     Attributes:
-        given: the user's loader; of timm's PrefetchLoader the one in it.
-        own_data: its dataset shards itself.
+        given: the user's loader. For timm's PrefetchLoader, the loader in it.
+        own_data: True if its dataset shards itself.
         loader: the copy of it that is iterated.
-        is_stream: it reads an IterableDataset.
-        splits_samples: data ranks take turns in samples, not in batches.
-        missing: at the end of an epoch without padding, the batches that other data ranks had more than this one.
-        some_have_none: in such an epoch of a sampler with a length, some data ranks have a batch, and others none.
+        is_stream: True if it reads an IterableDataset.
+        splits_samples: True if data ranks take turns in samples, False if in batches.
+        missing: at the end of an epoch without padding, the number of batches that other data ranks had more.
+        some_have_none: True if in such an epoch, of a sampler with a length, only some data ranks have a batch.
 
     Raises:
         InputError: the loader's sampler or dataset is sharded for another rank or number of ranks.

@@ -28,12 +28,13 @@ class Visit:
     """One call of a module, or of the criterion.
 
     Attributes:
-        name: of the module in the full model, or `CRITERION`.
-        stage, microbatch: of a pipeline.
+        name: the name of the module in the full model, or `CRITERION`.
+        stage: the pipeline stage.
+        microbatch: the micro-batch.
         order: the number of calls that began or ended on this rank before it.
-        caller: the module whose forward called it; None for the outermost.
+        caller: the module whose forward called it. None for the outermost.
         given: its arguments while it runs, positional and named.
-        nth: for a subclass that counts the module's calls.
+        nth: the number of the module's call, if a subclass counts them.
     """
 
     name: str
@@ -68,11 +69,11 @@ class Probes(EngineHook):
     Recomputation by activation checkpointing does not count again. Compiled modules run uncompiled, as hooks need.
 
     Attributes:
-        _parallel: applied to `_model`; None: nothing is.
-        _stages: of a pipeline, on this rank.
-        _criterion: also watched.
-        attached: the hooks are registered.
-        _place: stage and microbatch.
+        _parallel: the parallelism of `_model`, or None.
+        _stages: the pipeline stages on this rank.
+        _criterion: the criterion, which is also watched.
+        attached: True if the hooks are registered.
+        _place: the current stage and micro-batch.
     """
 
     _model: nn.Module

@@ -124,7 +124,7 @@ class RankNames:
 
     @property
     def has_coordinates(self) -> bool:
-        """True if ranks have coordinates, too: not with data parallelism alone, or where sizes do not fit."""
+        """True if ranks also have coordinates: not with data parallelism alone, or if the sizes do not fit."""
         return math.prod(self.sizes.values()) == self.world_size > self.sizes.get("dp", 1)
 
     def name(self, rank: int) -> str:

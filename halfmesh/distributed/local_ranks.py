@@ -71,9 +71,10 @@ class LocalRanks:
         torchrun's variables unless a rank is alone.
 
         Args:
-            function: of a module's top level; it gets `args`. Its result is pickled.
-            timeout: seconds, from now.
-            group: make a process group for the call.
+            function: a function at the top level of a module, called with `args`. Its result is pickled.
+            args: the arguments.
+            timeout: the time limit in seconds, from now.
+            group: create a process group for the call.
 
         Raises:
             InputError: the function cannot be sent to other processes, or there are too few GPUs.

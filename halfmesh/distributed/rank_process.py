@@ -34,10 +34,10 @@ class RankError(Exception):
     """A rank failed, died, or had not ended at the time limit: the first, or the first that hangs.
 
     Attributes:
-        reason: in one line: "ValueError: text".
-        text: the traceback; of ranks that hang the stacks of all; of one that died the end of what it wrote.
-        rejection: the message, if halfmesh raised the error on purpose; else "".
-        may_be_echo: it may only say that another rank is gone.
+        reason: the reason in one line: "ValueError: text".
+        text: the traceback. If ranks hang, the stacks of all. If the rank died, the end of its output.
+        rejection: the message, if halfmesh raised the error on purpose. Else "".
+        may_be_echo: True if the error may only say that another rank is gone.
         measures: the error's attribute of this name, if it has one.
     """
 

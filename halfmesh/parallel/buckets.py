@@ -49,9 +49,9 @@ class Bucket:
     A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
 
     Attributes:
-        group: the ranks over which they are summed.
-        numel: of the flat tensor without flags.
-        offsets: where the gradient of each begins in the flat tensor.
+        group: the ranks over which the gradients are summed.
+        numel: the number of elements of the flat tensor without flags.
+        offsets: the index in the flat tensor at which the gradient of each shard begins.
         sent: the flat tensor, once it is sent.
         missing: the parameters whose gradients have not arrived yet.
         absent: indices of the shards that had no gradient on this rank.

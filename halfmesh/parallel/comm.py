@@ -197,7 +197,7 @@ class NamedCalls:
     block on one key of the store: so the number of requests does not grow with ranks x seconds.
 
     Args:
-        store: of `own_store`.
+        store: the store that `own_store` returned.
         timeout_s: the seconds that a rank waits for the other ranks.
         told: returns the last word that each other rank has sent: see `FailureWatch.told`.
     """

@@ -20,7 +20,7 @@ class ParallelDims:
     `sizes` and sub-axes, several together in any order: their ranks have the order of the mesh.
 
     Attributes:
-        sizes: by axis, outermost first: pp, dp, others, tp, whose coordinate changes fastest.
+        sizes: the sizes by axis, outermost first: pp, dp, others, tp. The coordinate on tp changes fastest.
         views: the sizes of sub-axes, by the axis that was split; see `split`.
         grad_axes: dp, and the axes whose ranks have parts of a data rank's batch: gradients are averaged over them.
     """

@@ -125,7 +125,7 @@ class ExpertParallel(AppliedAxis):
 
 
 class ExpertOptions(Options):
-    """`parallel = dict(expert=2)`."""
+    """The keys of `parallel.expert`: `parallel = dict(expert=2)`."""
 
     size: PositiveInt = 1
     """The number of data ranks over which the experts of each layer are sharded."""

@@ -105,8 +105,8 @@ class Reducer(Reduction):
     Running statistics (BatchNorm's mean and variance) are also averaged, so that evaluation needs no collective.
 
     Args:
-        shards: in the order of the model. Only those that require gradients take part.
-        buffers: the model's, by name. Running statistics are averaged, the others may differ between ranks.
+        shards: the shards in the order of the model. Only those that require gradients take part.
+        buffers: the model's buffers, by name. Running statistics are averaged, the others may differ between ranks.
         group: the data ranks.
         group_of: returns the ranks that hold a parameter. A mean is taken over their gradients, and a sum is that mean
             times the size of `group`. None: all of `group`.
@@ -313,7 +313,7 @@ class SharedGradients(Reducer):
     gradient. One all-reduce in fp32 per update.
 
     Args:
-        shards: of the parameters that are trained.
+        shards: the shards of the parameters that are trained.
     """
 
     def __init__(

@@ -40,9 +40,9 @@ class Box:
 
     Attributes:
         at: its first index in the full tensor, for each dim.
-        sizes: of its dims.
+        sizes: the sizes of its dims.
         start: its first index in the rank's shard.
-        strides: of its dims in the rank's shard, if that is a tensor of one dim; `start` is then one number.
+        strides: the strides of its dims in the rank's shard, if that has one dim. `start` is then one number.
     """
 
     at: Shape
@@ -64,8 +64,8 @@ class Placement:
     """The shard of one tensor that a rank holds.
 
     Attributes:
-        shape: of the full tensor.
-        regions: the boxes that this rank holds, without overlaps; none where it holds nothing.
+        shape: the shape of the full tensor.
+        regions: the boxes that this rank holds, without overlaps. Empty if it holds nothing.
     """
 
     shape: Shape
@@ -97,7 +97,8 @@ class Placement:
         """The elements `start` to `stop` of this shard, in memory order, as a tensor of one dim.
 
         Args:
-            shape, strides: of this shard; dense.
+            shape: the shape of this shard, which must be dense.
+            strides: the strides of this shard.
         """
         order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
         step, steps = 1, [0] * len(shape)  # as `strides`, which of dims of size 1 may be any numbers

@@ -25,7 +25,7 @@ from .comm import gather_objects
 from .shard_spec import Box, Placement
 
 _ROUND_BYTES = 64 * 2**20
-"""So many bytes of weights, for each rank, are in flight at a time."""
+"""The number of bytes of weights, for each rank, that are in flight at a time."""
 
 
 @dataclass(eq=False)
@@ -33,11 +33,11 @@ class _Matrix:
     """A parameter that is stepped as a whole.
 
     Attributes:
-        shard: this rank's.
-        placement: of `shard`.
-        pieces: what this rank gets as the owner, by rank; empty on other ranks.
-        owner: the rank that steps it for this one; None: this rank holds nothing of it.
-        is_sent: its shards are at several ranks. The same on all ranks.
+        shard: this rank's shard.
+        placement: the placement of `shard`.
+        pieces: the boxes that this rank gets as the owner, by rank. Empty on other ranks.
+        owner: the rank that steps it for this one. None: this rank holds nothing of it.
+        is_sent: True if several ranks hold shards of it. Equal on all ranks.
         param: the whole parameter, during a step on its owner.
     """
 

@@ -33,45 +33,45 @@ class Progress:
 
 
 class EngineHook:
-    """A hook on an engine's loop. Events that a class does not override cost nothing.
+    """The base class of hooks on an engine's loop. An event that a class does not override costs nothing.
 
-    All ranks reach the events in the same order, so a hook may communicate; in `close` only without an error.
+    All ranks reach the events in the same order, so a hook may communicate. In `close` it may only if `error` is None.
     """
 
     def before_fetch(self) -> None:
         """Called before the engine's training loader fetches a batch."""
 
     def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before the model, or a `method` of it, with the inputs; `model.training` tells training from
+        """Called with the inputs before each call of the model, or of its `method`. `model.training` is False in
         evaluation."""
 
     def before_backward(self, loss: Any) -> None:
         """Called when `engine.backward(loss)` begins."""
 
     def after_backward(self, loss: Any) -> None:
-        """Called when the gradients of one microbatch are added."""
+        """Called when the gradients of one micro-batch have been added."""
 
     def before_step(self) -> None:
-        """Called when `engine.step` begins; it may be inside an accumulation cycle."""
+        """Called when `engine.step` begins, also inside an accumulation cycle."""
 
     def after_step(self, result: StepResult) -> None:
-        """Called after an update, taken or skipped."""
+        """Called after each update, taken or skipped."""
 
     def on_error(self, error: NonFiniteError) -> None:
-        """Called when an update raised `error`, on all ranks."""
+        """Called on all ranks when an update raised `error`."""
 
     def after_load(self) -> None:
-        """Called when a checkpoint, or a state dict, was loaded."""
+        """Called after a checkpoint or a state dict was loaded."""
 
     def close(self, error: BaseException | None) -> None:
-        """Called when the engine closes, because of `error` if there is one; other ranks may have ended already."""
+        """Called when the engine closes. `error` is the reason, or None. Other ranks may have ended already."""
 
 
 class Hooks:
     """The hooks of an engine.
 
     Attributes:
-        calls: by event, the methods of the hooks that override it; the engine's loop runs over them.
+        calls: for each event, the methods of the hooks that override it. The engine calls these.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ def repoint(
     """Replace parameters of `optimizer`, at the same index of the same groups, and give their state to the new ones.
 
     Args:
-        new: for each parameter the one that replaces it.
+        new: the new parameter for each one that is replaced.
         change: called with a parameter and a value of its state, as in `change_state`; returns the new value.
     """
     for group in optimizer.param_groups:

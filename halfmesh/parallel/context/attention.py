@@ -38,11 +38,11 @@ def attend(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """`attention`, which is torch's scaled_dot_product_attention, of this rank's queries with all keys and values.
+    """Compute `attention` (torch's scaled_dot_product_attention) of this rank's queries with all keys and values.
 
     Args:
         query, key, value: [batch, heads, tokens of this rank, features of a head].
-        attn_mask: for full sequences.
+        attn_mask: the mask of full sequences.
 
     Raises:
         InputError: the attention is not that of a sequence with itself, or the mask was made for other lengths.

@@ -293,14 +293,14 @@ _POSITIONS = ("position_ids", "positions")
 
 
 class ContextOptions(Options):
-    """`parallel = dict(context=2)`, or `dict(context=dict(size=2, non_split=("bias",)))`."""
+    """The keys of `parallel.context`: `dict(context=2)`, or `dict(context=dict(size=2, non_split=("bias",)))`."""
 
     size: PositiveInt = 1
     """The number of ranks over which each sequence is sharded."""
     positions: str | None = None
-    """The model's argument for the position of each token; by default position_ids or positions, if it has one."""
+    """The model's argument for the position of each token. Default: position_ids or positions, if it has one."""
     non_split: Names = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "attn_mask", "mask")
-    """Arguments of the model that every rank gets unsharded: masks, which attention needs for all tokens."""
+    """The arguments of the model that are not sharded, such as masks, which attention needs for all tokens."""
 
 
 class ContextParallelism(Axis):

@@ -53,14 +53,14 @@ class Pipeline:
     """The stages of one rank, and the passes of batches through them.
 
     Args:
-        model: the user's, of which this rank holds the parameters of its stages.
+        model: the user's model, of which this rank holds the parameters of its stages.
         forward_context: the scopes of the stages' forward.
 
     Attributes:
-        params: those of this rank.
-        context: the mesh.
-        stages: those of this rank.
-        has_last: this rank has the last one.
+        params: the parameters of this rank.
+        context: the layout.
+        stages: the stages of this rank.
+        has_last: True if this rank has the last stage.
     """
 
     def __init__(

@@ -21,12 +21,12 @@ class SplitCall:
 
     Args:
         names: the `parameter_names` of the function.
-        non_split: names of arguments without a batch dim, which every microbatch gets unsplit.
+        non_split: names of arguments without a batch dim, which every micro-batch gets unsplit.
         name: the function's name in messages.
 
     Attributes:
-        tensors: those of the arguments.
-        rows: of the first tensor that is split; 0 if there is none.
+        tensors: the tensors in the arguments.
+        rows: the number of rows of the first tensor that is split, or 0.
     """
 
     def __init__(self, names: Sequence[str], call: Call, non_split: Collection[str], name: str) -> None:

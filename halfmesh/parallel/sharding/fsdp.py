@@ -51,7 +51,7 @@ class FSDPOptions(Options):
     output_dtype: DType | None = None
     buffer_dtype: DType | None = None
     reshard_after_forward: bool | None = None
-    """None: True, but under a pipeline weights stay gathered from a batch's first microbatch to the last."""
+    """None: True, except under a pipeline, where weights stay gathered from a batch's first micro-batch to the last."""
     prefetch: PositiveInt = 1
     cpu_offload: bool = False
     hybrid: PositiveInt | None = None
@@ -61,13 +61,14 @@ class FSDPOptions(Options):
 
 
 class FSDP(DataStrategy):
-    """Weights, gradients and optimizer state are sharded; each block gathers its weights before it computes.
+    """The strategy `fsdp`: shards weights, gradients and optimizer state. Each block gathers its weights before it
+    computes.
 
-    FSDP2 replaces parameters by DTensors under the same names. The optimizer is given plain parameters over the same
-    memory, and keeps its groups and settings.
+    FSDP2 replaces parameters with DTensors of the same names. The optimizer gets plain parameters over the same memory,
+    and keeps its groups and settings.
 
     Attributes:
-        shards: as given, with this rank's shard instead of each parameter that is sharded.
+        shards: the given shards, with this rank's shard in place of each parameter that is sharded.
         sharded: each of these shards, and the DTensor that the model uses.
         slots: this rank's shard by the module and the name of its parameter; several for a tied one.
         units: the modules that gather their weights separately.

@@ -101,7 +101,7 @@ class FSDPReducer(Reducer):
         """Begin a backward; FSDP2 sums gradients over the ranks if it is the `last` before the update.
 
         Args:
-            params: those that get gradients in it; None: all.
+            params: the parameters that get gradients in it. None: all.
         """
         for _, weight in self._sharded if self._withholds else ():
             if isinstance(weight.grad, WithheldGradient):

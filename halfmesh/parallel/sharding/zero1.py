@@ -49,12 +49,12 @@ that reads them without waiting, would read old weights and train on."""
 
 
 class Zero1(DataStrategy):
-    """Each data rank steps a shard of the weights, and holds optimizer state and masters of that shard.
+    """The strategy `zero1`: each data rank steps a shard of the weights, with its optimizer state and masters.
 
     Parameters that pipeline stages share get separate buckets, so that every stage shards them in the same way.
 
     Attributes:
-        buckets: of the parameters that the optimizer holds.
+        buckets: the buckets of the parameters that the optimizer holds.
     """
 
     cost = "each update sends the new weights to all data ranks"
@@ -247,7 +247,7 @@ class SliceBucket(Bucket):
         load: elements of whole parameters that each rank has already.
 
     Attributes:
-        slices: those of `shards`, in the same order, that this rank steps.
+        slices: the slices of `shards` that this rank steps, in the same order.
         chunk: elements of a chunk.
     """
 

@@ -32,7 +32,7 @@ class TensorGradients(SharedGradients):
     of zero (before a layer that starts at zero) are also compared in the next updates.
 
     Args:
-        shards: of the parameters that are trained.
+        shards: the shards of the parameters that are trained.
     """
 
     def __init__(self, axis: TensorParallel, shards: Sequence[ParamShard]) -> None:

@@ -103,9 +103,9 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
     """A linear layer of which this rank computes some output features: rows of the weight.
 
     Attributes:
-        gathers: the output is gathered.
-        keeps_logits: in training it is not, but only `torch.nn.functional.cross_entropy` takes it.
-        transposed: the weight is [in, out], as in transformers' Conv1D.
+        gathers: True if the output is gathered.
+        keeps_logits: True if it is not gathered in training. Then only `torch.nn.functional.cross_entropy` takes it.
+        transposed: True if the weight is [in, out], as in transformers' Conv1D.
     """
 
     gathers: bool

@@ -44,9 +44,9 @@ class _Kind:
     """Blocks of one class that are sharded in the same way.
 
     Attributes:
-        assignments: those of modules in the first one.
-        meta: an unsharded copy of it on the meta device; or the reason why there is none.
-        names: of the blocks.
+        assignments: the assignments of modules in the first block.
+        meta: an unsharded copy of it on the meta device, or the reason why it could not be made.
+        names: the names of the blocks.
         live: the block that was called first in training.
         call: its arguments; activations are on the meta device.
     """
