@@ -83,7 +83,7 @@ def test_ctrl_c_ends_fit_with_a_line_and_a_status(saves, tmp_path, caplog):
         halfmesh.Trainer(engine).fit(epochs=2, hooks=hooks)
     assert isinstance(ended.value, SystemExit)  # so Python prints no traceback
     assert (ended.value.code, ended.value.folder is not None) == (130, saves)
-    said = "interrupted by SIGINT: saved update 2 in" if saves else "interrupted after update 2; with the config key ch"
+    said = "interrupted by SIGINT: saved update 2 in" if saves else "interrupted after update 2; set the config key ch"
     assert caplog.messages[-1].startswith(said)
     session = json.loads((tmp_path / "run" / "config.json").read_text())["sessions"][-1]
     assert (session["status"], session["to_step"]) == ("interrupted", 2)

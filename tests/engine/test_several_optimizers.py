@@ -317,6 +317,6 @@ def test_a_checkpoint_of_other_optimizers_is_rejected(tmp_path):
     train(engine)
     engine.save(tmp_path)
     other = start(lambda params: sgd_and_adamw(params)[::-1])
-    words = "torch.optim.sgd.SGD and torch.optim.adamw.AdamW, and this is torch.optim.adamw.AdamW and torch.optim.sgd"
+    words = "torch.optim.sgd.SGD and torch.optim.adamw.AdamW, but this is torch.optim.adamw.AdamW and torch.optim.sgd"
     with pytest.raises(InputError, match=re.escape(words)):
         other.load(tmp_path)
