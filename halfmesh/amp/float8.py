@@ -31,12 +31,12 @@ MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Float8Product:
-    """The product of a linear layer, in float8: called as `torch.nn.functional.linear`.
+    """Computes the product of a linear layer in float8. Called with the arguments of `torch.nn.functional.linear`.
 
     Attributes:
-        scaling: one scale for a tensor, or one for each row of it.
-        emulate: compute the same in fp32, slowly; "auto": only on devices without float8.
-        filter: patterns of names of layers that stay in bfloat16; None: `HEADS`.
+        scaling: "tensorwise": one scale per tensor. "rowwise": one scale per row.
+        emulate: compute the same product in fp32, which is slow. "auto": only on devices without float8.
+        filter: patterns of names of layers that stay in bfloat16. None: the patterns of `HEADS`.
     """
 
     scaling: Scaling = "tensorwise"
@@ -54,7 +54,7 @@ class Float8Product:
         return output + bias.to(output.dtype)
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
-        """The linear layers of `model`: name, layer, and True if it multiplies in float8; others stay in bfloat16.
+        """Yield the linear layers of `model`: name, layer, and True if it multiplies in float8 (else in bfloat16).
 
         A layer that overrides `forward` is left out, and so are the projections of torch.nn.MultiheadAttention, which
         computes with their weights and does not call them.
@@ -69,8 +69,8 @@ class Float8Product:
                 yield name, layer, not is_filtered and all(size % MULTIPLE == 0 for size in layer.weight.shape)
 
     def cast_before_gather(self, model: nn.Module) -> dict[nn.Parameter, Float8Product]:
-        """The weights that may be cast before ranks gather them, with their casts: weights that are used in float8
-        products only. Empty with rowwise scales, of which forward needs one per row of a weight, backward one per
+        """Return the weights that may be cast before ranks gather them, with their casts: those that are used in float8
+        products only. Empty with rowwise scales, because forward needs one per row of a weight and backward one per
         column."""
         if self.scaling != "tensorwise":
             return {}

@@ -106,7 +106,7 @@ _TORCH_OPS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
 
 class CastTable:
-    """O1's lists, with a model's additions. These hold for one engine, from the next call on."""
+    """The cast lists of O1, as `engine.casts`. Additions apply to this engine only, from its next call on."""
 
     def __init__(self) -> None:
         self._casts = dict(O1_LISTS)
@@ -114,16 +114,16 @@ class CastTable:
         """Weights that were cast in an earlier generation are cast again."""
 
     def get(self, function: Callable[..., Any]) -> Cast | None:
-        """The cast of `function`; None if its arguments stay as they are."""
+        """Return the cast of `function`, or None if its arguments are not cast."""
         cast = self._casts.get(function)
         return getattr(function, _MARK, None) if cast is None and type(function) is FunctionType else cast
 
     def forget_weights(self) -> None:
-        """Drop cached casts in all scopes: weights have changed, or a backward has freed their graph."""
+        """Drop cached casts in all scopes, because weights changed or a backward freed their graph."""
         self.generation += 1
 
     def register_half_function(self, module: Any, name: str) -> None:
-        """Run `module.name` in fp16; e.g. `register_half_function(torch, "einsum")`.
+        """Cast the floating-point tensors of `module.name` to fp16: `register_half_function(torch, "einsum")`.
 
         Raises:
             InputError: the function works in place, or torch does not report calls of it.
@@ -131,11 +131,19 @@ class CastTable:
         self._register(module, name, Cast.HALF, "half_function")
 
     def register_float_function(self, module: Any, name: str) -> None:
-        """Run `module.name` in fp32; raises InputError as `register_half_function` does."""
+        """Cast the floating-point tensors of `module.name` to fp32.
+
+        Raises:
+            InputError: the function works in place, or torch does not report calls of it.
+        """
         self._register(module, name, Cast.FLOAT, "float_function")
 
     def register_promote_function(self, module: Any, name: str) -> None:
-        """Run `module.name` in fp32 if dtypes differ; raises InputError as `register_half_function` does."""
+        """Cast the floating-point tensors of `module.name` to fp32 if their dtypes differ.
+
+        Raises:
+            InputError: the function works in place, or torch does not report calls of it.
+        """
         self._register(module, name, Cast.WIDEST, "promote_function")
 
     def _register(self, module: Any, name: str, cast: Cast, decorator: str) -> None:

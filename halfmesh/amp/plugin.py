@@ -61,9 +61,9 @@ class AMPPlugin(ABC):
     options: ClassVar[type[Options]]
     """The mode's config keys, with their defaults and bounds."""
     composes: ClassVar[Composes] = Composes()
-    """The features that the mode works with. halfmesh rejects a config that combines it with others."""
+    """The features that the mode works with. halfmesh rejects a config that combines the mode with another feature."""
     scale_keys: ClassVar[frozenset[str]] = frozenset()
-    """The keys of `options` for loss scaling only. They are rejected where nothing is scaled (bf16, fp8)."""
+    """The keys of `options` that apply to loss scaling only. They are rejected under bf16 and fp8."""
     float8_keys: ClassVar[frozenset[str]] = frozenset()
     """The keys of `options` that apply to float8 only. They are rejected under fp16 and bf16."""
 

@@ -44,7 +44,7 @@ class Precision:
     """Casts the model by a recipe, and runs it and the criterion in its formats, on one kind of device.
 
     Attributes:
-        casts: O1's lists, with additions; None where torch.autocast or nothing casts.
+        casts: the cast lists of O1. None if torch.autocast does the casts, or nothing is cast.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Precision:
         self._names: dict[str | None, Sequence[str]] = {}  # arguments of the model's forward (None) and other methods
 
     def find_problem(self) -> str | None:
-        """The reason why it cannot work on the device, before anything is changed; None if it can."""
+        """Return the reason why it cannot work on the device, or None. Called before halfmesh changes anything."""
         return None
 
     def cast_model(self, model: nn.Module, excluded: Collection[int] = ()) -> None:

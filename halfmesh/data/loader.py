@@ -319,8 +319,8 @@ def get_dataloader(
         dataset: the samples: any torch `Dataset` with a length.
         batch_size: the number of samples per batch and data rank.
         shuffle: draw a new order in each epoch. Two runs with the same seed draw the same orders.
-        seed: the seed of the order, and in a run of one process of the workers. On several ranks the workers use the
-            config's `seed`. The default, 1024, is Colossal-AI's.
+        seed: the seed of the order. In a run of one process it is also the seed of the workers; on several ranks these
+            use the config's `seed`. The default, 1024, is Colossal-AI's.
         add_sampler: accepted for scripts written for Colossal-AI. Only True is supported.
         options: further arguments of `DataLoader`. `pin_memory` is True by default if CUDA is available.
 

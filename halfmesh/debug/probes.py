@@ -30,7 +30,7 @@ class Visit:
     Attributes:
         name: the name of the module in the full model, or `CRITERION`.
         stage: the pipeline stage.
-        microbatch: the micro-batch.
+        microbatch: the microbatch.
         order: the number of calls that began or ended on this rank before it.
         caller: the module whose forward called it. None for the outermost.
         given: its arguments while it runs, positional and named.
@@ -73,7 +73,7 @@ class Probes(EngineHook):
         _stages: the pipeline stages on this rank.
         _criterion: the criterion, which is also watched.
         attached: True if the hooks are registered.
-        _place: the current stage and micro-batch.
+        _place: the current stage and microbatch.
     """
 
     _model: nn.Module

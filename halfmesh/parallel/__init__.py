@@ -13,7 +13,7 @@ trial              test calls of a model or an optimizer before training
 
 tensor/            layers sharded over a tensor group
 context/           sequences sharded over ranks
-pipeline/          stages, and the micro-batches that pass through them
+pipeline/          stages, and the microbatches that pass through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp
 models/            plans for the models of timm, torch.nn, torchvision and transformers
 """

@@ -205,7 +205,7 @@ class Axis:
         splits_loss: True if each rank computes the loss of its part of one batch. Gradients are then averaged over
             these ranks as over data ranks, and data strategies also shard over them.
         splits_modules: True if a rank has only some modules. Such an axis is outermost in the mesh and applied last.
-        splits_batch: the key for the number of micro-batches into which the axis splits a data rank's batch, or "".
+        splits_batch: the key for the number of microbatches into which the axis splits a data rank's batch, or "".
         cost: the communication that ranks wait for, in a few words, for `halfmesh plan`.
     """
 

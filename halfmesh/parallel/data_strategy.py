@@ -160,7 +160,7 @@ class DataStrategy:
 
     def keep_gathered(self, keeps: bool, params: Collection[nn.Parameter] | None = None) -> None:
         """Start or end a period in which gathered weights may be kept. Called under a pipeline if `shards_model`: with
-        True before the first micro-batch, and with False before the last backward of the stage with `params`."""
+        True before the first microbatch, and with False before the last backward of the stage with `params`."""
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
         """Return the method `name` of the model, with full weights where it uses them."""

@@ -49,7 +49,7 @@ class EngineHook:
         """Called when `engine.backward(loss)` begins."""
 
     def after_backward(self, loss: Any) -> None:
-        """Called when the gradients of one micro-batch have been added."""
+        """Called when the gradients of one microbatch have been added."""
 
     def before_step(self) -> None:
         """Called when `engine.step` begins, also inside an accumulation cycle."""

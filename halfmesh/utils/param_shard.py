@@ -15,7 +15,7 @@ from .torch_private import without_subclasses
 
 @dataclass(eq=False, slots=True)
 class ParamShard:
-    """One rank's shard of one parameter. `parallel` makes them, `amp` turns their gradients into new weights."""
+    """One rank's shard of one parameter. `parallel` creates shards, `amp` computes new weights from their gradients."""
 
     name: str
     """The parameter's name in the full model."""
@@ -109,19 +109,19 @@ class Publisher(Protocol):
     """Sends the weights that a rank has stepped to the ranks that use them: an all-gather (zero1, fsdp)."""
 
     def follow(self) -> None:
-        """Called before weights are used: those of optimizer or model may have other memory (`x.data = ...`)."""
+        """Called before weights are used. Those of the optimizer or model may have new memory (`x.data = ...`)."""
 
     def join(self, names: list[str]) -> list[str]:
-        """Called if user code has written into stepped weights, before they are sent: the `names` of all ranks."""
+        """Called before weights are sent that user code wrote into. Returns the `names` of all ranks."""
 
     def begin(self) -> None:
         """Called before an update writes weights."""
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """Start to send the new weights of `shards`; need not wait for it."""
+        """Start to send the new weights of `shards`. It need not wait for the end."""
 
     def finish(self) -> None:
-        """Called after the last `stepped`: all new weights are on their way."""
+        """Called after the last `stepped`, when all new weights are on their way."""
 
     def arrive(self) -> None:
         """Return when this rank has all new weights. Called after `finish`, and before weights are used; not before a

@@ -16,7 +16,7 @@ from ..modules import comes_from
 
 @dataclass
 class Call:
-    """The arguments of one call of a pipelined model: a micro-batch, or a batch to evaluate. All stages have them.
+    """The arguments of one call of a pipelined model: a microbatch, or a batch to evaluate. All stages have them.
 
     Attributes:
         args: the positional arguments.

@@ -1,4 +1,4 @@
-"""Splits a batch into micro-batches, and defines schedules: the order in which a rank runs forwards and backwards."""
+"""Splits a batch into microbatches, and defines schedules: the order in which a rank runs forwards and backwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SplitCall:
 
     Args:
         names: the `parameter_names` of the function.
-        non_split: names of arguments without a batch dim, which every micro-batch gets unsplit.
+        non_split: names of arguments without a batch dim, which every microbatch gets unsplit.
         name: the function's name in messages.
 
     Attributes:

@@ -51,7 +51,7 @@ class FSDPOptions(Options):
     output_dtype: DType | None = None
     buffer_dtype: DType | None = None
     reshard_after_forward: bool | None = None
-    """None: True, except under a pipeline, where weights stay gathered from a batch's first micro-batch to the last."""
+    """None: True, except under a pipeline, where weights stay gathered from a batch's first microbatch to the last."""
     prefetch: PositiveInt = 1
     cpu_offload: bool = False
     hybrid: PositiveInt | None = None
