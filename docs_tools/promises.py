@@ -23,10 +23,9 @@ SOURCES = {
 HEAD = """\
 # What is promised, and what proves it
 
-halfmesh covers what Colossal-AI's tutorial on mixed precision, Amazon SageMaker's model-parallel library and PyTorch's
-guide to mixed precision describe. Each row names something that one of them offers or rules out (*lifted* here), and
-the tests, in `tests/`, that fail if halfmesh does not do it. `make promises` writes this page from marks on those
-tests.
+Each row names something that Colossal-AI's tutorial on mixed precision, Amazon SageMaker's model-parallel library or
+PyTorch's guide to mixed precision offers or rules out (*lifted* here), and tests in `tests/` that prove it.
+`make promises` writes this page from marks on those tests.
 """
 
 
