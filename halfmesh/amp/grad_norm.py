@@ -22,7 +22,7 @@ _CHUNK = 65536
 
 @dataclass(slots=True)
 class GradStats:
-    """Statistics of one step's gradients, the same on all ranks. Tensors on the device, unread by the host."""
+    """Statistics of one step's gradients, equal on all ranks: tensors on the device, which the host has not read."""
 
     norm: torch.Tensor
     """Norm over all ranks (0-dim float64) of the gradients, still scaled. inf or nan if one of them is."""

@@ -207,7 +207,7 @@ class MasterWeights:
         return value
 
     def reject_unfit(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Raise InputError unless `values` are of these masters, or none: of a mode that has no masters."""
+        """Raise InputError unless `values` are of these masters, or empty, from a mode without masters."""
         own = {shard.name: self.masters[shard.param] for shard in self.with_master}
         unfit = [name for name, value in values.items() if name in own and value.shape != own[name].shape]
         if own and values and (unfit or own.keys() != values.keys()):

@@ -66,7 +66,7 @@ def run_on_all_ranks(context: ParallelContext, what: str, work: Callable[[], T])
 
 
 def run_on_rank_zero(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 alone. Returns its result on all ranks; arguments and errors as of `gather_results`."""
+    """Do `work` on rank 0 alone. Return its result on all ranks. Arguments and errors are those of `gather_results`."""
     return gather_results(context, what, lambda: work() if context.rank == 0 else None)[0]  # type: ignore[return-value]
 
 

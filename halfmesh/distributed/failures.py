@@ -114,8 +114,8 @@ class FailureWatch:
         return {rank: word for rank, word in self._told.items() if rank != self._rank}
 
     def _exchange(self, word: str = "", error: str = "", tells_calls: bool = False) -> None:
-        """Tell the others this rank's `word`, and `error` if it is the first; read what they tell. If it
-        `tells_calls`, or something is wrong, this rank also tells how often it has called its engines."""
+        """Send this rank's `word` to the others, and `error` if it is the first, and read theirs. With `tells_calls`,
+        or if something is wrong, also send the number of calls of this rank's engines."""
         if self._store_is_gone:  # torch would print a stack of its C++ code each time
             return
         if not self._in_call.acquire(timeout=ANSWER_S):  # of a host without power or network; torch's call stays there

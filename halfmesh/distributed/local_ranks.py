@@ -119,7 +119,7 @@ class LocalRanks:
             raise
 
     def end(self) -> None:
-        """Kill the processes, with what they have started, and remove what they wrote."""
+        """Kill the processes and those that they started, and remove their files."""
         for process, _ in self._members:
             if process.pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -51,7 +51,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def broadcast_object(value: Any, rank: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """The `value` of that rank of `group` (None: of all ranks), on all of them."""
+    """Return the `value` of one rank of `group` (None: of all ranks) on all of its ranks."""
     if is_simulated():
         return value
     objects = [value]

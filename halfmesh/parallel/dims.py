@@ -14,10 +14,10 @@ from ..errors import InputError, did_you_mean
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The axes of the mesh that a config makes of `world_size` ranks.
+    """The axes of the mesh of `world_size` ranks, from a config.
 
-    `ParallelConfig.dims` makes one; whoever needs a size or a coordinate is given it. Methods of `axes` take those of
-    `sizes` and sub-axes, several together in any order: their ranks have the order of the mesh.
+    `ParallelConfig.dims` makes one. Functions that need a size or a coordinate take it as an argument. Arguments `axes`
+    take names of `sizes` and of sub-axes, in any order. Their ranks have the order of the mesh.
 
     Attributes:
         sizes: the sizes by axis, outermost first: pp, dp, others, tp. The coordinate on tp changes fastest.

@@ -104,8 +104,8 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def model_seed(seed: int, context: ParallelContext, own_rng_axes: Iterable[str] = ()) -> int:
-    """The seed of the model's random numbers: another one for each data rank, stage and rank of `own_rng_axes`;
-    the same on the ranks of a tensor group."""
+    """The seed of the model's random numbers. It differs between data ranks, stages and ranks of `own_rng_axes`, and is
+    equal on the ranks of a tensor group."""
     coordinate = 0
     for axis in own_rng_axes:
         coordinate = coordinate * context.sizes[axis] + context.coordinate(axis)

@@ -113,7 +113,7 @@ def _uneven_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _uneven(like: torch.Tensor) -> torch.Tensor:
-    """Numbers from -1 to 1 in no order, the same on all ranks."""
+    """Numbers from -1 to 1 without an order, equal on all ranks."""
     return torch.arange(like.numel(), dtype=torch.float32, device=like.device).square_().sin_().view(like.shape)
 
 
@@ -126,7 +126,7 @@ def _forget_copies(model: nn.Module) -> None:
 
 @dataclass
 class ModelTrial:
-    """Compares what the model makes of a few tokens of whole sequences, on one rank, and on the ranks of a group.
+    """Compares the model's outputs for a few tokens of whole sequences on one rank with those on the ranks of a group.
 
     Attributes:
         run: calls the model with arguments by name.

@@ -15,7 +15,7 @@ from ...utils.torch_private import is_compiled, without_observers, without_subcl
 
 class LateParameter(nn.Parameter):
     """The class of a parameter while its value is on its way. torch calls `__torch_function__` for every function that
-    is given one, by whatever name user code holds it: that waits, and the parameter is an ordinary one again."""
+    gets such a parameter. That call waits, and the parameter becomes an ordinary one again."""
 
     _halfmesh_arrival: Arrival
 

@@ -51,7 +51,7 @@ class TensorGradients(SharedGradients):
 
     @torch.no_grad()
     def _compare_replicated(self) -> None:
-        """Raise InputError if gradients that are to be summed are the same on all ranks, or others are not."""
+        """Raise InputError if gradients that must be summed are equal on all ranks, or if others differ."""
         shards = [shard for shard in self._replicated if shard.param.requires_grad] if self._looks else []
         if not shards:
             return
