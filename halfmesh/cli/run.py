@@ -39,7 +39,7 @@ def run(
     """Check a config, then start a script as torchrun does.
 
     Reads the --config and --set that follow the script. If the config cannot run on this number of ranks, prints the
-    reasons, starts nothing and exits with status 1.
+    reasons, starts nothing and exits with status 1. If the script then trains with another config, rank 0 warns.
     """
     if str(script).startswith("-"):
         raise typer.BadParameter(_explain_option(str(script).partition("=")[0], context))
