@@ -71,8 +71,8 @@ def check(
     from ..compat import check_setup
     from ..config.composition import Setup, find_advice
     from ..dry_run import show
+    from ..dry_run.candidates import reject_target
     from ..dry_run.dry_run import dry_runs, workers
-    from ..dry_run.rungs import reject_target
     from ..engine.summary import parse_bytes
 
     if model is None and (batch or gpu_memory or picture):
@@ -135,19 +135,19 @@ def plan(
 
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, if you give --batch, the model alone.
     """
-    from ..dry_run import rungs, show
+    from ..dry_run import candidates, show
     from ..dry_run.dry_run import workers
     from ..dry_run.ladder import search_layouts
     from ..engine.summary import parse_bytes
 
     with usage_errors():
-        rungs.reject_target("--out", out, ".py", force)
-        rungs.reject_target("--picture", picture, ".svg", force)
+        candidates.reject_target("--out", out, ".py", force)
+        candidates.reject_target("--picture", picture, ".svg", force)
         limit, inputs, ladder = parse_bytes(gpu_memory), tuple(batch or ()), None
         loaded, problems = load({} if config is None else config, overrides or ())
         try:
             if loaded is not None:
-                asked = rungs.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
+                asked = candidates.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
                 with workers(is_fresh=bool(context.obj)) as over:
                     tuple(over(bool, (0,)))  # forks the pool, before a bar starts its thread
                     with _progress() as say_simulated:
@@ -156,7 +156,7 @@ def plan(
             problems = list(error.problems)
         chosen = None if ladder is None else ladder.chosen
         if ladder is not None and chosen is not None and ladder.update is not None and out is not None:
-            rungs.write(out, rungs.config_text(chosen, asked, ladder.update), chosen.config)
+            candidates.write(out, candidates.config_text(chosen, asked, ladder.update), chosen.config)
     if ladder is None:
         answer = {"ok": False, "problems": problems, "plan": None}
         if as_json:

@@ -32,7 +32,7 @@ def init(
     """
     from ..compat import check, raise_for
     from ..config.load import load_config
-    from ..dry_run.rungs import reject_target
+    from ..dry_run.candidates import reject_target
 
     with usage_errors():
         reject_target("OUT", out, ".py", force)

@@ -13,9 +13,7 @@ from ..errors import InputError, readable
 from ..parallel.expert import NO_EXPERTS
 from ..parallel.registries import DATA_STRATEGIES
 from ..utils.torch_private import BATCH_NORMS
-from .dry_run import Map, dry_runs, find_plan_problems
-from .model_spec import build_model
-from .rungs import (
+from .candidates import (
     UNCHANGED,
     Candidate,
     Changes,
@@ -23,11 +21,13 @@ from .rungs import (
     Update,
     axis_changes,
     describe_update,
+    make_candidate,
     make_layouts,
-    make_rung,
     recomputations,
     strategy_changes,
 )
+from .dry_run import Map, dry_runs, find_plan_problems
+from .model_spec import build_model
 from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ class Ladder:
 
     Attributes:
         update: the rows of an update; None if the unchanged config cannot be simulated.
-        rungs: those with a dry run, and those that were rejected, in order.
+        candidates: those with a dry run, and those that were rejected, in order.
         chosen: the first that fits.
         notes: the changes that were left out, with reasons.
     """
 
     update: Update | None = None
-    rungs: list[Candidate] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     chosen: Candidate | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ def search_layouts(asked: PlanRequest, over: Map, say: Say) -> Ladder:
     """
     (first,) = _simulate(asked, over, say, [Candidate((), asked.config)])
     if first.rejected or first.run is None:
-        return Ladder(rungs=[first])
+        return Ladder(candidates=[first])
     if not first.run.rows:
         raise InputError(
             f"--model {asked.model}: the model's inputs are not known, so no update can be simulated: give --batch, or "
@@ -86,17 +86,19 @@ def search_layouts(asked: PlanRequest, over: Map, say: Say) -> Ladder:
 
 
 def _simulate(
-    asked: PlanRequest, over: Map, say: Say, rungs: Sequence[Candidate], about: int | None = None
+    asked: PlanRequest, over: Map, say: Say, candidates: Sequence[Candidate], about: int | None = None
 ) -> list[Candidate]:
-    """`rungs` with their dry runs, or the reasons why there are none."""
-    wanted = [rung for rung in rungs if not rung.rejected]
-    for rung in wanted:
-        say(" ".join(rung.changes) or UNCHANGED, about)
-    configs = [(rung.config, rung.rows) for rung in wanted]
+    """`candidates` with their dry runs, or the reasons why there are none."""
+    wanted = [candidate for candidate in candidates if not candidate.rejected]
+    for candidate in wanted:
+        say(" ".join(candidate.changes) or UNCHANGED, about)
+    configs = [(candidate.config, candidate.rows) for candidate in wanted]
     found = iter(dry_runs(over, configs, asked.world_size, asked.model, asked.batch, asked.room))
     return [
-        rung if rung.rejected else replace(rung, run=(run := next(found)), rejected="\n".join(run.problems))
-        for rung in rungs
+        candidate
+        if candidate.rejected
+        else replace(candidate, run=(run := next(found)), rejected="\n".join(run.problems))
+        for candidate in candidates
     ]
 
 
@@ -126,9 +128,9 @@ class _Search:
             if chosen is not None:
                 break
         keys = sorted(self._tried, key=lambda key: (layouts.index(key[0]), self._kinds.index(key[1]), -key[2]))
-        rungs = [self._tried[key] for key in keys]
-        end = len(rungs) if chosen is None else rungs.index(chosen) + 1
-        return Ladder(self._update, rungs[:end], chosen, self._notes)
+        candidates = [self._tried[key] for key in keys]
+        end = len(candidates) if chosen is None else candidates.index(chosen) + 1
+        return Ladder(self._update, candidates[:end], chosen, self._notes)
 
     def _find_rejected(self) -> set[str]:
         """The changes that the composition table or the model does not allow. Notes them, and what else is left out."""
@@ -138,12 +140,12 @@ class _Search:
             **{change: ((change,), "", self._sizes((change,))[0]) for change in single},
             **{f"activation_checkpoint={kind}": ((), kind, update.at_once) for kind in self._kinds[1:]},
         }
-        rungs = [make_rung(asked, update, *key) for key in tried.values()]
-        job = ([rung.config for rung in rungs], asked.world_size, asked.model)
+        candidates = [make_candidate(asked, update, *key) for key in tried.values()]
+        job = ([candidate.config for candidate in candidates], asked.world_size, asked.model)
         ((has_batch_norm, problems),) = self._over(_inspect_model, [job])
         left_out: dict[str, list[str]] = {}  # by reason: an axis of any size may have the same
-        for change, rung, reasons in zip(tried, rungs, problems, strict=True):
-            if reasons := [*rung.rejected.splitlines(), *reasons]:
+        for change, candidate, reasons in zip(tried, candidates, problems, strict=True):
+            if reasons := [*candidate.rejected.splitlines(), *reasons]:
                 reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
                 left_out.setdefault(reason, []).append(change)
         for reason, names in left_out.items():
@@ -175,7 +177,7 @@ class _Search:
             hopeless = last.needs * fewest / most > room
             (small,) = (last,) if hopeless else self._try((changes, kinds[-1], fewest))
             if not self._fits(small):
-                self._note_least(min(last, small, key=lambda rung: rung.needs), "needed")
+                self._note_least(min(last, small, key=lambda candidate: candidate.needs), "needed")
                 return None
         for kind in kinds:
             large, small = self._try((changes, kind, most), (changes, kind, fewest))
@@ -188,26 +190,26 @@ class _Search:
 
     def _try(self, *wanted: tuple[Changes, str, int]) -> list[Candidate]:
         new = [key for key in dict.fromkeys(wanted) if key not in self._tried]
-        rungs = [make_rung(self._asked, self._update, *key) for key in new]
-        self._tried |= zip(new, _simulate(self._asked, self._over, self._say, rungs, self._about), strict=True)
+        candidates = [make_candidate(self._asked, self._update, *key) for key in new]
+        self._tried |= zip(new, _simulate(self._asked, self._over, self._say, candidates, self._about), strict=True)
         return [self._tried[key] for key in wanted]
 
     def _sizes(self, changes: Changes) -> list[int]:
         """Numbers of rows that can go through the model at once, most first: those of the config, or fractions."""
         at_once = self._update.at_once
         sizes = [n for n in range(at_once, 0, -1) if at_once % n == 0] if self._splits_batches else [at_once]
-        allowed = [n for n in sizes if not make_rung(self._asked, self._update, changes, "", n).rejected]
+        allowed = [n for n in sizes if not make_candidate(self._asked, self._update, changes, "", n).rejected]
         return allowed or sizes[:1]
 
-    def _fits(self, rung: Candidate) -> bool:
-        return not rung.rejected and rung.needs <= self._asked.room
+    def _fits(self, candidate: Candidate) -> bool:
+        return not candidate.rejected and candidate.needs <= self._asked.room
 
-    def _note_least(self, rung: Candidate, figure: Literal["state", "needed"]) -> None:
-        """Remember the least memory that this layout can need: this `figure` of the smallest rank of `rung`."""
-        if rung.run is not None and not rung.rejected:
-            found, ranks = rung.run.ranks.values(), rung.config.parallel.ranks_of_batch
+    def _note_least(self, candidate: Candidate, figure: Literal["state", "needed"]) -> None:
+        """Remember the least memory that this layout can need: this `figure` of the smallest rank of `candidate`."""
+        if candidate.run is not None and not candidate.rejected:
+            found, ranks = candidate.run.ranks.values(), candidate.config.parallel.ranks_of_batch
             least = min(getattr(one, figure) for one in found), min(one.state for one in found), ranks
-            self._least.setdefault(rung.config.parallel.data.strategy, least)
+            self._least.setdefault(candidate.config.parallel.data.strategy, least)
 
     def _is_hopeless(self, changes: Changes) -> bool:
         """Return True if a layout cannot fit: a simpler one with the same data strategy needs too much, even if axes

@@ -15,9 +15,9 @@ from ..engine.parallelize import make_plans
 from ..errors import counted, readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from ..report import mesh_picture
+from .candidates import ROOM, UNCHANGED, Candidate, PlanRequest, Update, both_units, config_text
 from .dry_run import DryRun
 from .model_spec import build_model
-from .rungs import ROOM, UNCHANGED, Candidate, PlanRequest, Update, both_units, config_text
 from .simulate_rank import CATEGORIES
 from .tracker import Tracker, dry_run_mode
 
@@ -146,19 +146,19 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
     """The options, the reason why each does not fit, and the cost of the one that fits."""
     if ladder.update is None:
         yield f"{asked.model} cannot be simulated with the config as it is:"
-        yield from (f"  {problem}" for problem in ladder.rungs[0].rejected.splitlines())
+        yield from (f"  {problem}" for problem in ladder.candidates[0].rejected.splitlines())
         return
     yield (
-        f"{counted(asked.world_size, 'rank')}, batches of {counted(ladder.rungs[0].rows or 0, 'row')} per data rank, "
-        f"{ladder.update.rows} rows in an update"
+        f"{counted(asked.world_size, 'rank')}, batches of {counted(ladder.candidates[0].rows or 0, 'row')} per data "
+        f"rank, {ladder.update.rows} rows in an update"
     )
     yield (
         f"a rank may use {readable(asked.room)} of {both_units(asked.limit)}: {1 - ROOM:.0%} is reserved for CUDA, "
         "NCCL and the allocator"
     )
-    for number, rung in enumerate(ladder.rungs, 1):
-        yield f"{number}. {' '.join(rung.changes) or UNCHANGED}"
-        yield f"     {_outcome(rung, asked)}"
+    for number, candidate in enumerate(ladder.candidates, 1):
+        yield f"{number}. {' '.join(candidate.changes) or UNCHANGED}"
+        yield f"     {_outcome(candidate, asked)}"
     yield from (f"note: {note}" for note in ladder.notes[:_MOST_NOTES])
     if len(ladder.notes) > _MOST_NOTES:
         yield f"note: {len(ladder.notes) - _MOST_NOTES} more notes; --json has all"
@@ -174,26 +174,26 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
     yield from config_text(chosen, asked, ladder.update).splitlines()
 
 
-def _outcome(rung: Candidate, asked: PlanRequest) -> str:
-    if rung.rejected or rung.run is None:
-        return f"cannot run: {'; '.join(rung.rejected.splitlines())}"
-    rank, figures = rung.run.largest
+def _outcome(candidate: Candidate, asked: PlanRequest) -> str:
+    if candidate.rejected or candidate.run is None:
+        return f"cannot run: {'; '.join(candidate.rejected.splitlines())}"
+    rank, figures = candidate.run.largest
     largest = sorted(figures.bytes.items(), key=lambda item: -item[1])[:2]
     most = "; the largest parts are " + ", ".join(f"{name} {readable(size)}" for name, size in largest)
-    if rung.needs <= asked.room:
-        return f"fits: rank {rank} needs {readable(rung.needs)}{most}"
+    if candidate.needs <= asked.room:
+        return f"fits: rank {rank} needs {readable(candidate.needs)}{most}"
     if figures.peak is None:
-        kept = f"keeps {readable(rung.needs)} between updates, without gradients and activations"
+        kept = f"keeps {readable(candidate.needs)} between updates, without gradients and activations"
         return f"does not fit: rank {rank} {kept}{most}"
     state = ""
-    if rung.state > asked.room:
-        state = f" ({readable(rung.state)} of it does not depend on the batch or on recomputation)"
-    return f"does not fit: rank {rank} needs {readable(rung.needs)}{state}{most}"
+    if candidate.state > asked.room:
+        state = f" ({readable(candidate.state)} of it does not depend on the batch or on recomputation)"
+    return f"does not fit: rank {rank} needs {readable(candidate.needs)}{state}{most}"
 
 
-def costs(rung: Candidate, update: Update) -> Iterator[str]:
+def costs(candidate: Candidate, update: Update) -> Iterator[str]:
     """The costs of an option: communication, waiting and recomputation."""
-    config, run = rung.config, rung.run
+    config, run = candidate.config, candidate.run
     assert run is not None
     used = {AXES.get(name).dim: (f"parallel.{name}", AXES.get(name).cost) for name in config.parallel.sizes}
     strategy = config.parallel.data.strategy
@@ -210,9 +210,9 @@ def costs(rung: Candidate, update: Update) -> Iterator[str]:
         yield "ranks send nothing to each other"
     if run.bubble:
         yield f"bubble: a stage waits for {run.bubble:.0%} of a step; more rows per update reduce it"
-    if rung.recompute:
-        yield f"activation_checkpoint={rung.recompute}: {_RECOMPUTED[rung.recompute]}"
-    now, before = update.rows // run.dims.dp // rung.passes, update.at_once
+    if candidate.recompute:
+        yield f"activation_checkpoint={candidate.recompute}: {_RECOMPUTED[candidate.recompute]}"
+    now, before = update.rows // run.dims.dp // candidate.passes, update.at_once
     if now < before:
         yield f"batches: {counted(now, 'row')} at a time through the model, not {before}; matrix products are smaller"
 
@@ -225,29 +225,29 @@ def ladder_as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
         "world_size": asked.world_size,
         "limit": asked.limit,
         "usable": ROOM,
-        "batch_rows": ladder.rungs[0].rows,
+        "batch_rows": ladder.candidates[0].rows,
         "rows_per_update": update.rows if update else None,
-        "options": [_rung_as_json(rung) for rung in ladder.rungs],
+        "options": [_candidate_as_json(candidate) for candidate in ladder.candidates],
         "notes": ladder.notes,
         "chosen": None,
         "costs": [],
         "advice": [],
     }
     if chosen is not None and update is not None:
-        answer["chosen"] = _rung_as_json(chosen) | {"config": chosen.config.to_dict()}
+        answer["chosen"] = _candidate_as_json(chosen) | {"config": chosen.config.to_dict()}
         answer["costs"] = list(costs(chosen, update))
         answer["advice"] = list(map(str, find_advice(Setup.of(chosen.config, asked.world_size))))
     return answer
 
 
-def _rung_as_json(rung: Candidate) -> dict[str, Any]:
-    figures = rung.run.largest[1] if rung.run and rung.run.ranks else None
+def _candidate_as_json(candidate: Candidate) -> dict[str, Any]:
+    figures = candidate.run.largest[1] if candidate.run and candidate.run.ranks else None
     return {
-        "changes": rung.changes,
-        "batch_rows": rung.rows,
-        "rejected": rung.rejected,
-        "needs": rung.needs,
+        "changes": candidate.changes,
+        "batch_rows": candidate.rows,
+        "rejected": candidate.rejected,
+        "needs": candidate.needs,
         "bytes": figures.bytes if figures else {},
         "update_simulated": figures is not None and figures.peak is not None,
-        "bubble": rung.run.bubble if rung.run else 0.0,
+        "bubble": candidate.run.bubble if candidate.run else 0.0,
     }

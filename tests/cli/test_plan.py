@@ -88,9 +88,9 @@ def test_nothing_fits(tmp_path):
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert (answer["ok"], answer["chosen"], answer["limit"]) == (False, None, 1000 * 1024)
-    (rung,) = answer["options"]
-    assert (rung["changes"], rung["update_simulated"]) == ([], False)
-    assert rung["needs"] > answer["limit"]
+    (candidate,) = answer["options"]
+    assert (candidate["changes"], candidate["update_simulated"]) == ([], False)
+    assert candidate["needs"] > answer["limit"]
     assert not out.exists()
 
 

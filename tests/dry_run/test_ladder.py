@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError, load_config
 from halfmesh.compat import check
+from halfmesh.dry_run.candidates import PlanRequest, config_text, write
 from halfmesh.dry_run.dry_run import dry_runs
 from halfmesh.dry_run.ladder import search_layouts
-from halfmesh.dry_run.rungs import PlanRequest, config_text, write
 from halfmesh.dry_run.show import ladder_lines as lines
 from tests.support import llama
 from tests.support.llama import SMALL
@@ -56,11 +56,11 @@ def train(rank, world_size, path, rows):
 )
 def test_the_first_that_fits_is_chosen_and_trains(room, changes, tmp_path):
     asked, ladder = plan(room, 2)
-    *others, chosen = ladder.rungs
+    *others, chosen = ladder.candidates
     assert chosen is ladder.chosen
     assert " ".join(chosen.changes).startswith(changes)
     assert others[0].changes == ()
-    assert all(rung.needs > asked.room for rung in others)
+    assert all(candidate.needs > asked.room for candidate in others)
     assert chosen.needs <= asked.room
     said = list(lines(ladder, asked))
     assert sum("does not fit: rank 0 " in line for line in said) == len(others)
@@ -107,7 +107,7 @@ def models(tmp_path, monkeypatch):
 
 def test_what_changes_the_result_is_left_out(models):
     _, ladder = plan(1, 2, model="some_models:normed", config={"bf16": {"mode": "torch"}})
-    assert {rung.rows for rung in ladder.rungs} == {8}
+    assert {candidate.rows for candidate in ladder.candidates} == {8}
     assert "not tried: smaller batches: BatchNorm's statistics would change" in ladder.notes
     assert any(note.startswith("not tried: parallel.tensor.size=2: ") for note in ladder.notes)
     assert not any("expert" in note for note in ladder.notes), "a model without experts needs no note on them"

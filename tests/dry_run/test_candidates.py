@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from halfmesh import IncompatibleConfigError, load_config
-from halfmesh.dry_run.rungs import (
+from halfmesh.dry_run.candidates import (
     PlanRequest,
     Update,
     describe_update,
+    make_candidate,
     make_layouts,
-    make_rung,
     recomputations,
 )
 from halfmesh.options import Options
@@ -80,20 +80,20 @@ def test_an_update_has_the_same_rows(config, changes, at_once, rows, passes, mor
     asked = ask(**config)
     update = describe_update(asked.config, 8, 4)
     assert update == Update(32 * asked.config.gradient_accumulation, 4, asked.config.gradient_accumulation)
-    rung = make_rung(asked, update, changes, "full", at_once)
-    assert rung.rejected == ""
-    assert (rung.rows, rung.passes) == (rows, passes)
-    assert rung.changes == (*changes, "activation_checkpoint=full", *more)
-    assert rung.config == load_config(asked.config, rung.changes)  # what is printed after --set
+    candidate = make_candidate(asked, update, changes, "full", at_once)
+    assert candidate.rejected == ""
+    assert (candidate.rows, candidate.passes) == (rows, passes)
+    assert candidate.changes == (*changes, "activation_checkpoint=full", *more)
+    assert candidate.config == load_config(asked.config, candidate.changes)  # what is printed after --set
 
 
 def test_what_does_not_compose_is_rejected():
     asked = ask(fp16={"mode": "apex"})
-    rung = make_rung(asked, describe_update(asked.config, 8, 4), ("parallel.tensor.size=2",), "", 4)
-    assert rung.rejected.startswith("apex fp16 x tensor: ")
+    candidate = make_candidate(asked, describe_update(asked.config, 8, 4), ("parallel.tensor.size=2",), "", 4)
+    assert candidate.rejected.startswith("apex fp16 x tensor: ")
 
 
-def test_an_axis_and_a_strategy_of_others_are_rungs():
+def test_an_axis_and_a_strategy_of_others_are_candidates():
     class WideOptions(Options):
         size: int = 1
 
@@ -113,7 +113,7 @@ def test_an_axis_and_a_strategy_of_others_are_rungs():
         alone = [f"parallel.{name}.size=2" for name in ("tensor", "wide", "pipeline")]
         assert found[4:] == [alone[0], *of_data, *alone[1:]]
         update = describe_update(ask(2).config, 2, 4)
-        assert make_rung(ask(2), update, ("parallel.wide.size=2",), "", 4).config.parallel.sizes["wide"] == 2
+        assert make_candidate(ask(2), update, ("parallel.wide.size=2",), "", 4).config.parallel.sizes["wide"] == 2
     finally:
         AXES.unregister("wide")
         DATA_STRATEGIES.unregister("owned")

@@ -103,7 +103,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Update:
-    """The rows of an update, the same for all rungs.
+    """The rows of an update, the same for all candidates.
 
     Attributes:
         rows: over all data ranks.
@@ -125,7 +125,7 @@ def describe_update(config: Config, world_size: int, rows: int) -> Update:
     return Update(rows * data * cycle, rows // (_get(config, key) if key else 1), cycle)
 
 
-def make_rung(asked: PlanRequest, update: Update, changes: Changes, recompute: str, at_once: int) -> Candidate:
+def make_candidate(asked: PlanRequest, update: Update, changes: Changes, recompute: str, at_once: int) -> Candidate:
     """The config with `changes`, recomputation, and the same rows in an update, `at_once` of them at once."""
     config = load_config(asked.config, changes)
     own, key = update.rows // config.parallel.dims(asked.world_size).dp, _split_key(config)
@@ -240,15 +240,15 @@ def reject_target(option: str, path: Path | None, suffix: str, may_replace: bool
         raise InputError(f"{option} {path}: it cannot be written ({error.strerror})") from error
 
 
-def config_text(rung: Candidate, asked: PlanRequest, update: Update) -> str:
-    """The config of `rung` as a .py file, with comments on its purpose and its memory."""
+def config_text(candidate: Candidate, asked: PlanRequest, update: Update) -> str:
+    """The config of `candidate` as a .py file, with comments on its purpose and its memory."""
     ranks = counted(asked.world_size, "rank")
     lines = [
         f"# Made by halfmesh plan for {asked.model} on {ranks} of {both_units(asked.limit)}, AdamW.",
-        f"# Give each data rank's DataLoader batch_size={rung.rows}. An update takes {update.rows} rows in total.",
-        f"# In the simulation, a rank needed {readable(rung.needs)}.",
+        f"# Give each data rank's DataLoader batch_size={candidate.rows}. An update takes {update.rows} rows in total.",
+        f"# In the simulation, a rank needed {readable(candidate.needs)}.",
         "",
-        *(f"{key} = {as_python(value)}" for key, value in rung.config.to_dict().items()),
+        *(f"{key} = {as_python(value)}" for key, value in candidate.config.to_dict().items()),
     ]
     return "\n".join(lines) + "\n"
 
