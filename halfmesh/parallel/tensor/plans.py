@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import HalfmeshError, InputError, find_near, page
+from ...errors import HalfmeshError, InputError, counted, find_near, page
 from ...utils.torch_private import is_compiled
 from ..models.peft import look_through
 from ..modules import comes_from, is_within
@@ -191,7 +191,12 @@ def resolve(
     if any(map(is_compiled, modules.values())):
         problems.append("the model is already compiled, so its layers cannot be sharded; pass it uncompiled")
     assignments = list(found.values())
-    problems += [problem for a in assignments for problem in a.find_problems(size)]
+    alike = defaultdict[str, list[str]](list)  # of repeated blocks
+    for a in assignments:
+        for problem in a.find_problems(size):
+            alike[problem.replace(a.name, generalise(a.name), 1)].append(problem)
+    for first, *others in alike.values():
+        problems.append(first + (f" ({counted(len(others), 'more layer')} like it)" if others else ""))
     if problems:
         return assignments, problems
     if plan == "auto":

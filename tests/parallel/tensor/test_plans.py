@@ -250,6 +250,15 @@ def test_all_problems_are_told_together():
     assert "head (colwise_gather, from plan 'head'): 12 output features are not divisible by tensor=8" in message
 
 
+def test_blocks_with_the_same_problem_are_one_line():
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)) for _ in range(12)])
+    _, problems = resolve(blocks, 2, {"*.0": "colwise", "*.2": "rowwise"})
+    expected = ("0.0 (colwise, from plan '*.0'): 9 output features", "0.2 (rowwise, from plan '*.2'): 9 input features")
+    assert problems == [
+        f"{text} are not divisible by tensor=2; tensor can be 1, 3, 9 (11 more layers like it)" for text in expected
+    ]
+
+
 OUTSIDE = "under sequence_parallel=True it must be in a 'region'"
 WHOLE = "it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its modules"
 NOWHERE = "no plan says where the sequence is sharded"
