@@ -103,7 +103,8 @@ class GradientGuard:
         self._noted: list[tuple[torch.Tensor | None, tuple[int, float]]] = []  # by the last backward
         held = () if update.recipe.param_dtype is not None else self._masters.shards
         allowed = trainable_dtypes(update.recipe)
-        self._narrow = [(s.name, s.param) for s in held if s.param.dtype not in allowed]  # frozen, in half precision
+        used = [(s.name, (s.source or s).param) for s in held]  # by the model, where it is frozen and unfrozen
+        self._narrow = [(name, param) for name, param in used if param.dtype not in allowed]  # in half precision
 
     def before_backward(self) -> None:
         """Look for hooks on scaled gradients, for gradients of another backward, and for changes since the last one.

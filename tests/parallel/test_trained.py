@@ -66,6 +66,27 @@ def test_half_precision_stays_frozen_where_it_has_no_masters(optimizer):
     assert torch.equal(model[2].weight, before)
 
 
+def unfrozen_in_half(rank: int, world_size: int) -> dict[str, str]:
+    """A layer in bf16 is unfrozen after an update, in layouts that step other parameters than the model's."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        model = make_model(4)
+        model[4].to(torch.bfloat16)
+        engine = make_engine({"parallel": layout, "bf16": {"mode": "torch"}}, model=model)
+        step_on(engine, *here(make_data()))
+        engine.model[4].requires_grad_(True)
+        found[name] = said(step_on, engine, *here(make_data()))
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_half_precision_stays_frozen_in_each_layout():
+    for found in run_ranks(unfrozen_in_half, 2):
+        for name, message in found.items():
+            assert message.startswith("4.weight, 4.bias: in half precision, and no longer frozen."), (name, message)
+
+
 def mid_run(rank: int, world_size: int) -> dict[str, Any]:
     """Random layer freezing, drawn from unequal seeds: after a step, and within a cycle of two batches."""
     x, y = here(make_data())
