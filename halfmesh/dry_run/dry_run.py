@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -205,6 +206,7 @@ def workers(is_fresh: bool) -> Iterator[Map]:
 
 
 def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of Ctrl-C the parent process tells
     gc.freeze()  # imported objects are not searched for garbage again: a tenth of a dry run
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao, once imported, makes each of them warn
     torch.set_num_threads(1)  # a fork has no threads of its parent process
