@@ -83,7 +83,7 @@ def _told(checked: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[CHECKED]
+        os.environ.pop(CHECKED, None)
 
 
 def torchrun(arguments: list[str]) -> int:

@@ -59,12 +59,14 @@ def tell_checked(config: Config, name: str) -> str:
 
 def find_unchecked(config: Config, source: object) -> str | None:
     """A warning if `halfmesh run` has checked a config with other keys than `config`, which the script got from
-    `source`; None if it is the same, or none was checked. Constants do not count: a script may change them."""
+    `source`; None if it is the same, or none was checked. Constants do not count: a script may change them. Once
+    the checked config is used, further engines of the script may have others."""
     if not (checked := json.loads(os.environ.get(CHECKED) or "null")):
         return None
     own = json.loads(json.dumps(_settings(config)))
     keys = [key for key in Settings.model_fields if own[key] != checked["keys"].get(key)]
     if not keys:
+        del os.environ[CHECKED]
         return None
     name = str(source) if isinstance(source, (str, Path)) else "another config" if source else "no config"
     return (

@@ -272,9 +272,9 @@ def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
 
 
 def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe) -> Iterator[str]:
-    allowed, casts = trainable_dtypes(recipe), recipe.param_dtype is not None
+    allowed = trainable_dtypes(recipe)
     found = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
-    odd = [name for name in found if casts or params[name].requires_grad]  # a frozen base may stay narrow
+    odd = [name for name in found if not recipe.autocast or params[name].requires_grad]  # which casts a frozen base
     if not odd:
         return
     dtype = params[odd[0]].dtype

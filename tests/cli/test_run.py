@@ -90,6 +90,7 @@ def test_torchruns_end_is_a_status_without_a_traceback(run, monkeypatch, end, st
 READS_OPTIONS = (
     "args = halfmesh.get_default_parser().parse_args(); c = halfmesh.load_config(args.config, args.overrides)"
 )
+INITIALIZE = "halfmesh.initialize(m, torch.optim.SGD(m.parameters(), 0.1), config="
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ READS_OPTIONS = (
         (["own.py", "--set", "seed=3"], "'own.py'", "checked own.py --set seed=3, but this script trains with own.py"),
         (["own.py"], "'own.py'", ""),
         (["other.py", "--set", "seed=3", "--set", "EPOCHS=2"], "c", ""),
+        (["own.py"], f"'own.py').close(); {INITIALIZE}None", ""),  # a second engine may have another
         (["own.py"], "halfmesh.launch_from_torch('other.py', verbose=False)", "this script trains with other.py"),
     ],
 )
@@ -107,7 +109,7 @@ def test_a_script_that_trains_with_another_config_than_the_checked_one(
     run, monkeypatch, caplog, options, source, warning
 ):
     lines = ["import halfmesh, torch", READS_OPTIONS, "m = torch.nn.Linear(2, 2)"]
-    lines += [f"halfmesh.initialize(m, torch.optim.SGD(m.parameters(), 0.1), config={source}).close()"]
+    lines += [f"{INITIALIZE}{source}).close()"]
     for name, content in {"train.py": lines, "own.py": ["seed = 1"], "other.py": ["seed = 2"]}.items():
         with open(name, "w") as file:
             file.write("\n".join(content))
