@@ -87,7 +87,7 @@ def said(found: VerifyReport) -> str:
     return "" if first is None else f"{first.what} {first.module}; {first.where}"
 
 
-def verdict(place: In, report: VerifyReport) -> str:
+def judged(place: In, report: VerifyReport) -> str:
     """Whether the place that is named first is right: "right", "another" or "missed"."""
     words = said(report)
     return "right" if place.is_right(words) else "another" if words else "missed"

@@ -1,4 +1,4 @@
-"""Faults of the norm, the verdict and the loss scale."""
+"""Faults of the norm, the overflow decision and the loss scale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXACT, RULES, SCALERS, NORMS, LOSSES = (
 )
 MOVED = "            if stats is not None:\n                self.loss_scales.update(stats)\n"
 DIVISOR = "        scale, total = self.loss_scales.grad_divisor(divisor)\n        total = None if self"
-DISAGREES = "verdict *", "norm *", "rejected *"
+DISAGREES = "overflow *", "norm *", "rejected *"
 
 NORM_AND_SCALE = (
     fault(
@@ -62,7 +62,7 @@ NORM_AND_SCALE = (
         Text(
             OPTIMIZER, "total.to(self.stepper.divides_in), self.found_inf)", "total.to(self.stepper.divides_in), None)"
         ),
-        In(TORCH_FP16, ("verdict *", "update *")),
+        In(TORCH_FP16, ("overflow *", "update *")),
     ),
     fault(
         "An update without a loss scale is skipped",
@@ -72,14 +72,14 @@ NORM_AND_SCALE = (
     fault(
         "The loss scale never moves",
         Text(SCALER, "        options, tracker, left = self", "        return\n        options, tracker, left = self"),
-        In(NAIVE_FP16, "verdict *"),
+        In(NAIVE_FP16, "overflow *"),
     ),
     fault(
         "The loss scale falls at the first overflow, where the config allows more",
         Text(SCALER, "torch.full((), options.hysteresis,", "torch.full((), 1,"),
         In(
             NAIVE_FP16,
-            "verdict loss_scale; *",
+            "overflow loss_scale; *",
             more={"fp16": {"mode": "naive", "initial_scale": 256.0, "hysteresis": 2}},
         ),
     ),
@@ -90,7 +90,7 @@ NORM_AND_SCALE = (
             "options.backoff_factor, options.growth_interval",
             "options.backoff_factor, options.growth_interval + 1",
         ),
-        In(NAIVE_FP16, "verdict loss_scale; *"),
+        In(NAIVE_FP16, "overflow loss_scale; *"),
     ),
     fault(
         "The loss scale leaves its bounds",
@@ -120,7 +120,7 @@ NORM_AND_SCALE = (
     fault(
         "The learning rate moves on after an update that was skipped, too",
         Text("engine/lr_scheduler.py", "if result is not None and not result.skipped:", "if result is not None:"),
-        In(TORCH_FP16, "verdict lr; *"),
+        In(TORCH_FP16, "overflow lr; *"),
     ),
     fault(
         "The loss scale is updated before gradients are divided by it",
@@ -132,7 +132,7 @@ NORM_AND_SCALE = (
                 f"        if stats is not None:\n            self.loss_scales.update(stats)\n{DIVISOR}",
             ),
         ],
-        In(TORCH_FP16_TENSOR, ("verdict loss_scale; *", "update *", "gradient *")),
+        In(TORCH_FP16_TENSOR, ("overflow loss_scale; *", "update *", "gradient *")),
     ),
     fault(
         "Gradients are not divided by the loss scale",

@@ -14,7 +14,7 @@ from halfmesh.utils.log import get_logger
 from tests.support.ranks import end_teams
 
 from .by_tests import running_tests
-from .by_verify import said, verdict, verifying
+from .by_verify import judged, said, verifying
 from .fault import ROOT, Fault
 from .table import FAULTS, TESTS
 
@@ -102,7 +102,7 @@ def by_verify() -> Iterator[Row]:
                 report = verify(fault, place, True)
                 words = said(report) or f"nothing: {place.unseen}"
                 cause = "" if report.first is None else report.first.cause
-                yield Row(fault, str(place), words, cause, verdict(place, report))
+                yield Row(fault, str(place), words, cause, judged(place, report))
 
 
 def main() -> None:

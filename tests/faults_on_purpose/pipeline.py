@@ -39,7 +39,7 @@ PIPELINE = (
             "        def begin_last(module: StageModule, roots: Any) -> None:\n"
             "            left.remove(module.index)\n",
         ),
-        In(Cell("none", data=2, pipeline=PIPE), "rejected *arrived after it was sent*"),
+        In(Cell("none", data=2, pipeline=PIPE), "rejected *changed after it was sent*"),
     ),
     fault(
         "The second half of a backward in two halves has no weights",

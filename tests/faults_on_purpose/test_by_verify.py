@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .by_verify import verdict, verifying
+from .by_verify import judged, verifying
 from .page import read
 from .table import FAULTS
 
@@ -39,7 +39,7 @@ def params(places):
 @pytest.mark.parametrize(("fault", "place"), params(PLACES))
 def test_a_fault_is_reported_as_the_page_says(verify, fault, place):
     report = verify(fault, place, True)
-    assert verdict(place, report) == read()[fault.what, str(place)], str(report)
+    assert judged(place, report) == read()[fault.what, str(place)], str(report)
     assert not place.cause or place.cause in f"{report.first.cause} {report.first.advice}", str(report)
 
 
