@@ -192,11 +192,11 @@ def test_models_that_cannot_be_sharded():
     ("config", "ranks", "found"),
     [
         ({"parallel": {"expert": 2}, "compile": True}, 4, {"compile": "tokens sent change from"}),
-        ({"parallel": {"expert": 4}}, 2, {"parallel.expert": "4 does not divide the 2 of them"}),
+        ({"parallel": {"expert": 4}}, 2, {"parallel.expert": "4 does not divide the 2 data ranks"}),
         (
             {"parallel": {"expert": 4, "data": {"size": 2}}},
             8,
-            {"parallel.data.size": "there are 8 ranks; remove it, or start 2 (expert ranks are data ranks"},
+            {"parallel.data.size": "there are 8 ranks; remove it, or start 2 (data.size includes the expert ranks"},
         ),
         ({"parallel": {"expert": 2, "data": {"strategy": "fsdp", "hybrid": 2}}}, 4, {"parallel.data.hybrid": "expert"}),
     ],
