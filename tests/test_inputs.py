@@ -256,7 +256,9 @@ def test_a_rejection_leaves_everything_untouched(config, error):
     optimizer.step()
 
 
-def test_no_config_is_fp32_but_that_of_a_launch_is_not_forgotten():
+def test_no_config_is_fp32_but_that_of_a_launch_is_not_forgotten(monkeypatch):
+    monkeypatch.setattr("halfmesh.engine.launch._launched", [])  # of other tests in this process
+
     def make(**options):
         return halfmesh.initialize(MLP(), sgd, device="cpu", **options)
 

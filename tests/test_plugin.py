@@ -75,7 +75,7 @@ def test_it_trains(halfway):
 
 def test_a_plugin_without_a_recipe(halfway, monkeypatch):
     monkeypatch.setattr(halfway, "recipe", lambda *_: None)
-    with pytest.raises(TypeError, match=r"Halfway.recipe returned None, but it has to return a halfmesh.Recipe"):
+    with pytest.raises(TypeError, match=r"Halfway.recipe returned None, but it must return a halfmesh.Recipe"):
         make_engine({"fp16": {"mode": "halfway"}})
 
 

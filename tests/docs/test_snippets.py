@@ -99,8 +99,8 @@ def test_python_and_yaml_are_one_config(run, capsys):
 def test_a_launch_under_slurm(run, monkeypatch):
     for name, value in {"SLURM_PROCID": 0, "SLURM_NPROCS": 1, "SLURM_LOCALID": 0, "HEAD": "node0"}.items():
         monkeypatch.setenv(name, str(value))
-    launch = run("nodes.md", "slurm.py", files=("config.py",))["launch"]
-    assert (launch.rank, launch.world_size, launch.config.GLOBAL_BATCH) == (0, 1, 8)
+    with run("nodes.md", "slurm.py", files=("config.py",))["launch"] as launch:
+        assert (launch.rank, launch.world_size, launch.config.GLOBAL_BATCH) == (0, 1, 8)
 
 
 # --- what runs as it stands -----------------------------------------------------------------------------------------
