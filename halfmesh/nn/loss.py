@@ -81,20 +81,12 @@ def linear_cross_entropy(
             linear_cross_entropy, given[::2], *given, **options, reduction=reduction, chunk_size=chunk_size
         )
     if isinstance(head, torch.Tensor):
-        raise InputError(
-            "linear_cross_entropy() takes the module that makes the logits, not its weight, which may be sharded: "
-            "linear_cross_entropy(hidden, self.head, targets). For a tied weight, use an nn.Linear with head.weight = "
-            "embedding.weight"
-        )
+        raise InputError("linear_cross_entropy() takes the head itself, not its weight, which may be sharded")
     if input.shape[:-1] != target.shape:
-        raise InputError(
-            "linear_cross_entropy() takes hidden states [..., features] and class indices [...], but got "
-            f"{list(input.shape)} and {list(target.shape)}"
-        )
+        shapes = f"{list(input.shape)} and {list(target.shape)}"
+        raise InputError(f"linear_cross_entropy() takes [..., features] and class indices [...], but got {shapes}")
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f"linear_cross_entropy(): reduction={reduction!r} is not 'mean', 'sum' or 'none'")
-    if chunk_size is not None and chunk_size < 1:
-        raise InputError(f"linear_cross_entropy(): chunk_size={chunk_size} must be a number of tokens, 1 or more")
     targets = target.reshape(-1)
     losses = _losses(input.reshape(-1, input.shape[-1]), head, targets, options, chunk_size)
     if reduction == "none":
@@ -114,7 +106,7 @@ def _losses(
 ) -> torch.Tensor:
     """The loss of each token."""
     size = len(targets) if _is_gathered_by_itself(head) else size or _chunk_size(x, head)
-    chunks, parts = x.split(max(size, 1)), targets.split(max(size, 1))
+    chunks, parts = x.split(size or 1), targets.split(size or 1)  # without tokens 0
     sums = _wide_sums(head, x.device.type) if len(chunks) > 1 and torch.is_grad_enabled() else {}
     compute: Callable[..., torch.Tensor] = partial(_chunk_losses, head, sums, options)
     if torch.is_grad_enabled():

@@ -91,12 +91,8 @@ _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 def holds_experts(module: nn.Module) -> bool:
     """Return True if the parameters are stacked experts, and forward takes tokens and their experts."""
     count, params = getattr(module, "num_experts", None), list(module.parameters())
-    return (
-        isinstance(count, int)
-        and bool(params)
-        and all(param.dim() > 1 and len(param) == count for param in params)
-        and parameter_names(module)[:3] == _ARGUMENTS
-    )
+    are_stacked = bool(params) and all(param.dim() > 1 and len(param) == count for param in params)
+    return isinstance(count, int) and are_stacked and parameter_names(module)[:3] == _ARGUMENTS
 
 
 class ExpertParallel(AppliedAxis):
@@ -142,14 +138,9 @@ class ExpertParallelism(Axis):
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
         if getattr(config.parallel.data, "hybrid", None) is not None:
-            message = "experts are sharded over other ranks than the other weights; remove hybrid, or expert"
-            yield "parallel.data.hybrid", message
+            yield "parallel.data.hybrid", "experts lie on other ranks than the other weights; remove hybrid, or expert"
         if config.compile.enabled:
-            message = (
-                "the numbers of tokens sent change from batch to batch, which compiled code cannot handle; remove "
-                "compile, or expert"
-            )
-            yield "compile", message
+            yield "compile", "compiled code cannot send numbers of tokens that change; remove compile, or expert"
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[list[str], list[str]]:
@@ -158,18 +149,13 @@ class ExpertParallelism(Axis):
         found = [name for name, module in model.named_modules() if holds_experts(module)]
         layers = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]  # of adapters
         if not layers:
-            problems.append(
-                f"parallel.expert: {type(model).__name__} {NO_EXPERTS}: a module with `num_experts`, "
-                f"parameters with that many rows, and forward({', '.join(_ARGUMENTS)}), as transformers' "
-                "MixtralExperts"
-            )
+            needs = f"a module with `num_experts`, and forward({', '.join(_ARGUMENTS)})"
+            problems.append(f"parallel.expert: {type(model).__name__} {NO_EXPERTS}: {needs}")
         for name in layers:
             count: Any = model.get_submodule(name).num_experts
             if count % size:
-                fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-                problems.append(
-                    f"parallel.expert: {size} does not divide the {count} experts of {name}; use one of {fits}"
-                )
+                fits = [n for n in range(1, count + 1) if count % n == 0]
+                problems.append(f"parallel.expert: {size} does not divide the {count} experts of {name}: {fits} do")
         return layers, problems
 
     apply = ExpertParallel

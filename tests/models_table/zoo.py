@@ -196,7 +196,7 @@ def t5() -> nn.Module:
 CONVOLUTIONS = "Convolutions cannot be sharded: if most of the model is convolutions, leave tensor at 1"
 HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
 
-LINEAR = "its layers are Conv2d, and only Linear layers can be sharded; build the model with"
+LINEAR = "it is a Conv2d, but this style is for torch.nn.Linear"
 NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points do not work either"
 RESNET: dict[str, Any] = {"points": ("layer3",), "rejected": {"tensor": CONVOLUTIONS}}
 CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "rejected": {"tensor": LINEAR}}

@@ -108,7 +108,7 @@ def test_batches_that_cannot_be_joined_are_accumulated_in_one_process():
             {"parallel": {"tensor": {"size": 2, "plan": {"proj": "rowwise"}}}},
             deferred,
             {},
-            "proj (rowwise, from plan 'proj'): it expects this rank's 8 features, but",
+            "In 'proj' (RowwiseLinear), with tensor=2.",
         ),
         (
             {"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise"}}}},

@@ -1,8 +1,7 @@
 """Context parallelism (`parallel.context`): each rank computes its tokens of every sequence.
 
 axis           the keys, the plan, and calls of the model and the criterion with this rank's tokens
-attention      attention of this rank's tokens to all tokens
+attention      the tokens that a rank has, and their attention to all tokens
 loss           means over the targets of all ranks, and the outputs that a loss depends on
-sequences      the tokens that a rank has
 trial          checks if a model or a criterion combines tokens in other ways
 """

@@ -1,4 +1,4 @@
-"""Attention of this rank's tokens to all tokens of every sequence.
+"""The tokens that a rank has of every sequence, and their attention to all tokens.
 
 An all-to-all gives each rank all tokens of some heads, which it attends with as one process does; a second one takes
 the results back (Ulysses, https://arxiv.org/abs/2309.14509 section 3). If the heads of the queries are not divisible by
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,44 @@ from .. import collectives
 
 _Attention = Callable[..., torch.Tensor]
 _HEADS, _TOKENS = 1, 2  # of [batch, heads, sequence, features of a head]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of which each rank of a group has equally many consecutive tokens, in order of rank.
+
+    Attributes:
+        rows: the number of sequences.
+        length: tokens of a whole sequence.
+    """
+
+    group: dist.ProcessGroup
+    rows: int
+    length: int
+
+    @property
+    def own(self) -> int:
+        """This rank's tokens of each sequence."""
+        return self.length // self.group.size()
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` has all tokens: [batch, sequence, ...]."""
+        return tensor.dim() > 1 and tensor.shape[1] == self.length
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens, contiguous (for `view(-1)`)."""
+        return whole.narrow(1, self.group.rank() * self.own, self.own).contiguous()
+
+    def cut_if_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of a tensor that has all; else `tensor`."""
+        return self.cut(tensor) if self.is_whole(tensor) else tensor
+
+    def join_if_own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All tokens of a tensor that has this rank's; else `tensor`. What each rank computes of all gives each its
+        tokens' part of the gradient, which is averaged over the ranks afterwards."""
+        if tensor.dim() < 2 or tensor.shape[1] != self.own:
+            return tensor
+        return collectives.scale_gradient(collectives.gather(tensor, 1, self.group), self.group.size())
 
 
 def attend(
@@ -104,13 +143,10 @@ def _reject_other_shapes(size: int, inputs: Sequence[torch.Tensor], mask: torch.
     length = own * size
     is_right = all(x.dim() == 4 and x.shape[_TOKENS] == own for x in inputs)
     if not is_right or (mask is not None and mask.shape[-2:] not in ((length, length), (1, length))):
-        shapes = ", ".join(str(list(x.shape)) for x in inputs)
-        masked = "" if mask is None else f" and a mask of shape {list(mask.shape)}"
+        shapes = [list(x.shape) for x in (*inputs, mask) if x is not None]
         raise InputError(
-            f"scaled_dot_product_attention was called with queries, keys and values of shapes {shapes}{masked}; with "
-            f"context={size} they must be [batch, heads, tokens, features] for this rank's tokens of each sequence, "
-            f"and a mask must be [..., {length}, {length}] or [..., 1, {length}], for whole sequences (name the "
-            "argument that it comes from in parallel.context.non_split, or use is_causal=True)"
+            f"attention got {shapes}; with context={size} q, k and v must be [batch, heads, tokens, features] for this "
+            f"rank's tokens, a mask [..., {length}, {length}] or [..., 1, {length}] (see parallel.context.non_split)"
         )
 
 
@@ -122,10 +158,7 @@ def attend_in_layer(layer: Any, query: torch.Tensor, *args: Any, **options: Any)
         InputError: the weights of attention are asked for.
     """
     if options["need_weights"]:
-        raise InputError(
-            "with parallel.context no rank has the attention weights; call torch.nn.MultiheadAttention with "
-            "need_weights=False"
-        )
+        raise InputError("with parallel.context no rank has the attention weights; pass need_weights=False")
     mask, padding, heads = options["attn_mask"], options["key_padding_mask"], args[3]
     masks = []
     if padding is not None or not options["is_causal"]:  # else torch reads no mask

@@ -20,15 +20,13 @@ from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..comm import SameCalls
 from ..models.peft import base_model
 from ..models.transformers import find_context_problem, whole_sequence_arguments, without_cache
-from .attention import attend
+from .attention import Sequences, attend
 from .loss import LOSS, TokensMode, is_made_otherwise, mark, mark_of, operations, trace, trace_losses
-from .sequences import Sequences
 from .trial import ModelTrial, Run, try_criterion
 
 _SHIFT = (
-    "engine.criterion takes what engine(...) returned, unchanged, and targets [batch, sequence, ...] for whole "
-    "sequences; do other computations inside the criterion. Shift targets of whole sequences before the call: target "
-    "= F.pad(ids, (0, 1), value=-100)[:, 1:]"
+    "engine.criterion takes what engine(...) returned, unchanged, and targets [batch, sequence, ...]; compute inside "
+    "it. Shift targets of whole sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
 )
 _IN_ORDER = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone", "Mul", "Div")}
 _VIEWS = _IN_ORDER | {f"{name}Backward0" for name in ("Transpose", "Permute", "T", "Slice", "Select", "Squeeze")}
@@ -137,10 +135,8 @@ class ContextParallel(AppliedAxis):
             return Sequences(self._group, rows, length)
         if not must_be_even:
             return None
-        raise InputError(
-            f"a sequence of {length} tokens cannot be sharded over context={self.size} ranks, which does not divide "
-            f"it; pad it to {-(-length // self.size) * self.size}, with targets that the loss ignores"
-        )
+        fix = "pad it, with targets that the loss ignores"
+        raise InputError(f"context={self.size} does not divide a sequence of {length} tokens; {fix}")
 
     def prepare(self, model: nn.Module, given: Mapping[str, Any], sequences: Sequences) -> dict[str, Any]:
         """The arguments by name, with further ones that the model needs for a part of its tokens."""
@@ -198,9 +194,7 @@ class ContextParallel(AppliedAxis):
             if not marks:
                 continue
             if any(made != (sequences or marks[0]) for made in marks):
-                raise InputError(
-                    "parallel.context: the criterion got outputs of different sequence lengths; pad them to one length"
-                )
+                raise InputError("parallel.context: the criterion got outputs of different lengths; pad them to one")
             sequences, names = marks[0], {node.name() for node in nodes}
             is_flat = tensor.shape[0] == sequences.rows * sequences.own
             if not names <= _VIEWS or not (is_flat or sequences.own in tensor.shape[1:]):
@@ -229,10 +223,10 @@ class ContextParallel(AppliedAxis):
 
         def compute(*args: Any, **kw: Any) -> Any:
             value = function(*args, **kw)
-            if self.is_weighted and isinstance(value, (tuple, list)) and len(value) == 2:
-                total, weight = value
-                return total, torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
-            return value
+            if not self.is_weighted or not isinstance(value, (tuple, list)):
+                return value
+            total, weight = value
+            return total, torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
 
         with self.mode:
             value = compute(*args, **kw)
@@ -245,11 +239,8 @@ class ContextParallel(AppliedAxis):
             is_neither = any(adds is None and (number.requires_grad or self.is_weighted) for number, adds in pairs)
             if is_neither or is_made_otherwise(nodes, ends):
                 raise InputError(
-                    "with parallel.context the criterion must be a mean or a sum over tokens, which each rank "
-                    "computes for its own tokens; a trial on a few tokens shows that it is neither. For a mean over "
-                    "some tokens, use F.cross_entropy(..., ignore_index=i), or (sum, weight) with "
-                    "loss_reduction='weighted'. A criterion that compares tokens, or uses values that the model "
-                    "keeps, does not work with context"
+                    "with parallel.context the criterion must be a mean or a sum over tokens, but in a trial it was "
+                    "neither; for a mean over some tokens, return (sum, weight), with loss_reduction='weighted'"
                 )
             self._criteria[made] = found
         return self._complete(value, self._criteria.get(made, ()), is_deferred)
@@ -271,9 +262,8 @@ class ContextParallel(AppliedAxis):
             is_right = not is_made_otherwise(nodes, ends) if ends else self._calls.are_same(total, "losses")
         if not is_right:
             raise InputError(
-                "with parallel.context the outputs of engine(...), and what the model keeps, cover only this rank's "
-                "tokens, but the loss was computed from them directly: compute it in the model or in "
-                "engine.criterion. Add only terms that are the same on all ranks, such as a penalty on weights"
+                "with parallel.context the outputs of engine(...) are only this rank's tokens: compute the loss in the "
+                "model or in engine.criterion, and add only terms that are the same on all ranks (a weight penalty)"
             )
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
@@ -316,8 +306,7 @@ class ContextParallelism(Axis):
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
         if config.compile.enabled:
-            message = "attention waits for other ranks, and compiled code would not; remove compile, or context"
-            yield "compile", message
+            yield "compile", "attention waits for other ranks, and compiled code would not; remove compile, or context"
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:

@@ -18,10 +18,9 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...utils.tensors import full_tensor, is_compound, map_tensors, tensors_of
 from ..comm import gather_objects
-from ..modules import unchanged
 from ..trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
+from .attention import Sequences
 from .loss import COUNTING, TokensMode
-from .sequences import Sequences
 
 if TYPE_CHECKING:
     from .axis import ContextParallel
@@ -29,21 +28,16 @@ if TYPE_CHECKING:
 TOKENS = 8
 """The number of tokens of each rank in a trial."""
 _HALF = (torch.float16, torch.bfloat16)
-_DROPOUT = (
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
-    *(F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
-)
+_DROPOUT = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout
 _MIXING = "tokens are combined, or positions counted"
 _LIMITS = (TOLERANCE, HALF_TOLERANCE), (1e-5, 1e-3)
 """Of differences, and of those by mixing, each in fp32 and in half precision: where kernels get the same shapes, a
 token's result is the same to the bit, except in layers of experts."""
 
 _ADVICE = (
-    "Only torch.nn.functional.scaled_dot_product_attention may combine tokens, and positions must come from the "
-    "argument position_ids (or positions, or the one that parallel.context.positions names; pass it if they do not "
-    "count from 0): no convolution, mean or shift along the sequence, no arange(length). Each output must be [batch, "
-    "sequence, ...], or a loss that is a mean or sum over tokens (output_router_logits=False). Shift targets of whole "
-    "sequences before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
+    "Only torch's scaled_dot_product_attention may combine tokens (no convolution, mean or shift), and positions must "
+    "come from the argument that parallel.context.positions names. Outputs are [batch, sequence, ...], or a mean or "
+    "sum over tokens (output_router_logits=False). Shift targets before the call: F.pad(ids, (0, 1), value=-100)[:, 1:]"
 )
 
 Run = Callable[[Mapping[str, Any]], Any]
@@ -157,25 +151,19 @@ class ModelTrial:
             draws = any(gather(self.drew))
             gaps = {_MIXING: self._find_mixing(whole, short, few, moves=not draws)}
             self.evaluates = draws
-            gaps["outputs"], adds = self._find_other_outputs(short, few)
-            if any(odd[name] is not short[name] for name in short):
-                gaps["with padding, or targets that do not count"], _ = self._find_other_outputs(odd, few)
+            gaps["outputs, with padding or targets that do not count"], adds = self._find_other_outputs(odd, few)
         everyone, rounds = zip(*gather((gaps, self.is_half or rounds_products())), strict=True)
         for what in gaps:
             worst = max(theirs.get(what, 0.0) for theirs in everyone)
             if not worst <= _LIMITS[what == _MIXING][any(rounds)]:
                 taken = [name for name, value in given.items() if any(map(sequences.is_whole, tensors_of(value)))]
                 raise InputError(
-                    f"with parallel.context the model returns something else: its output for {few.length} tokens, "
-                    f"which was tried before any update, differs by {min(worst, 9.99):.2%} ({what}). {_ADVICE}. These "
-                    f"arguments were split as sequences: {shorten(taken)}; if one is not a sequence, name it in "
-                    "parallel.context.non_split. Or train this model without parallel.context"
+                    f"with parallel.context the model's output for {few.length} tokens differs by "
+                    f"{min(worst, 9.99):.2%} ({what}). {_ADVICE}. Split were (else see non_split): {shorten(taken)}"
                 )
         return adds
 
-    def _run(
-        self, arguments: Mapping[str, Any], attend: Callable[..., torch.Tensor], average: Any = float
-    ) -> tuple[Any, list[float]]:
+    def _run(self, arguments: Mapping[str, Any], attend: Any, average: Any = float) -> tuple[Any, list[float]]:
         """The outputs, and the mean counts of targets."""
         mode = _TrialMode(attend, average)
         modules, scope = self.model.modules(), self.axis.trial_scope()
@@ -241,19 +229,17 @@ def _shorten(value: Any, sequences: Sequences, few: Sequences, is_mask: bool) ->
         for dim in range(tensor.dim())[slice(-2, None) if is_mask else slice(1, 2)]:
             if tensor.shape[dim] == sequences.length:
                 tensor = tensor.narrow(dim, 0, few.length)
-        if not is_mask and tensor.dim() > 1 and tensor.dtype == torch.int64 and bool((tensor < 0).any()):
-            tensor = tensor.clamp_min(0)  # targets that do not count
         return tensor.contiguous()
 
     return map_tensors(cut, value)
 
 
 def _less_counted(value: Any, given: Any, few: Sequences) -> Any:
-    """Targets, or a mask of 0 and 1, of which some of the first rank's do not count: a mean of means is another then,
-    and positions that depend on the mask are.
+    """Targets, or a mask of 0 and 1, of which only some of the first rank's do not count: a mean of means is another
+    then, and positions that depend on the mask are.
 
     Args:
-        given: all of `value`, in which all targets count.
+        given: all of `value`.
     """
     if not isinstance(value, torch.Tensor) or value.shape != (few.rows, few.length):
         return value
@@ -261,7 +247,7 @@ def _less_counted(value: Any, given: Any, few: Sequences) -> Any:
     has_ignored, is_binary = value.dtype == torch.int64 and least < 0, least in (0.0, 1.0) and most == 1.0
     if not (has_ignored or is_binary):
         return value
-    new = value.clone()
+    new = value.clamp_min(0) if has_ignored else value.clone()
     new[:, 1 : 1 + few.own // 2] = min(least, 0.0)  # not the first: the first row of a causal mask would be empty
     return new
 
@@ -291,10 +277,9 @@ def try_criterion(
     places = torch.arange(max(2, min(own, TOKENS) // 2 * 2), device=device)
     negative = any(t.dtype == torch.int64 and bool((t < 0).any()) for t in tensors)
     holders = _holders(criterion)
-    modules = [each for each in holders if isinstance(each, nn.Module)]
 
-    def take(tensor: torch.Tensor, some: torch.Tensor, ignored: int | None) -> torch.Tensor:
-        """The tokens at these places. `ignored`: in place of the first targets, and of none where it is None."""
+    def take(tensor: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+        """The tokens at these places, with the first targets ignored, where they can be."""
         dim = next((dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == own), None)
         is_flat = dim is None and tensor.dim() > 0 and tensor.shape[0] == rows * own
         new = tensor.detach()
@@ -310,9 +295,9 @@ def try_criterion(
         if tensor.requires_grad and new.numel() > 1 and bool(new.min() == new.max()):  # hides what is made of it
             new = new + 0.1 * _uneven(new).to(new.dtype)
         new = torch.ones_like(new) if is_mask else new.clamp_min(0) if is_target else new  # so that all targets count
-        if ignored is not None and (is_mask or (is_target and (whole.ignored is not None or negative))):
+        if is_mask or (is_target and (whole.ignored is not None or negative)):
             first = (places < len(places) // 4 + 1).view(-1, *[1] * (new.dim() - dim - 1))
-            new = new.masked_fill(first, 0 if is_mask else ignored)
+            new = new.masked_fill(first, 0 if is_mask else -100 if whole.ignored is None else whole.ignored)
         new = new.index_select(dim, some)
         return new.flatten(0, 1) if is_flat else new
 
@@ -321,23 +306,20 @@ def try_criterion(
         counts = iter(whole.counts)
         return _TrialMode(_attend_whole, lambda _: next(counts) / 2)
 
-    def relations(ignored: int | None) -> list[bool | None]:
-        whole.counts.clear()
-        made = []
-        for mode, some in zip((whole, halved(), halved()), (places, *places.chunk(2)), strict=True):
-            args, kwargs = map_tensors(partial(take, some=some, ignored=ignored), arguments)
-            with no_side_effects(modules, device), unchanged(holders), torch.autocast(device.type, enabled=False), mode:
-                made.append([float(number) for number in numbers(*args, **kwargs)])
-        return [_relation(_HALF_ROUNDED if is_own else _ROUNDED, *of_each) for of_each in zip(*made, strict=True)]
+    def compute(mode: _TrialMode, some: torch.Tensor) -> list[float]:
+        args, kwargs = map_tensors(partial(take, some=some), arguments)
+        with no_side_effects(holders, device), torch.autocast(device.type, enabled=False), mode:
+            return [float(number) for number in numbers(*args, **kwargs)]
 
     whole, is_own = _TrialMode(_attend_whole, float), False
     try:
-        found = relations(None)
+        compute(whole, places)  # finds out which index is ignored
     except RuntimeError:  # weights of the criterion are in half precision, and take no fp32
         is_own = True
-        found = relations(None)
-    less = relations(-100 if whole.ignored is None else whole.ignored)
-    return [one if one == other else None for one, other in zip(found, less, strict=True)]
+        compute(whole, places)
+    whole.counts.clear()
+    made = [compute(whole, places), *(compute(halved(), half) for half in places.chunk(2))]
+    return [_relation(_HALF_ROUNDED if is_own else _ROUNDED, *of_each) for of_each in zip(*made, strict=True)]
 
 
 def _relation(limit: float, whole: float, one: float, other: float) -> bool | None:

@@ -13,54 +13,35 @@ from ..tensor.plans import LayerPlan, elementwise
 
 
 def _find_norm(layer: Any) -> str | None:
-    if isinstance(layer.norm, nn.Identity):
-        return None
-    return "it has a norm over all features between its sharded layers; build it without that norm"
+    return None if isinstance(layer.norm, nn.Identity) else "it has a norm over all features between its sharded layers"
 
 
 def _find_mlp_problem(mlp: Any) -> str | None:
-    if isinstance(getattr(mlp, "fc1", None), nn.Conv2d):
-        return "its layers are Conv2d, and only Linear layers can be sharded; build the model with conv_mlp=False"
     return _find_norm(mlp) or elementwise("act")(mlp)
 
 
 def _mlp(name: str, **styles: str) -> LayerPlan:
-    return LayerPlan(
-        layers=(f"timm.layers.mlp.{name}",),
-        styles=styles,
-        sequence={"": "region", "drop2": "sequence"},
-        find_problem=_find_mlp_problem,
-    )
+    return LayerPlan((f"timm.layers.mlp.{name}",), styles, {"": "region", "drop2": "sequence"}, _find_mlp_problem)
 
 
 TIMM_MLP = _mlp("Mlp", fc1="colwise", fc2="rowwise")
 TIMM_GLU_MLP = _mlp("GluMlp", fc1="fused_colwise(2)", fc2="rowwise")
 TIMM_SWIGLU = _mlp("SwiGLU", fc1_g="colwise", fc1_x="colwise", fc2="rowwise")
 TIMM_ATTENTION = LayerPlan(
-    layers=("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"),
-    styles={
-        "": "heads(num_heads, attn_dim)",
-        "qkv": "fused_colwise(3)",
-        "gate": "colwise",
-        "[qk]_norm": "partial",
-        "proj": "rowwise",
-    },
-    sequence={"": "region", "proj_drop": "sequence"},
-    find_problem=_find_norm,
+    ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"),
+    {"": "heads(num_heads, attn_dim)", "qkv": "fused_colwise(3)", "proj": "rowwise"}
+    | {"gate": "colwise", "[qk]_norm": "partial"},
+    {"": "region", "proj_drop": "sequence"},
+    _find_norm,
 )
-TIMM_BLOCK = LayerPlan(
-    layers=("timm.models.vision_transformer.Block",),
-    sequence={"norm?": "sequence", "ls?": "sequence"},
-)
-TIMM_VIT = LayerPlan(
-    layers=("timm.models.vision_transformer.VisionTransformer",),
-    sequence={"blocks.0": "sequence_begin", "norm": "sequence_end"},
-)
+_VIT = "timm.models.vision_transformer"
+TIMM_BLOCK = LayerPlan((f"{_VIT}.Block",), sequence={"norm?": "sequence", "ls?": "sequence"})
+TIMM_VIT = LayerPlan((f"{_VIT}.VisionTransformer",), sequence={"blocks.0": "sequence_begin", "norm": "sequence_end"})
 
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 TIMM_VIT_STAGES = BlockPartition(
-    layers=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
+    layers=(f"{_VIT}.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
     methods=("forward_features", "forward_head", "pool"),
     blocks="blocks",
     begin=lambda model, x: model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x)))),

@@ -12,17 +12,11 @@ from ..modules import comes_from
 from ..pipeline.pieces import Call, Piece, children_of
 from ..tensor.plans import LayerPlan, elementwise
 
-TORCH_ATTENTION = LayerPlan(
-    layers=("torch.nn.modules.activation.MultiheadAttention",),
-    styles={"": "attention", "out_proj": "rowwise"},
-)
-TORCH_ENCODER = LayerPlan(
-    layers=("torch.nn.modules.transformer.TransformerEncoder",),
-    styles={"": "off(use_nested_tensor)"},
-)
+TORCH_ATTENTION = LayerPlan((nn.MultiheadAttention,), {"": "attention", "out_proj": "rowwise"})
+TORCH_ENCODER = LayerPlan((nn.TransformerEncoder,), {"": "off(use_nested_tensor)"})
 TORCH_LAYER = LayerPlan(
-    layers=tuple(f"torch.nn.modules.transformer.Transformer{kind}Layer" for kind in ("Encoder", "Decoder")),
-    styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
+    (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+    {"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
     find_problem=elementwise("activation"),
 )
 
@@ -55,12 +49,8 @@ class SequentialPartition:
 SEQUENTIAL_STAGES = SequentialPartition()
 
 
+_BLOCKS = "vision_transformer.EncoderBlock", *(f"swin_transformer.SwinTransformerBlock{v}" for v in ("", "V2"))
 TORCHVISION_BLOCK = LayerPlan(
-    layers=(
-        "torchvision.models.vision_transformer.EncoderBlock",
-        "torchvision.models.swin_transformer.SwinTransformerBlock",
-        "torchvision.models.swin_transformer.SwinTransformerBlockV2",
-    ),
-    styles={"mlp.0": "colwise", "mlp.3": "rowwise"},
+    tuple(f"torchvision.models.{name}" for name in _BLOCKS), {"mlp.0": "colwise", "mlp.3": "rowwise"}
 )
 """Swin's attention reads the weights of its layers without calling them, and stays unsharded."""

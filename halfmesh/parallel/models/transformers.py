@@ -6,9 +6,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,38 +52,31 @@ class HuggingFacePlan:
     """For decoders with Llama's modules; the checks of the plan report models that differ."""
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
-        base = base_model(model)
-        if base is not model:
-            inside = next(name for name, module in model.named_modules() if module is base)
-            for name, style in self.styles_in(base, sequence_parallel):
-                yield f"{inside}.{name}" if name else inside, style
-            return
-        plan = getattr(model, "tp_plan", None)
-        config = getattr(model, "config", None)
+        inner = base_model(model)
+        plan, config = getattr(inner, "tp_plan", None), getattr(inner, "config", None)
         if not isinstance(plan, Mapping) or not plan or config is None:
             return
         names = [name for name, _ in model.named_modules()]
+        top = next(name for name, module in model.named_modules() if module is inner)  # in a model of PEFT
+        prefix = f"{top}." if top else ""
         for pattern, theirs in plan.items():
             if "experts" in pattern.split("."):
                 continue  # the parameters of all experts, which stay unsharded
             if theirs not in self.STYLES:
-                raise InputError(
-                    f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
-                    "the layers yourself (parallel.tensor.plan = {pattern: style})"
-                )
+                raise InputError(f"tp_plan's style {theirs!r} of {pattern!r} is unknown; write parallel.tensor.plan")
             if style := self.STYLES[theirs]:
                 style = style.format(config=config.get_text_config()) if "{" in style else style
-                yield from ((name, style) for name in names if fnmatchcase(name, pattern))
+                yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
                 for name, param in model.named_parameters() if style == "colwise" else ():
-                    if fnmatchcase(name, pattern) and param.dim() == 1:  # an attention's: one number per head
+                    if fnmatchcase(name, prefix + pattern) and param.dim() == 1:  # an attention's: one number per head
                         owner, _, own = name.rpartition(".")
                         yield owner, f"rows({own})"
         for name in ("num_attention_heads", "num_key_value_heads"):  # attention takes their number from the shape
             if isinstance(getattr(config, name, None), int):
-                yield "", f"config_heads({name})"
+                yield top, f"config_heads({name})"
         if sequence_parallel:
-            base = getattr(model, "base_model_prefix", "")
-            prefix = f"{base}." if base in names else ""
+            base = prefix + getattr(inner, "base_model_prefix", "")
+            prefix = f"{base}." if base in names else prefix
             for pattern, style in self.SEQUENCE.items():
                 yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
 
@@ -95,21 +87,16 @@ HUGGING_FACE = HuggingFacePlan()
 
 
 def _find_cross_attention(attention: Any) -> str | None:
-    if getattr(attention, "is_cross_attention", False):
-        return "it has cross-attention, which this plan does not support; build it with add_cross_attention=False"
-    return None
+    return "this plan has no cross-attention" if getattr(attention, "is_cross_attention", False) else None
 
 
+_GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
 GPT2_ATTENTION = LayerPlan(
-    layers=("transformers.models.gpt2.modeling_gpt2.GPT2Attention",),
-    styles={"": "heads(num_heads, split_size)", "c_attn": "fused_colwise(3)", "c_proj": "rowwise"},
+    (f"{_GPT2}Attention",),
+    {"": "heads(num_heads, split_size)", "c_attn": "fused_colwise(3)", "c_proj": "rowwise"},
     find_problem=_find_cross_attention,
 )
-GPT2_MLP = LayerPlan(
-    layers=("transformers.models.gpt2.modeling_gpt2.GPT2MLP",),
-    styles={"c_fc": "colwise", "c_proj": "rowwise"},
-    find_problem=elementwise("act"),
-)
+GPT2_MLP = LayerPlan((f"{_GPT2}MLP",), {"c_fc": "colwise", "c_proj": "rowwise"}, find_problem=elementwise("act"))
 
 
 def _bert_kinds(name: str) -> tuple[str, ...]:
@@ -119,32 +106,25 @@ def _bert_kinds(name: str) -> tuple[str, ...]:
 
 
 BERT_ATTENTION = LayerPlan(
-    layers=_bert_kinds("Attention"),
-    styles={
-        "self": "heads(num_attention_heads, all_head_size)",
-        "self.[qkv]*": "colwise",  # query, key, value
-        "output.dense": "rowwise",
-    },
+    _bert_kinds("Attention"),
+    {"self": "heads(num_attention_heads, all_head_size)", "self.[qkv]*": "colwise", "output.dense": "rowwise"},
     find_problem=_find_cross_attention,
 )
 BERT_LAYER = LayerPlan(
-    layers=_bert_kinds("Layer"),
-    styles={"intermediate.dense": "colwise", "output.dense": "rowwise"},
+    _bert_kinds("Layer"),
+    {"intermediate.dense": "colwise", "output.dense": "rowwise"},
     find_problem=elementwise("intermediate.intermediate_act_fn"),
 )
 
+_T5 = "transformers.models.t5.modeling_t5.T5"
 T5_ATTENTION = LayerPlan(
-    layers=("transformers.models.t5.modeling_t5.T5Attention",),
-    styles={
-        "": "heads(n_heads, inner_dim)",
-        "[qkv]": "colwise",
-        "relative_attention_bias": "embedding_features",
-        "o": "rowwise",
-    },
+    (f"{_T5}Attention",),
+    {"": "heads(n_heads, inner_dim)", "[qkv]": "colwise", "o": "rowwise"}
+    | {"relative_attention_bias": "embedding_features"},
 )
 T5_MLP = LayerPlan(
-    layers=tuple(f"transformers.models.t5.modeling_t5.T5Dense{kind}Dense" for kind in ("Act", "GatedAct")),
-    styles={"wi*": "colwise", "wo": "rowwise"},
+    (f"{_T5}DenseActDense", f"{_T5}DenseGatedActDense"),
+    {"wi*": "colwise", "wo": "rowwise"},
     find_problem=elementwise("act"),
 )
 
@@ -182,9 +162,7 @@ def find_context_problem(model: nn.Module) -> str | None:
         config, inside = config.get_text_config(), f"{name}: " if name else ""
         kind = getattr(config, "_attn_implementation", None)
         if kind != "sdpa":
-            has_sdpa = getattr(module, "_supports_sdpa", True)
-            fix = "load it with attn_implementation='sdpa'" if has_sdpa else "transformers has no 'sdpa' for this model"
-            return f"{inside}its attention {kind!r} cannot be sharded; {fix}"
+            return f"{inside}its attention {kind!r} cannot be sharded; load it with attn_implementation='sdpa'"
         if other := _layer_kinds(config) - set(_MASKS):
             return f"{inside}its layers have {', '.join(sorted(other))}, and only attention can be sharded"
         maker = _MASKS["sliding_attention"][_is_causal(module)]
@@ -192,15 +170,7 @@ def find_context_problem(model: nn.Module) -> str | None:
         if "sliding_attention" in _layer_kinds(config) and not is_known:
             return f"{inside}its windows are not those of transformers' {maker}; let it attend to all tokens"
         if rope := {"dynamic", "longrope"} & set(re.findall(r"\w+", str(getattr(config, "rope_parameters", "")))):
-            return (
-                f"{inside}its rotations are {rope.pop()!r}, which depend on the sequence length, but a rank has only "
-                "a part"
-            )
-        if not _is_transformers(model) and "labels" in inspect.signature(model.forward).parameters:
-            return (
-                f"{name} would shift the labels on each rank, and lose those at the borders between ranks; pass the "
-                f"Hugging Face model itself, without {type(model).__name__}, or give labels to a criterion"
-            )
+            return f"{inside}its rotations are {rope.pop()!r}, which depend on the length, of which a rank has a part"
     return None
 
 
@@ -211,14 +181,9 @@ def without_cache(model: Any, given: dict[str, Any]) -> dict[str, Any]:
         InputError: they were asked for.
     """
     if asked := [name for name in ("past_key_values", "use_cache") if given.get(name)]:
-        raise InputError(
-            f"{asked[0]}: with parallel.context each rank has keys and values only for its own tokens, so decoding "
-            "with a cache would be wrong; leave it out, or decode with a whole model that loads "
-            "engine.full_state_dict()"
-        )
+        raise InputError(f"{asked[0]}: with parallel.context a rank has keys of its tokens only; decode without it")
     model = base_model(model)
-    config: Any = getattr(model, "config", None)
-    keeps = _is_transformers(model) and bool(getattr(config.get_text_config(), "use_cache", False))
+    keeps = _is_transformers(model) and getattr(model.config.get_text_config(), "use_cache", False)
     return given | {"use_cache": False} if keeps else given
 
 
@@ -264,10 +229,7 @@ def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known
     values = [given.pop(name, None) for name in known]
     given["return_dict"] = given.get("return_dict") is False  # the only one that is on by default
     if odd := [n for n, value in given.items() if value is not None and not (isinstance(value, int) and value == 0)]:
-        raise InputError(
-            f"{', '.join(odd)}: under a pipeline a Hugging Face model takes only {', '.join(known)}; remove the "
-            "argument (for labels, give initialize a criterion and write loss = engine.criterion(output, labels))"
-        )
+        raise InputError(f"{', '.join(odd)}: a Hugging Face model in a pipeline takes only {', '.join(known)}")
     return values
 
 
@@ -295,28 +257,19 @@ def _make_mask(maker: str, model: Any, input_ids: torch.Tensor, attention_mask: 
     return make(**{name: value for name, value in given.items() if name in names})
 
 
-def _make_output(kind: str, logits: torch.Tensor) -> Any:
-    from transformers import modeling_outputs
-
-    return getattr(modeling_outputs, kind)(logits=logits)
-
-
-def _find_stage_problem(model: Any) -> str | None:
-    for key in ("output_hidden_states", "output_attentions", "is_decoder"):
-        if getattr(model.config, key, False):
-            return f"its config has {key}=True, which a pipeline does not support; set {key}=False"
-    return None
-
-
-def _stages(model: str, base: tuple[str, str], **options: Any) -> BlockPartition:
-    """The partition of the class `model` ("gpt2.GPT2LMHeadModel"), whose module `base[0]` is of the class `base[1]`."""
+def _stages(
+    model: str, base: tuple[str, str], output: str, logits: Callable[[Any, Any], torch.Tensor], **options: Any
+) -> BlockPartition:
+    """The partition of the class `model` ("gpt2.GPT2LMHeadModel"), whose module `base[0]` is of the class `base[1]`. It
+    returns an `output` with the logits that the end computes."""
     module, _, name = model.partition(".")
     home = f"transformers.models.{module}.modeling_{module}"
     return BlockPartition(
         layers=(f"{home}.{name}",),
         parts={base[0]: f"{home}.{base[1]}"},
         block=lambda block, x, shared: block(x, **shared),
-        find_problem=_find_stage_problem,
+        end=lambda model, x: getattr(sys.modules["transformers.modeling_outputs"], output)(logits=logits(model, x)),
+        find_problem=lambda model: "set is_decoder=False" if getattr(model.config, "is_decoder", False) else None,
         **options,
     )
 
@@ -339,9 +292,10 @@ def _share_llama(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 HUGGING_FACE_LLAMA_STAGES = _stages(
     "llama.LlamaForCausalLM",
     ("model", "LlamaModel"),
+    "CausalLMOutputWithPast",
+    lambda model, x: model.lm_head(model.model.norm(x)),
     blocks="model.layers",
     begin=lambda model, *args, **kwargs: model.model.embed_tokens(_arguments(model, args, kwargs, _DECODER)[0]),
-    end=lambda model, x: _make_output("CausalLMOutputWithPast", model.lm_head(model.model.norm(x))),
     end_uses=("model.norm", "lm_head"),
     share=_share_llama,
     shared_uses=("model.rotary_emb",),
@@ -357,9 +311,10 @@ def _begin_gpt2(model: Any, *args: Any, **kwargs: Any) -> Any:
 HUGGING_FACE_GPT2_STAGES = _stages(
     "gpt2.GPT2LMHeadModel",
     ("transformer", "GPT2Model"),
+    "CausalLMOutputWithCrossAttentions",
+    lambda model, x: model.lm_head(model.transformer.ln_f(x)),
     blocks="transformer.h",
     begin=_begin_gpt2,
-    end=lambda model, x: _make_output("CausalLMOutputWithCrossAttentions", model.lm_head(model.transformer.ln_f(x))),
     end_uses=("transformer.ln_f", "lm_head"),
     share=_share_of_decoder,
 )
@@ -375,16 +330,14 @@ def _share_bert(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"attention_mask": _make_mask("create_bidirectional_mask", model, input_ids, attention_mask)}
 
 
-_bert_stages = partial(
-    _stages, base=("bert", "BertModel"), blocks="bert.encoder.layer", begin=_begin_bert, share=_share_bert
-)
-HUGGING_FACE_BERT_CLASSIFICATION_STAGES = _bert_stages(
+_BERT: Any = {"base": ("bert", "BertModel"), "blocks": "bert.encoder.layer", "begin": _begin_bert, "share": _share_bert}
+HUGGING_FACE_BERT_CLASSIFICATION_STAGES = _stages(
     "bert.BertForSequenceClassification",
-    end=lambda model, x: _make_output(
-        "SequenceClassifierOutput", model.classifier(model.dropout(model.bert.pooler(x)))
-    ),
+    output="SequenceClassifierOutput",
+    logits=lambda model, x: model.classifier(model.dropout(model.bert.pooler(x))),
     end_uses=("bert.pooler", "dropout", "classifier"),
+    **_BERT,
 )
-HUGGING_FACE_BERT_MASKED_STAGES = _bert_stages(
-    "bert.BertForMaskedLM", end=lambda model, x: _make_output("MaskedLMOutput", model.cls(x)), end_uses=("cls",)
+HUGGING_FACE_BERT_MASKED_STAGES = _stages(
+    "bert.BertForMaskedLM", output="MaskedLMOutput", logits=lambda model, x: model.cls(x), end_uses=("cls",), **_BERT
 )

@@ -15,7 +15,7 @@ from ...utils.torch_private import all_gather
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..reducer import SharedGradients
 from .layers import TensorAxis
-from .plans import Assignment, caller, generalise, resolve
+from .plans import Assignment, caller, generalise, resolve, splits_of
 from .styles import SequenceBegin
 from .trial import PlanTrial
 
@@ -63,18 +63,14 @@ class TensorGradients(SharedGradients):
         sizes = everyone.norm(dim=-1).amax(0)
         self._looks = 0 if bool(sizes.all()) else self._looks - 1
         differences = ((everyone - everyone[0]).norm(dim=-1).amax(0) / sizes).tolist()  # nan where all are zero
-        found = [(s.name, share, s.model_param in self._params) for s, share in zip(shards, differences, strict=True)]
-        same = [name for name, share, is_summed in found if is_summed and share < 1e-4]
+        found = [(s.name, gap, s.model_param in self._params) for s, gap in zip(shards, differences, strict=True)]
+        same = [name for name, gap, is_summed in found if is_summed and gap < 1e-4]
         if same and not self._axis.shards_sequence:
+            raise InputError(f"the plan sums the gradients of {shorten(same)}, but they are the same on all ranks")
+        if names := [name for name, gap, is_summed in found if not is_summed and gap > 1e-2]:
             raise InputError(
-                f"the plan sums the gradients of {shorten(same)} over the ranks of a tensor group ('partial'), but "
-                "they are already the same on all ranks; remove these modules from the plan"
-            )
-        if names := [name for name, share, is_summed in found if not is_summed and share > 1e-2]:
-            raise InputError(
-                f"the gradients of {shorten(names)} differ between the ranks of a tensor group, although each holds "
-                "the whole parameters: they work on sharded activations; give their modules the style 'partial', or "
-                "leave the layers around them whole"
+                f"the gradients of {shorten(names)} differ between the ranks of a tensor group: give their modules, "
+                "which see sharded activations, the style 'partial', or leave the layers around them whole"
             )
 
 
@@ -86,28 +82,6 @@ def _sample(grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         some = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
         sample[: some.numel()] = some
     return sample
-
-
-class TensorParallelism(Axis):
-    """`parallel.tensor`."""
-
-    dim = "tp"
-    cost = "sharded layers wait for the group's sums in forward and in backward"
-
-    @staticmethod
-    def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
-        if config.compile.enabled and config.compile.fullgraph:
-            message = "sharded layers wait for other ranks, which breaks the graph; remove fullgraph, or use tensor=1"
-            yield "compile.fullgraph", message
-
-    @staticmethod
-    def plan(inputs: PlanInputs) -> tuple[list[Assignment], list[str]]:
-        options = inputs.options
-        return resolve(inputs.model, options.size, options.plan, options.sequence_parallel)
-
-    @staticmethod
-    def apply(inputs: AxisInputs) -> TensorParallel:
-        return TensorParallel(inputs)
 
 
 class TensorParallel(TensorAxis):
@@ -126,25 +100,20 @@ class TensorParallel(TensorAxis):
         self._assignments: list[Assignment] = inputs.plan
         self.shards_sequence = any(isinstance(a.style, SequenceBegin) for a in self._assignments)
         self.trial = PlanTrial(model, self._assignments, self)
-        splits = {a.module.get_parameter(name): s for a in self._assignments for name, s in a.splits().items()}
+        splits = splits_of(self._assignments)
         self.partial = {param for a in self._assignments for param in a.style.partial(a.module, a.in_region)}
         self.partial -= splits.keys()  # each rank has the full gradient of its shard
         for param, split in splits.items():
             self.split(optimizer, param, split)
         for assignment in self._assignments:
             assignment.install(self)
-        self._end_regions(model)
+        # Ranks draw the same random numbers again after each module whose children shard features, also if its forward
+        # fails; and after the model, as a backward may have left a fork open (checkpointing, preserve_rng_state=False).
+        modules = dict(model.named_modules())
+        for parent in {"", *(caller(modules, a.name) for a in self._assignments if a.style.opens_fork)}:
+            modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
         self.take_whole_states(model, optimizer)
         self.trial.watch(model)
-
-    def _end_regions(self, model: nn.Module) -> None:
-        """Add hooks after which ranks draw the same random numbers again: after each module whose children shard
-        features, also if its forward fails; and after the model, because a backward may have left a fork open
-        (checkpointing with preserve_rng_state=False)."""
-        modules = dict(model.named_modules())
-        parents = {caller(modules, a.name) for a in self._assignments if a.style.opens_fork}
-        for parent in sorted(parents | {""}):
-            modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
         return TensorGradients(self, shards)
@@ -161,9 +130,28 @@ class TensorParallel(TensorAxis):
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         """The layers that are sharded over the tensor axis, and their fraction of the parameters."""
         sharded = {name for name, param in params.items() if param in self.splits}
-        whole = {name: size * (self.size if name in sharded else 1) for name, size in sizes.items()}
-        share = sum(whole[name] for name in sharded) / sum(whole.values())
+        own = self.size * sum(sizes[name] for name in sharded)
+        share = own / (own + sum(size for name, size in sizes.items() if name not in sharded))
         counts = Counter(generalise(name) for name in sorted({name.rpartition(".")[0] for name in sharded}))
         layers = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
         sequence = " and the sequence" if any(a.style.is_region for a in self._assignments) else ""
         return {"layout": f"{share:.0%} of parameters{sequence} sharded over tp: {layers}"}
+
+
+class TensorParallelism(Axis):
+    """`parallel.tensor`."""
+
+    dim = "tp"
+    cost = "sharded layers wait for the group's sums in forward and in backward"
+
+    @staticmethod
+    def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
+        if config.compile.enabled and config.compile.fullgraph:
+            yield "compile.fullgraph", "sharded layers wait for other ranks, which breaks the graph; remove fullgraph"
+
+    @staticmethod
+    def plan(inputs: PlanInputs) -> tuple[list[Assignment], list[str]]:
+        options = inputs.options
+        return resolve(inputs.model, options.size, options.plan, options.sequence_parallel)
+
+    apply = TensorParallel

@@ -78,14 +78,12 @@ class ShardedLayer(nn.Module):
     Attributes:
         axis: the ranks that hold the shards.
         in_region: a module around this one gathers and reduces along the sequence (sequence parallelism).
-        plan_entry: its name and style, for messages.
         product: computes a linear layer's product, as `torch.nn.functional.linear`; a precision may set another.
     """
 
     is_divided_by_engine = True
     axis: TensorAxis
     in_region: bool
-    plan_entry: str
     product: Callable[..., torch.Tensor] = staticmethod(F.linear)
 
     @torch.compiler.disable
@@ -140,12 +138,6 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
         group, weight = self.axis.group, self.weight.t() if self.transposed else self.weight
         if self.splits:
             x = collectives.split(x, -1, group)
-        if x.shape[-1] != weight.shape[1]:
-            raise InputError(
-                f"{self.plan_entry}: it expects this rank's {weight.shape[1]} features, but its input has "
-                f"{x.shape[-1]}; give the layer before it the style 'colwise', or this layer 'rowwise_split' if its "
-                "input is whole"
-            )
         output = self.product(x, weight)
         if self.in_region:
             output = collectives.reduce_scatter_sequence(output, SEQUENCE_DIM, group)
@@ -181,9 +173,7 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
         is_causal: bool = False,  # a hint in addition to the mask
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_causal and attn_mask is None:
-            raise InputError(
-                f"{self.plan_entry}: is_causal=True is only a hint about attn_mask; pass attn_mask as well"
-            )
+            raise InputError("is_causal=True is only a hint about attn_mask: pass attn_mask as well")
         q, k, v = (self._heads(x, row) for row, x in enumerate((query, key, value)))
         causal = is_causal and key_padding_mask is None and not need_weights  # then torch takes the hint for the mask
         mask = None if causal else self._mask(key_padding_mask, attn_mask, q.dtype)
@@ -194,7 +184,10 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
             weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
             attended = weights @ v
-            weights = self._all_weights(weights, average_attn_weights)
+            if average_attn_weights:
+                weights = collectives.reduce_from_tp(weights.mean(1) / self.axis.size, self.axis.group)
+            else:
+                weights = collectives.gather(weights, 1, self.axis.group)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))  # [batch, length, features]
@@ -221,17 +214,9 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
             key_padding = key_padding.view(-1, 1, 1, key_padding.shape[-1])
         if mask is not None and mask.dim() == 3:  # one for each head of each sample
             mask = mask.unflatten(0, (-1, self.axis.size, self.num_heads))[:, self.axis.rank]
-        masks = [_additive(each, dtype) for each in (key_padding, mask) if each is not None]
-        return sum(masks[1:], masks[0]) if masks else None
-
-    def _all_weights(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
-        """The attention weights that torch returns: their mean over all heads, or those of each head."""
-        if average:
-            return collectives.reduce_from_tp(weights.mean(1) / self.axis.size, self.axis.group)
-        return collectives.gather(weights, 1, self.axis.group)
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+        whole: torch.Tensor | None = None
+        for each in (key_padding, mask):
+            if each is not None:
+                added = torch.where(each, -torch.inf, 0.0) if each.dtype == torch.bool else each
+                whole = added.to(dtype) if whole is None else whole + added.to(dtype)
+        return whole

@@ -46,9 +46,6 @@ class ShardedLogits(torch.Tensor):
         """All logits. All ranks of the tensor group must call this together."""
         return collectives.gather(self._local, -1, self._group)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedLogits(shape={list(self.shape)}, dtype={self.dtype})"
-
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,10 +93,8 @@ def local_ids(ids: torch.Tensor, entries: int, group: dist.ProcessGroup) -> tupl
 
 def _rejection(func: Any) -> InputError:
     return InputError(
-        f"{getattr(func, '__name__', func)}() needs all logits, but each rank has a shard of the vocabulary (the "
-        "style 'vocab_parallel'). Use F.cross_entropy or nn.CrossEntropyLoss, with logits [tokens, vocabulary]; "
-        "gather them with logits.full_tensor(); or give the head the style 'colwise_gather'. (In evaluation they are "
-        "gathered.)"
+        f"{getattr(func, '__name__', func)}() needs all logits, but each rank has a shard (style 'vocab_parallel'); "
+        "use F.cross_entropy with logits [tokens, vocabulary], logits.full_tensor(), or the style 'colwise_gather'"
     )
 
 
@@ -108,13 +103,10 @@ def _cross_entropy(
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` of sharded logits, in fp32 or more."""
     if given := [name for name, value in more.items() if value is not None]:
-        raise InputError(f"cross_entropy of logits that are sharded over the vocabulary takes no {given[0]}")
+        raise InputError(f"cross_entropy of sharded logits takes no {given[0]}")
     if target.shape != input.shape[:-1] or input.dim() > 2 or target.is_floating_point():
-        raise InputError(
-            "cross_entropy of logits that are sharded over the vocabulary takes [tokens, vocabulary] and class "
-            f"indices [tokens], but got {list(input.shape)} and {list(target.shape)} ({target.dtype}); write "
-            "F.cross_entropy(logits.flatten(0, 1), targets.flatten())"
-        )
+        shapes = f"{list(input.shape)} and {list(target.shape)} ({target.dtype})"
+        raise InputError(f"cross_entropy of sharded logits takes [tokens, vocabulary] and ids [tokens], not {shapes}")
     is_ignored = target == ignore_index
     losses = _CrossEntropy.apply(input._local, target.masked_fill(is_ignored, 0), input._group, label_smoothing)
     losses = losses.masked_fill(is_ignored, 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,26 +11,20 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import HalfmeshError, InputError, counted, find_near, page
+from ...errors import HalfmeshError, InputError, find_near, page
 from ...utils.torch_private import is_compiled
 from ..models.peft import look_through
 from ..modules import comes_from, is_within
 from ..registries import TENSOR_PLANS
 from ..shard_spec import Split
+from . import styles
 from .layers import ShardedLayer, TensorAxis
-from .styles import (
-    Attention,
-    Colwise,
-    ColwiseGather,
-    Heads,
-    Rowwise,
-    RowwiseSplit,
-    SequenceBegin,
-    SequenceEnd,
-    Style,
-    Vocab,
-    parse_style,
-)
+from .styles import Style, parse_style
+
+
+def generalise(name: str) -> str:
+    """`name` with "*" for numbers: "blocks.*.mlp"."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 @dataclass(frozen=True)
@@ -63,10 +56,15 @@ class Assignment:
             setattr(self.module, name, getattr(self.module, name) // axis.size)
         self.style.install(self.module, axis, self.in_region)
         if isinstance(self.module, ShardedLayer):
-            self.module.axis, self.module.in_region, self.module.plan_entry = axis, self.in_region, str(self)
+            self.module.axis, self.module.in_region = axis, self.in_region
 
     def __str__(self) -> str:
-        return f"{self.name or 'the model'} ({self.text}, from plan {self.plan!r})"
+        return f"{generalise(self.name) or 'the model'} ({self.text}, from plan {self.plan!r})"
+
+
+def splits_of(assignments: Iterable[Assignment]) -> dict[nn.Parameter, Split]:
+    """The parameters that are sharded, and how."""
+    return {a.module.get_parameter(name): split for a in assignments for name, split in a.splits().items()}
 
 
 def elementwise(name: str) -> Callable[[Any], str | None]:
@@ -161,11 +159,6 @@ def caller(modules: Mapping[str, nn.Module], name: str) -> str:
     return name
 
 
-def generalise(name: str) -> str:
-    """`name` with "*" for numbers: "blocks.*.mlp"."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 def near_names(pattern: str, names: Iterable[str]) -> str:
     """The end of a message about a pattern that matches none of the modules' `names`: the nearest ones, or examples."""
     general = sorted({generalise(known) for known in names if known})
@@ -186,19 +179,13 @@ def resolve(
             for own, style in look_through(modules, name, text, sequence_parallel):
                 found.setdefault((own, style), Assignment(own, modules[own], parse_style(style), style, source))
         except HalfmeshError as error:
-            problem = f"plan {source!r}, module {generalise(name)!r}: {error}"
-            problems += [problem] if problem not in problems else []
+            problems.append(f"plan {source!r}, module {generalise(name)!r}: {error}")
     if any(map(is_compiled, modules.values())):
         problems.append("the model is already compiled, so its layers cannot be sharded; pass it uncompiled")
     assignments = list(found.values())
-    alike = defaultdict[str, list[str]](list)  # of repeated blocks
-    for a in assignments:
-        for problem in a.find_problems(size):
-            alike[problem.replace(a.name, generalise(a.name), 1)].append(problem)
-    for first, *others in alike.values():
-        problems.append(first + (f" ({counted(len(others), 'more layer')} like it)" if others else ""))
+    problems += [problem for a in assignments for problem in a.find_problems(size)]
     if problems:
-        return assignments, problems
+        return assignments, list(dict.fromkeys(problems))  # those of repeated blocks once
     if plan == "auto":
         tied = list(_shard_tied_weights(model, assignments))
         problems += [problem for a in tied for problem in a.find_problems(size)]
@@ -206,12 +193,15 @@ def resolve(
     regions = [a.name for a in assignments if a.style.is_region]
     assignments = [replace(a, in_region=any(is_within(a.name, region) for region in regions)) for a in assignments]
     if not any(a.splits() for a in assignments):
-        problems.append(_no_plan(model, plan))
+        which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
+        problems.append(
+            f"{which} {type(model).__name__}; write one (see {page('Tensor parallelism')}). Convolutions cannot be "
+            "sharded: if most of the model is convolutions, leave tensor at 1"
+        )
     problems += [*_find_conflicts(assignments), *_find_inconsistent_ties(model, assignments)]
-    problems += _find_heads(model, assignments, plan)
-    if sequence_parallel or any(isinstance(a.style, (SequenceBegin, SequenceEnd)) for a in assignments):
+    if sequence_parallel or any(isinstance(a.style, (styles.SequenceBegin, styles.SequenceEnd)) for a in assignments):
         problems += _find_sequence_problems(model, assignments)
-    return assignments, problems
+    return assignments, list(dict.fromkeys(problems))
 
 
 def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:
@@ -221,10 +211,7 @@ def _find_conflicts(assignments: Sequence[Assignment]) -> Iterator[str]:
         for own in (*a.splits(), *a.style.attributes):
             other = claims.setdefault((a.name, own), a)
             if other is not a:
-                yield (
-                    f"{a.name!r} has its {own} sharded twice: {other.text} by plan {other.plan!r}, {a.text} by plan "
-                    f"{a.plan!r}; remove one, or name one plan (parallel.tensor.plan = 'name')"
-                )
+                yield f"{own} is sharded twice, by {other} and {a}; remove one, or name one plan (tensor.plan)"
 
 
 def _uses(model: nn.Module, assignments: Sequence[Assignment]) -> Collection[dict[tuple[str, str], Split | None]]:
@@ -243,94 +230,37 @@ def _shard_tied_weights(model: nn.Module, assignments: Sequence[Assignment]) -> 
         for name, _ in (use for use, split in uses.items() if split is None and Split(0) in uses.values()):
             module = model.get_submodule(name)
             if isinstance(module, (nn.Embedding, nn.Linear)):
-                yield Assignment(name, module, Vocab(), "vocab", "auto")
+                yield Assignment(name, module, styles.Vocab(), "vocab", "auto")
 
 
 def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
     for uses in _uses(model, assignments):
         if len(set(uses.values())) > 1:
             shown = [f"{name}.{own} ({split or 'whole'})" for (name, own), split in uses.items()]
-            yield (
-                f"{' and '.join(shown)} share one weight, but would shard it differently; give these modules the same "
-                "style ('vocab' for an embedding and its head), or leave all of them whole"
-            )
-
-
-def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str | Mapping[str, str]) -> Iterator[str]:
-    """Modules with a sharded projection and a number of heads that no style of the config's patterns has."""
-    if isinstance(plan, str):
-        return
-    counted = {a.name for a in assignments if isinstance(a.style, Heads)}
-    parents = {a.name.rpartition(".")[0] for a in assignments if isinstance(a.style, Colwise) and a.style.opens_fork}
-    for parent in sorted(parents - counted):
-        numbers = {name: n for name, n in vars(model.get_submodule(parent)).items() if type(n) is int}
-        # num_heads, n_kv_heads, nhead, heads; but not head_dim
-        found = [n for n in numbers if "head" in n and not any(w in n for w in ("dim", "size", "width", "features"))]
-        if found:
-            yield (
-                f"{parent!r} has {found[0]}={numbers[found[0]]}, and its features are sharded; add "
-                f"{generalise(parent)!r}: 'heads({', '.join(found)})' if its forward reads that number, or 'heads()' "
-                "if it takes the number of heads from the shape (-1)"
-            )
+            yield f"{' and '.join(shown)} share one weight; give them one style (such as 'vocab'), or leave all whole"
 
 
 def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
     """Under sequence parallelism every layer between begin and end must be known."""
-    begins = {a.name for a in assignments if isinstance(a.style, SequenceBegin)}
-    ends = {a.name for a in assignments if isinstance(a.style, SequenceEnd)}
+    begins = {a.name for a in assignments if isinstance(a.style, styles.SequenceBegin)}
+    ends = {a.name for a in assignments if isinstance(a.style, styles.SequenceEnd)}
     if not begins or not ends:
-        yield (
-            "sequence_parallel=True, but no plan says where the sequence is sharded ('sequence_begin') and where it is "
-            "gathered ('sequence_end'); set sequence_parallel=False, or write a plan that does"
-        )
+        yield "sequence_parallel=True, but no plan says where the sequence is sharded and gathered; set it to False"
         return
     between, inside = set(), False  # from each begin to the next end, in the order in which the model has its modules
     for name, _ in model.named_modules():
         inside = (inside or name in begins) and name not in ends
         if inside:
             between.add(name)
+    regions = [a.name for a in assignments if a.style.is_region]
+    gathered = [a.name for a in assignments if isinstance(a.style, styles.ColwiseGather)]
     for a in assignments:
-        of_features = isinstance(a.style, Rowwise) or a.style.opens_fork
-        if a.name in between and (isinstance(a.style, Attention) or (of_features and not a.in_region)):
-            yield (
-                f"{a}: under sequence_parallel=True it must be in a 'region', which gathers the sequence; give that "
-                "style to the module around it. (torch.nn.MultiheadAttention takes keys and values separately and "
-                "cannot be in one: set sequence_parallel=False)"
-            )
-        elif isinstance(a.style, RowwiseSplit) and a.in_region and not _gathers_before(a, assignments):
-            yield (
-                f"{a}: its input is that of its 'region', whose gradients are summed over the ranks, but each rank "
-                "would add the whole gradient; use 'rowwise' after a 'colwise' layer, or leave it whole"
-            )
+        around = [region for region in regions if is_within(a.name, region)]
+        of_features = isinstance(a.style, styles.Rowwise) or a.style.opens_fork
+        if a.name in between and (isinstance(a.style, styles.Attention) or (of_features and not a.in_region)):
+            yield f"{a}: under sequence_parallel=True it must be in a 'region', as MultiheadAttention cannot be"
+        elif isinstance(a.style, styles.RowwiseSplit) and around:
+            if not any(is_within(name, region) for name in gathered for region in around):
+                yield f"{a}: in a 'region' it would add whole gradients; use 'rowwise' after 'colwise', or none"
         elif a.style.is_region and a.name not in between:
-            yield (
-                f"{a}: it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its "
-                "modules, so its sequence is whole already; set sequence_parallel=False, or write a plan without this"
-            )
-
-
-def _gathers_before(split: Assignment, assignments: Sequence[Assignment]) -> bool:
-    """Return True if a layer of the same region gathers features, as the input of `split`."""
-    regions = [a.name for a in assignments if a.style.is_region and is_within(split.name, a.name)]
-    gathers = [a.name for a in assignments if isinstance(a.style, ColwiseGather)]
-    return any(is_within(name, region) for name in gathers for region in regions)
-
-
-def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
-    """The message for a model of which nothing would be sharded."""
-    which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
-    return (
-        f"{which} {type(model).__name__}. Write one: parallel = dict(tensor=dict(size=..., plan={_example(model)})), "
-        f"where 'colwise' Linear layers pass sharded features to 'rowwise' ones (see {page('Tensor parallelism')}). "
-        "Convolutions cannot be sharded: if most of the model is convolutions, leave tensor at 1"
-    )
-
-
-def _example(model: nn.Module) -> str:
-    """An example plan for two adjacent Linear layers, of which one may follow the other."""
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for (one, up), (other, down) in itertools.pairwise(linear):
-        if one.rpartition(".")[0] == other.rpartition(".")[0] and up.out_features == down.in_features:
-            names = {generalise(one): "colwise", generalise(other): "rowwise"}
-            return repr(names if len(names) == 2 else {one: "colwise", other: "rowwise"})
-    return "{...}"
+            yield f"{a}: it is not between 'sequence_begin' and 'sequence_end', so its sequence is whole already"

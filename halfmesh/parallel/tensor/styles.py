@@ -59,11 +59,9 @@ def parse_style(text: str) -> Style:
         RegistryError: no style has this name.
         InputError: the style does not take these arguments.
     """
-    found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
-    if found is None:
-        raise InputError(f"{text!r} is not a style; write a name, or a name with arguments: 'fused_colwise(3)'")
-    arguments = [part.strip() for part in (found[2] or "").split(",") if part.strip()]
-    kind: type[Style] = TENSOR_STYLES.get(found[1])
+    name, _, given = text.strip().removesuffix(")").partition("(")
+    arguments = [part.strip() for part in given.split(",") if part.strip()]
+    kind: type[Style] = TENSOR_STYLES.get(name)
     try:
         return kind(*arguments)
     except (TypeError, ValueError) as error:
@@ -192,8 +190,6 @@ class EmbeddingGather(EmbeddingFeatures):
 class Heads(Style):
     """Divides attributes that count heads (or the features of all heads) by the number of ranks.
 
-    `heads()` means that no attribute counts them: the module takes the number from the shape of its activations.
-
     Args:
         attributes: the names of these attributes, which are integers.
     """
@@ -207,7 +203,7 @@ class Heads(Style):
             if not isinstance(count, int):
                 yield f"it has no whole number named {attribute!r} (found: {count!r})"
             else:
-                yield from find_indivisible(attribute, count, size)
+                yield from _find_indivisible(attribute, count, size)
 
 
 class ConfigHeads(Style):
@@ -222,7 +218,7 @@ class ConfigHeads(Style):
         self._name = name
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        yield from find_indivisible(f"config.{self._name}", getattr(module.config, self._name), size)
+        yield from _find_indivisible(f"config.{self._name}", getattr(module.config, self._name), size)
 
 
 class Rows(Style):
@@ -234,10 +230,6 @@ class Rows(Style):
 
     def __init__(self, *names: str) -> None:
         self._names = names
-
-    def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        for name in self._names:
-            yield from find_indivisible(f"rows of {name}", getattr(module, name).shape[0], size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return dict.fromkeys(self._names, Split(0))
@@ -276,8 +268,7 @@ class Off(Style):
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         for name in self._attributes:
-            if hasattr(module, name):
-                setattr(module, name, False)
+            setattr(module, name, False)
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
@@ -307,10 +298,8 @@ class SequenceBegin(Style):
         def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             length = args[0].shape[SEQUENCE_DIM]
             if length % axis.size:
-                raise InputError(
-                    f"sequence_parallel=True needs a sequence length that tensor={axis.size} divides, and this one is "
-                    f"{length}; pad it to {-(-length // axis.size) * axis.size}, or set sequence_parallel=False"
-                )
+                fix = "pad it, or set sequence_parallel=False"
+                raise InputError(f"tensor={axis.size} does not divide the sequence length {length}; {fix}")
             return collectives.split(args[0], SEQUENCE_DIM, axis.group), *args[1:]
 
         module.register_forward_pre_hook(split)
@@ -353,20 +342,16 @@ class Attention(Style):
     attributes = ("num_heads",)
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if type(module).forward is not nn.MultiheadAttention.forward:
-            yield (
-                f"it is a {type(module).__name__}, but this style is for torch.nn.MultiheadAttention; choose another "
-                "style"
-            )
-            return
-        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+        if wrong := _other_forward(module, nn.MultiheadAttention):
+            yield from wrong
+        elif module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             yield "this style does not support kdim, vdim, add_bias_kv and add_zero_attn; leave it whole"
-            return
-        yield from find_indivisible("heads", module.num_heads, size)
+        else:
+            yield from _find_indivisible("heads", module.num_heads, size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
-        names = ("in_proj_weight",) if module.in_proj_bias is None else ("in_proj_weight", "in_proj_bias")
-        return {name: Split(0, 3) for name in names}
+        names = ("in_proj_weight", "in_proj_bias")
+        return {name: Split(0, 3) for name in names if getattr(module, name) is not None}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> None:
         module.__class__ = layers.ShardedAttention
@@ -375,7 +360,7 @@ class Attention(Style):
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def find_indivisible(what: str, count: int, size: int, blocks: int = 1) -> Iterator[str]:
+def _find_indivisible(what: str, count: int, size: int, blocks: int = 1) -> Iterator[str]:
     """A message if `count` of `what`, in `blocks` blocks, cannot be split into `size` equal shards."""
     if count % (blocks * size):
         each = f" in {blocks} blocks" if blocks > 1 else ""
@@ -410,19 +395,22 @@ def _out_dim(module: nn.Module) -> int:
     return 1 if _is_conv1d(module) else 0
 
 
+def _other_forward(module: Any, kind: type[nn.Module]) -> list[str]:
+    """A message if the forward of `module` is not that of `kind`."""
+    if type(module).forward is kind.forward and "forward" not in vars(module):
+        return []
+    name = f"torch.nn.{kind.__name__}"
+    return [f"it is a {type(module).__name__}, but this style is for {name}; choose another, or leave it whole"]
+
+
 def _find_weight_problems(
     module: Any, kind: type[nn.Module], what: str, dim: int, size: int, blocks: int = 1
 ) -> Iterator[str]:
-    """The reasons why `dim` of the weight of `module` cannot be sharded, such as a forward that is not `kind`'s."""
-    if kind is nn.Linear and _is_conv1d(module):
-        kind = type(module)
-    if type(module).forward is not kind.forward or "forward" in vars(module):
-        yield (
-            f"it is a {type(module).__name__}, but this style is for torch.nn.{kind.__name__}; choose another style, "
-            "or leave it whole"
-        )
+    """The reasons why `dim` of the weight of `module`, a `kind`, cannot be sharded."""
+    if wrong := _other_forward(module, type(module) if kind is nn.Linear and _is_conv1d(module) else kind):
+        yield from wrong
         return
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):  # of an embedding
         if getattr(module, setting, None):
             yield f"{setting} is set, which does not work on a shard of the weight; remove it"
-    yield from find_indivisible(what, module.weight.shape[dim], size, blocks)
+    yield from _find_indivisible(what, module.weight.shape[dim], size, blocks)

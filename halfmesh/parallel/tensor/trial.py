@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import InputError, bullet_list, counted, find_module, shorten
+from ...errors import InputError, bullet_list, find_module, shorten
 from ...utils.log import get_logger
 from ...utils.tensors import map_tensors, tensors_of
 from ..comm import gather_objects
@@ -25,15 +25,14 @@ from ..modules import is_within, meta_copy
 from ..registries import BUILTIN_TENSOR_PLANS
 from ..trial import find_gap, no_side_effects
 from .layers import TensorAxis
-from .plans import Assignment, caller
+from .plans import Assignment, caller, splits_of
 from .styles import Region, Rowwise, SequenceBegin, SequenceEnd
 
 _log = get_logger(__name__)
 
 _ADVICE = (
-    "Between a 'colwise' and a 'rowwise' layer each rank has a part of the features: write sizes there as -1, or "
-    "divide them with 'heads(name)'; give fused projections 'fused_colwise(k)'; leave layers around a softmax, norm "
-    "or mean over all features whole"
+    "Between a 'colwise' and a 'rowwise' layer each rank has a part of the features: write sizes as -1, or divide them "
+    "with 'heads(name)'; use 'fused_colwise(k)' for fused projections, and no softmax, norm or mean over features"
 )
 TOLERANCE = 2e-2
 """Relative to norms. Rounding makes far smaller differences, also in bf16; mixed features make far larger ones."""
@@ -56,12 +55,6 @@ class _Kind:
     names: list[str] = field(default_factory=list)
     live: nn.Module | None = None
     call: Any = None
-
-    def describe(self, gap: float) -> str:
-        """The line for blocks whose outputs differ by `gap`."""
-        plan = {a.plan: a.text for a in self.assignments}
-        names = shorten([name or "the model" for name in self.names], 1)
-        return f"{names} ({type(self.meta).__name__}): its output differs by {gap:.0%}. The plan: {plan}"
 
 
 class PlanTrial:
@@ -102,10 +95,9 @@ class PlanTrial:
 
     def explain(self, error: RuntimeError) -> None:
         """Name the module of an error; in the first forwards the cause is most often a size of the full model."""
-        if where := find_module(self._model, error):
-            error.add_note(f"In {where}, with tensor={self._axis.size}.")
         if self._kinds:
-            error.add_note(f"parallel.tensor.plan: {_ADVICE}")
+            where = find_module(self._model, error)
+            error.add_note(f"In {where}, with tensor={self._axis.size}. parallel.tensor.plan: {_ADVICE}")
 
     def run(self) -> None:
         """Compare. All ranks together, after the first backward.
@@ -120,20 +112,20 @@ class PlanTrial:
         results: dict[str, float | str] = {kind.names[0]: "it was not called as a module" for kind in kinds}
         for theirs in gather_objects({kind.names[0]: self._try_out(kind) for kind in kinds if kind.live is not None}):
             results |= theirs
-        gaps = {name: gap for name, gap in results.items() if isinstance(gap, float)}
-        if wrong := [kind.describe(gap) for kind in kinds if (gap := gaps.get(kind.names[0], 0)) > TOLERANCE]:
-            title = (
-                f"{counted(len(wrong), 'kind')} of block computed different outputs when sharded over "
-                f"tensor={self._axis.size} (a trial with random weights, before any update). {_ADVICE}:"
-            )
-            raise InputError(bullet_list(title, wrong))
-        if len(gaps) < len(results):
-            untried = ", ".join(f"{name or 'the model'} ({why})" for name, why in results.items() if name not in gaps)
-            _log.warning(
-                "parallel.tensor.plan: could not verify that these compute the same when sharded: %s; compare a few "
-                "steps with one process (tensor=1)",
-                untried,
-            )
+        wrong, untried = [], []
+        for kind, gap in zip(kinds, results.values(), strict=True):
+            if isinstance(gap, str):
+                untried.append(f"{kind.names[0] or 'the model'} ({gap})")
+            elif gap > TOLERANCE:
+                names = shorten([name or "the model" for name in kind.names], 1)
+                plan = {a.plan: a.text for a in kind.assignments}
+                wrong.append(f"{names} ({type(kind.meta).__name__}): its output differs by {gap:.0%}. The plan: {plan}")
+        if wrong:
+            title = f"in a trial before any update, blocks sharded over tensor={self._axis.size} had other outputs"
+            raise InputError(bullet_list(f"{title}. {_ADVICE}:", wrong))
+        if untried:
+            message = "parallel.tensor.plan: could not verify %s; compare a few steps with one process (tensor=1)"
+            _log.warning(message, ", ".join(untried))
 
     def _try_out(self, kind: _Kind) -> float | str:
         """The difference of a sharded block from the unsharded one; or why it is not known. All ranks of the group.
@@ -171,16 +163,12 @@ def _find_kinds(model: nn.Module, assignments: Sequence[Assignment]) -> list[_Ki
         inside = [a for a in assignments if is_within(a.name, name)]
         key = f"{type(block)} {block} {[(a.name[len(name) :], a.text) for a in inside]}"
         if key not in found:
-            found[key] = _Kind(inside, _copy(block, model))
+            try:
+                found[key] = _Kind(inside, meta_copy(block, model))
+            except Exception as error:
+                found[key] = _Kind(inside, f"it cannot be copied: {error}")
         found[key].names.append(name)
     return list(found.values())
-
-
-def _copy(block: nn.Module, model: nn.Module) -> nn.Module | str:
-    try:
-        return meta_copy(block, model)
-    except Exception as error:
-        return f"it cannot be copied: {error}"
 
 
 def _find_blocks(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:
@@ -206,25 +194,18 @@ def _with_random_weights(kind: _Kind, device: torch.device) -> nn.Module:
     block = kind.meta.to_empty(device=device).eval()
     generator = torch.Generator(device).manual_seed(1)
     for param in block.parameters():
-        if param.is_floating_point():
-            param.data = _random_weight(param, generator)
+        if param.is_floating_point():  # so uneven that a difference shows if a rank's features are taken for all
+            value = torch.randn(param.shape, generator=generator, dtype=_wide(param), device=device)
+            value = value / param.shape[-1] ** 0.5 if param.dim() > 1 else 1 + 0.1 * value
+            for dim, n in enumerate(param.shape):
+                value = value * torch.linspace(0.5, 1.5, n, device=device).view(-1, *[1] * (param.dim() - dim - 1))
+            param.data = value
     for name, module in block.named_modules():
         source = kind.live.get_submodule(name)
         for own, value in (*source.named_buffers(recurse=False), *vars(source).items()):
             if isinstance(value, torch.Tensor):
                 setattr(module, own, value.detach().to(_wide(value), copy=True))
     return block
-
-
-def _random_weight(param: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
-    """A weight so uneven that a difference shows if a rank's features are taken for all."""
-    shape = param.shape
-    options: dict[str, Any] = {"dtype": _wide(param), "device": generator.device}
-    value = torch.randn(shape, generator=generator, **options)
-    value = value / shape[-1] ** 0.5 if len(shape) > 1 else 1 + 0.1 * value
-    for dim, n in enumerate(shape):
-        value = value * torch.linspace(0.5, 1.5, n, **options).view(-1, *(1 for _ in shape[dim + 1 :]))
-    return value
 
 
 def _shard(block: nn.Module, kind: _Kind, axis: TensorAxis) -> None:
@@ -234,8 +215,7 @@ def _shard(block: nn.Module, kind: _Kind, axis: TensorAxis) -> None:
         for a in kind.assignments
         if not isinstance(a.style, (Region, SequenceBegin, SequenceEnd))
     ]
-    splits = {a.module.get_parameter(name): split for a in inside for name, split in a.splits().items()}
-    for param, split in splits.items():
+    for param, split in splits_of(inside).items():
         param.data = split.cut(param.data, axis.rank, axis.size)
     for a in inside:
         a.install(axis)

@@ -174,23 +174,19 @@ def test_variants_of_language_models(name):
     check_logits(VARIANTS[name](), input_ids=IDS, attention_mask=LEFT_PADDED)
 
 
-ONLY = "under a pipeline a Hugging Face model takes only input_ids, attention_mask, .*position_ids; remove the argument"
+ONLY = "a Hugging Face model in a pipeline takes only input_ids, attention_mask, .*position_ids"
 
 
 @pytest.mark.parametrize("kind", [*DECODERS, "bert"])
 def test_what_a_language_model_is_called_with_beside_its_inputs(kind):
     model = make(kind).eval()
     pieces = pieces_of(model)
-    given = {"inputs_embeds": torch.zeros(2, 6, 16), "output_hidden_states": True, "return_dict": False}
+    given = {"inputs_embeds": torch.zeros(2, 6, 16), "output_hidden_states": True, "return_dict": False, "labels": IDS}
     if kind in DECODERS:
         given |= {cache_name(model): ((torch.zeros(1),),), "use_cache": True, "logits_to_keep": 1}
     for name, value in given.items():
         with pytest.raises(InputError, match=f"^{name}: {ONLY}"):
             compose(model, pieces, input_ids=IDS, **{name: value})
-    with pytest.raises(
-        InputError, match=r"^labels: .* give initialize a criterion and write loss = engine\.criterion\(output"
-    ):
-        compose(model, pieces, input_ids=IDS, labels=IDS)
     harmless = {"labels": None, "output_attentions": False}
     assert_equal(compose(model, pieces, IDS, return_dict=True, **harmless), compose(model, pieces, IDS))
     if kind == "gpt2":  # arguments by position are those of its forward: the mask is third
@@ -199,11 +195,10 @@ def test_what_a_language_model_is_called_with_beside_its_inputs(kind):
 
 @pytest.mark.parametrize("kind", [*DECODERS, "bert"])
 def test_language_models_that_cannot_be_cut(kind):
-    for key in ("output_hidden_states", "output_attentions", "is_decoder"):
-        model = make(kind, attn_implementation="eager")
-        setattr(model.config, key, True)
-        with pytest.raises(InputError, match=f"its config has {key}=True, which a .*set {key}=False"):
-            pieces_of(model)
+    model = make(kind)
+    model.config.is_decoder = True
+    with pytest.raises(InputError, match="set is_decoder=False"):
+        pieces_of(model)
     for inner in (False, True):
         model = make(kind)
         with pytest.raises(InputError, match="no partitioner knows"):

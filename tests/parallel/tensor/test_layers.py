@@ -1,4 +1,4 @@
-"""Divided layers: what they send for one input, and inputs that they reject."""
+"""Sharded layers: what they send for one input, inputs that they reject, and gradients of layers that stay whole."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from tests.parity.test_tensor import MLP, PROJECTIONS, SEQUENCE, VOCAB, WORDS, Language, Projections, mlp, sequences
-from tests.support.ranks import here, ranks_on, run_ranks
+from tests.parity.test_tensor import PROJECTIONS, SEQUENCE, Projections, sequences
+from tests.support.models import CLASSES, FEATURES, make_data, make_engine
+from tests.support.ranks import here, run_ranks
 from tests.support.tensor_parity import divide, random, rejection
 
 pytestmark = pytest.mark.distributed
-
-WRONG_WORDS = (-1, WORDS, -WORDS) if ranks_on() == "gloo-cpu" else ()  # a GPU ends the process
 
 
 def sums(call: Callable[[], Any]) -> int:
@@ -45,31 +45,81 @@ def test_layers_that_share_an_input_share_one_sum():
 
 def wrong_inputs(rank: int, world_size: int) -> dict[str, str]:
     x, found = random(3, 4, dtype=torch.float32), {}
-    found["whole features"] = rejection(lambda: divide(mlp(), {"4": "rowwise"})(x))
     found["sequence"] = rejection(lambda: divide(sequences(), SEQUENCE, True)(random(2, 5, 4).float()))
     plan = {name: style for name, style in SEQUENCE.items() if name != "1.*.norm"}
     engine = divide(sequences(), plan, True)
     output = engine(random(2, 6, 4).float())
     found["norms"] = rejection(lambda: engine.backward(output.square().sum()))
-    for bad in WRONG_WORDS:
-        engine = divide(Language(), VOCAB)
-        found[f"word {bad}"] = rejection(lambda e=engine, bad=bad: e(here(torch.tensor([[1, bad]]))))
-    x.requires_grad_()
-    outer = divide(mlp(), MLP)(x)
-    (grad,) = torch.autograd.grad(outer.square().sum(), x, create_graph=True)
-    found["a gradient of a gradient"] = rejection(lambda: grad.sum().backward())
+    attention = divide(nn.MultiheadAttention(4, 2), {"": "attention", "out_proj": "rowwise"})
+    found["a hint alone"] = rejection(lambda: attention(x, x, x, is_causal=True, need_weights=False))
     return found
 
 
 def test_inputs_that_cannot_be_right_are_rejected_on_every_rank():
     words = {
-        "whole features": "expects this rank's 4 features, but its input has 8; give the layer before it the style",
-        "sequence": "needs a sequence length that tensor=2 divides, and this one is 5; pad it to 6",
+        "sequence": "tensor=2 does not divide the sequence length 5; pad it",
         "norms": "the gradients of 1.0.norm.weight, 1.0.norm.bias, 1.1.norm.weight, 1.1.norm.bias",
-        **{f"word {bad}": "IndexError: index out of range in self" for bad in WRONG_WORDS},
-        "a gradient of a gradient": "marked with @once_differentiable",
+        "a hint alone": "is_causal=True is only a hint about attn_mask",
     }
     for found in run_ranks(wrong_inputs, 2):
         assert found.keys() == words.keys()
         for case, message in found.items():
             assert words[case] in message, case
+
+
+# -- gradients of layers that stay whole -------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Sharded features go through a PReLU, whose one weight every rank has."""
+
+    def __init__(self, zero: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(FEATURES)
+        self.up, self.act, self.down = nn.Linear(FEATURES, 16), nn.PReLU(), nn.Linear(16, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+        if zero:
+            nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.down(self.act(self.up(self.norm(x)))))
+
+
+PAIR = {"up": "colwise", "down": "rowwise"}
+
+
+def start(plan: dict[str, str], model: nn.Module, **config: Any) -> Any:
+    return make_engine({"parallel": {"tensor": {"size": 2, "plan": plan}}, **config}, model=model)
+
+
+def train(engine: Any, steps: int = 1) -> None:
+    x, y = here(make_data(8 * steps))
+    for a, b in zip(x.split(8), y.split(8), strict=True):
+        engine.backward(engine.criterion(engine(a), b))
+        engine.step()
+
+
+def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
+    engine = start(PAIR, Net())
+    before = engine.model.act.weight.detach().clone()
+    found = {"at once": rejection(lambda: train(engine))}
+    assert torch.equal(engine.model.act.weight, before)
+    engine = start(PAIR, Net(zero=True))  # at first its gradient is zero, as the next layer starts at zero
+    train(engine)
+    found["zero at first"] = rejection(lambda: train(engine))
+    overflow = {"fp16": {"mode": "naive", "initial_scale": 2.0**32, "hysteresis": 1}, "max_consecutive_skips": 99}
+    engine = start(PAIR, Net(), **overflow)  # which says nothing of it
+    train(engine)
+    found["overflow at first"] = rejection(lambda: train(engine, 40))
+    found["summed"] = rejection(lambda: train(start({**PAIR, "act": "partial", "norm": "partial"}, Net())))
+    return found
+
+
+def test_a_wrong_plan_is_rejected_with_the_first_gradient():
+    for found in run_ranks(wrong_plans, 2):
+        assert "InputError: the plan sums the gradients of norm.weight, norm.bias, but they are the same" in found.pop(
+            "summed"
+        )
+        for case, message in found.items():
+            assert "InputError: the gradients of act.weight differ between the ranks of a tensor group" in message, case

@@ -1,17 +1,14 @@
-"""A model and its optimizer, divided in place: state that is taken along, state dicts, and inputs."""
+"""A model and its optimizer, sharded in place: state that is taken along, and state dicts."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from halfmesh.utils.torch_private import ALL_GATHER
 from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine
 from tests.support.ranks import here, run_ranks
 from tests.support.tensor_parity import rejection
@@ -31,9 +28,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(FEATURES, 16), nn.Linear(16, 12)
         self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, CLASSES)
 
-    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
-        x = self.norm(self.down(nn.functional.gelu(self.up(x))))
-        return self.head(x if scale is None else x * scale["by"])
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.down(nn.functional.gelu(self.up(x)))))
 
 
 def part(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
@@ -56,8 +52,7 @@ def groups(model: Net) -> list[dict[str, Any]]:
 
 
 def optimizer_state(rank: int, world_size: int) -> None:
-    """Three updates in one process, two divided, two in one process again, with the full state dict; beside it an
-    optimizer left alone."""
+    """Three updates in one process, two sharded; beside it an optimizer left alone."""
     model, whole = Net(), Net()
     optimizer, expected = torch.optim.Adam(groups(model)), torch.optim.Adam(groups(whole))
     for batch in range(3):
@@ -76,20 +71,15 @@ def optimizer_state(rank: int, world_size: int) -> None:
         engine.backward(engine.criterion(engine(x[rows]), y[rows]))
         engine.step()
         step(whole, expected, batch)
-    full = engine.full_state_dict(optimizer=True, rank0_only=False)
-    engine.close()
     model = Net()
     optimizer = torch.optim.Adam(groups(model))
-    load_full(full, model, optimizer)
-    for batch in range(5, 7):
-        step(model, optimizer, batch)
-        step(whole, expected, batch)
+    load_full(engine.full_state_dict(optimizer=True, rank0_only=False), model, optimizer)
     for a, b in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(optimizer.state[a], expected.state[b], rtol=1e-5, atol=1e-6)
 
 
-def test_an_optimizer_with_state_is_divided_and_its_full_state_loads():
+def test_an_optimizer_with_state_is_sharded_and_its_full_state_loads():
     run_ranks(optimizer_state, 2)
 
 
@@ -114,60 +104,3 @@ def loads(rank: int, world_size: int) -> None:
 
 def test_state_dicts_of_the_whole_model_and_of_parts():
     run_ranks(loads, 2)
-
-
-def unequal_inputs(rank: int, world_size: int) -> list[str]:
-    x, by = here((torch.ones(3, FEATURES), torch.ones(12)))
-    found = []
-    for mode in (True, False):
-        for args, kwargs in (((x + rank,), {}), ((x,), {"scale": {"by": by + rank}}), ((x[: 2 + rank],), {})):
-            engine = make_engine(CONFIG, model=Net()).train(mode)
-            found.append(rejection(lambda e=engine, a=args, k=kwargs: e(*a, **k)))
-    engine = make_engine(CONFIG, model=Net())
-    engine(x, scale={"by": by})
-    found.append(rejection(lambda: engine(x)))  # not compared any more
-    found.append(rejection(lambda: engine.eval()(x + rank)))
-    return found
-
-
-def test_ranks_of_a_tensor_group_have_to_see_the_same_batch():
-    message = "InputError: the 2 ranks of a tensor group got different inputs, but they compute one batch"
-    for found in run_ranks(unequal_inputs, 2):
-        assert found.pop(6) == "no error"
-        assert len(found) == 7
-        assert all(words.startswith(message) for words in found)
-
-
-def leave_by_error(rank: int, world_size: int) -> list[str]:
-    """Rank 0 leaves by an error, alone."""
-    calls: list[str] = []
-    engine = make_engine(CONFIG, model=Net())
-    engine(here(torch.ones(3, FEATURES)))
-    if rank == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_gather_object"):
-                patch.setattr(dist, name, lambda *_, name=name, **__: calls.append(name))
-            with pytest.raises(RuntimeError, match="lost"), engine:
-                raise RuntimeError("lost")
-    return calls
-
-
-def test_an_error_on_one_rank_does_not_wait_for_the_others():
-    assert run_ranks(leave_by_error, 2, timeout=20) == [[], []]
-
-
-def copies(rank: int, world_size: int) -> None:
-    """A deep copy of a divided model works beside it; a pickle of it is rejected."""
-    model, x = Net(), here(make_data(8)[0])
-    engine = make_engine(CONFIG, model=model)
-    clone = copy.deepcopy(model)
-    assert "a sharded model cannot be pickled; save engine" in rejection(lambda: pickle.dumps(model))
-    assert torch.equal(clone(x), engine(x))
-    clone.up.weight.data.zero_()
-    assert (model.up.weight != 0).any()
-    clone.load_state_dict(Net().state_dict())
-    assert torch.equal(clone.up.weight, model.up.weight)
-
-
-def test_copies_of_a_divided_model():
-    run_ranks(copies, 2)
