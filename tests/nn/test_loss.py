@@ -53,14 +53,6 @@ def test_is_torchs_loss_of_all_logits(options, reduction, chunk_size):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def test_without_tokens():
-    input, head, target = make(rows=1)
-    assert linear_cross_entropy(input[:0], head, target[:0]).isnan()
-
-
-# -- half precision ----------------------------------------------------------------------------------------------------
-
-
 def sum_of_chunks(input, head, target, size):
     """The weight's gradient: chunks in half precision, summed in fp32."""
     count = target.numel()
@@ -78,9 +70,6 @@ def test_half_weights_get_gradients_that_are_rounded_once():
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], sum_of_chunks(input, head, target, 4).half())
     torch.testing.assert_close(found[3], expected[3], rtol=2**-7, atol=2**-12)
-
-
-# -- heads -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_head_that_fsdp_gathers_by_itself_gets_all_tokens_at_once():
@@ -118,9 +107,6 @@ def test_other_heads():
         assert each is several or (tied.weight.grad - results[1]).norm() < 0.02 * results[1].norm()
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def peak(function, **options):
     """The most bytes at once of forward and backward, above what was there before."""
     head, target = nn.Linear(16, 4096, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.int64)
@@ -135,9 +121,6 @@ def test_memory_is_that_of_a_chunk():
     whole_peak = peak(whole)
     assert whole_peak > 2 * 2048 * 4096 * 4
     assert peak(linear_cross_entropy, chunk_size=128) < whole_peak / 12
-
-
-# -- what is rejected --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

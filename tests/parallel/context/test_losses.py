@@ -39,10 +39,6 @@ def by_outputs(output, target):
     return entropy(output, target, reduction="sum") / output.shape[:2].numel()
 
 
-def with_z_loss(output, target):
-    return entropy(output, target) + 0.1 * output.logsumexp(-1).square().mean()
-
-
 def summed(output, target):
     return entropy(output, target, reduction="sum"), (target != -100).sum()
 
@@ -74,7 +70,6 @@ RIGHT = {
     "a sum": (lambda o, t: entropy(o, t, reduction="sum") / 20, plain, "sum"),
     "weighted": (summed, plain, "weighted"),
     "a prompt that does not count": (summed_where, with_a_prompt, "weighted"),
-    "z-loss": (with_z_loss, plain, "mean"),
     "flat tensors": (F.cross_entropy, flat, "mean"),
 }
 

@@ -118,8 +118,6 @@ def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
 
 def test_a_wrong_plan_is_rejected_with_the_first_gradient():
     for found in run_ranks(wrong_plans, 2):
-        assert "InputError: the plan sums the gradients of norm.weight, norm.bias, but they are the same" in found.pop(
-            "summed"
-        )
+        assert "the plan sums the gradients of norm.weight, norm.bias, but they are the same" in found.pop("summed")
         for case, message in found.items():
             assert "InputError: the gradients of act.weight differ between the ranks of a tensor group" in message, case

@@ -37,14 +37,12 @@ def targets(*shape: int, ignored: int = -100) -> torch.Tensor:
 
 CASES: dict[str, dict[str, Any]] = {
     "mean": {},
-    "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
     "ignored": {"ignore_index": 3},
     "smoothed": {"label_smoothing": 0.2, "ignore_index": 3},
 }
 SHAPES: dict[str, Callable[[Any, torch.Tensor], tuple[Any, torch.Tensor]]] = {
     "size": lambda x, y: (x.view(-1, x.size(-1)), y.view(-1)),
-    "flatten": lambda x, y: (x.flatten(0, 1), y.flatten()),
     "shifted": lambda x, y: (x[..., :-1, :].contiguous().view(-1, WORDS), y[..., 1:].reshape(-1)),
     "masked": lambda x, y: (x[y != 3], y[y != 3]),
     "steep": lambda x, y: (x.mul(1000).view(-1, WORDS), y.view(-1)),  # the ranks' sums are far from each other

@@ -169,10 +169,7 @@ WHOLE = "it is not between 'sequence_begin' and 'sequence_end'"
 OTHER = {"layers.*.other": "attention", "layers.*.other.out_proj": "rowwise"}
 NO_REGION = {pattern: style for pattern, style in SEQUENCE.items() if style != "region"}
 UNKNOWN = [
-    (
-        {pattern: style for pattern, style in SEQUENCE.items() if pattern != "norm"},
-        "no plan says where the sequence is sharded",
-    ),
+    (MLPS | {"layers.0": "sequence_begin"}, "no plan says where the sequence is sharded"),
     (NO_REGION, f"layers.*.mlp.* (colwise, from plan 'layers.*.mlp.0'): {OUTSIDE}"),
     ({**SEQUENCE, **NECK, "neck": "region"}, f"neck (region, from plan 'neck'): {WHOLE}"),
     ({**SEQUENCE, **OTHER}, f"layers.*.other (attention, from plan 'layers.*.other'): {OUTSIDE}"),
