@@ -71,6 +71,7 @@ class MixedPrecisionOptimizer:
         self.stepper = Stepper(self.master_weights, self.device, allow_fused=options.fused == "auto")
         self.loss_scales = LossScales(recipe, self.device, options.name)
         self.skips_nonfinite = options.skips_nonfinite(recipe)
+        self._needs_norm = options.needs_grad_norm(recipe)
         self.skip_counter = SkipCounter(options, recipe, self.device, ranks)
         self.found_inf: torch.Tensor | None = None
         self.publisher = publisher
@@ -163,7 +164,7 @@ class MixedPrecisionOptimizer:
         The update is skipped if they hold inf or nan now, which a clip by value would hide.
         """
         grads = self.gradients()
-        if self.options.needs_grad_norm(self.recipe):
+        if self._needs_norm:
             self._held_inf = self._measure(grads).found_inf
         if self._clip_once is not None:
             self._clip_once = self._clip_once[0], None  # the norm was of scaled gradients
@@ -194,7 +195,7 @@ class MixedPrecisionOptimizer:
         max_norm, clipped_norm = self._clip_once or (self.options.max_norm, None)
         self._clip_once = None
         buckets = self.stepper.buckets(grads, self.publisher is not None)
-        wants_norm = max_norm > 0 or self.options.needs_grad_norm(self.recipe)
+        wants_norm = max_norm > 0 or self._needs_norm
         measured = grads
         if any(grad.layout is not torch.strided for grad in grads.values()):
             self.stepper.avoid_fused()

@@ -40,7 +40,7 @@ class Accumulation:
         _trained: passes the trained parameters to `reducer`.
         index: finished microbatches of this cycle.
         seed_divisor: each loss is divided by it in backward.
-        has_backward: a backward ran since the last `count_microbatch`.
+        has_backward: a backward ran in the current microbatch.
         is_last_microbatch: the microbatch of the last backward is the last of the cycle.
         is_last_batch: no batch follows it.
         averaged: the model holds averaged weights, which are not to be trained or saved as its own.
@@ -83,14 +83,16 @@ class Accumulation:
             pipeline: computes forward and backward of all microbatches now; None: run backward from the loss.
 
         Raises:
-            InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
+            InputError: `loss` is not a scalar tensor, or `loss_id` is unknown.
         """
-        self.reject_averaged("engine.backward()")
+        if self.averaged:
+            self.reject_averaged("engine.backward()")
         update, reducer = self.update, self.reducer
         update.loss_scales.check_id(loss_id)
         if pipeline is None:
             loss, weight = self.check_loss(loss)
-            self.add_weight(weight)
+            if weight is not None:
+                self.add_weight(weight)
         else:
             loss = pipeline.check(loss)
         update.follow_groups()
@@ -109,7 +111,7 @@ class Accumulation:
                 if pipeline is None:
                     update.backward(loss, self.seed_divisor, retain_graph, loss_id)
                 else:
-                    pipeline.backward(loss, loss_id, retain_graph, reducer, reduces)
+                    pipeline.backward(loss, loss_id, reducer, reduces)
             self.precision.clear_weight_cache()
             self.has_backward = True
             if reduces and reducer is not None:
@@ -133,7 +135,12 @@ class Accumulation:
                     f"{type(loss).__name__}; return the summed loss and the number to divide it by"
                 )
             loss, weight = loss
-        _check_scalar(loss)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            given = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise InputError(
+                f"backward takes a scalar loss tensor, but got {given}; let the criterion reduce it "
+                "(reduction='mean'); if it returns (sum, weight), set loss_reduction='weighted'"
+            )
         self.precision.check_loss(loss)
         if isinstance(weight, torch.Tensor):
             weight = weight.detach().to(loss.device, torch.float64, non_blocking=True)
@@ -141,15 +148,9 @@ class Accumulation:
             weight = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
         return loss, weight
 
-    def add_weight(self, weight: torch.Tensor | None) -> None:
+    def add_weight(self, weight: torch.Tensor) -> None:
         """Count the weight of a weighted loss."""
-        if weight is not None:
-            self._weight = weight if self._weight is None else self._weight + weight
-
-    def count_microbatch(self) -> None:
-        """End the current microbatch."""
-        self.index += self.has_backward
-        self.has_backward = False
+        self._weight = weight if self._weight is None else self._weight + weight
 
     # -- the update --------------------------------------------------------------------------------------------
 
@@ -167,7 +168,8 @@ class Accumulation:
 
     def grad_divisor(self) -> float | torch.Tensor:
         """Complete the gradients, and return their remaining divisor. Weighted: one all-reduce."""
-        self.reject_averaged("engine.step()")
+        if self.averaged:
+            self.reject_averaged("engine.step()")
         divisor: float | torch.Tensor = 1.0
         if self.reduction == "mean":
             divisor = (self.index + self.has_backward) / self.length
@@ -190,11 +192,6 @@ class Accumulation:
             self._guard.check(divisor)
             self.update.unscale(divisor)
             self._guard.after_backward()
-
-    def zero_grad(self) -> None:
-        """`Engine.zero_grad`."""
-        if not self.index:
-            self.clear()
 
     def clear(self) -> None:
         """Forget the gradients and begin a new cycle."""
@@ -222,7 +219,7 @@ class Accumulation:
             raise InputError(
                 f"{call} was called before the last engine.backward(loss) of a cycle (after microbatch "
                 f"{self.position}), when gradients are incomplete. Call it after that, or with last=True to end the "
-                "cycle here, as at the end of your own loader. To clip, you can also set clip_grad_norm in the config"
+                "cycle here"
             )
 
     def reject_unfinished(self, call: str) -> None:
@@ -230,36 +227,17 @@ class Accumulation:
         self.reject_averaged(call)
         if self.update.has_gradients:
             raise InputError(
-                f"{call} was called in the middle of a cycle, after microbatch {self.position}: the gradients so far "
-                "would be lost. Call it after a step that returned a StepResult, or end the cycle first with "
-                "engine.step(last=True)"
+                f"{call} was called in the middle of a cycle, after microbatch {self.position}, and would lose its "
+                "gradients. Call it after a step that returned a StepResult, or after engine.step(last=True)"
             )
 
     def reject_averaged(self, call: str) -> None:
         """Raise InputError if the model holds averaged weights."""
         if self.averaged:
             raise InputError(
-                f"{call} was called inside `with average.applied():`, where the model holds the averaged weights, not "
-                "the trained ones; call it after that block"
+                f"{call} was called inside `with average.applied():`, where the model holds the averaged weights; call "
+                "it after that block"
             )
-
-
-def _check_scalar(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise InputError(
-            f"backward takes the loss tensor, but got a {type(loss).__name__}; if the criterion returns (sum, weight), "
-            "set loss_reduction='weighted'"
-        )
-    if loss.numel() != 1:
-        raise InputError(
-            f"backward takes a scalar loss, but its shape is {tuple(loss.shape)}; let the criterion reduce it "
-            "(reduction='mean'), or call .mean() on it"
-        )
-    if not loss.requires_grad:
-        raise InputError(
-            "the loss has no graph to run backward through: it was computed under torch.no_grad(), was detached, or "
-            "uses no parameter that requires gradients; compute it from what engine(...) returned"
-        )
 
 
 class MixedPrecisionState:
@@ -297,6 +275,6 @@ class MixedPrecisionState:
         if self._update.has_gradients:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
             raise InputError(
                 "master_params() was called between backward and step, when masters have no gradients yet; to clip, "
-                "call engine.clip_grad_norm_(max_norm), or clip_grad_norm of the optimizer that convert_to_amp returned"
+                "call engine.clip_grad_norm_(max_norm), or clip_grad_norm of convert_to_amp's optimizer"
             )
         return (param for group in self._update.optimizer.param_groups for param in group["params"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import optim
@@ -18,17 +18,15 @@ from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.rank_state import Stateful
 from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError, counted, reject_closure
-from ..utils.engine_hook import Hooks, Progress
+from ..utils.engine_hook import Hooks
 from .accumulation import Accumulation, MixedPrecisionState
 from .ema import AveragedModel
-from .executor import DirectExecutor, ModelGuard
-from .hints import add_memory_note
+from .executor import DirectExecutor
 from .pipeline_handles import sequences_of
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:
     from ..checkpoint.preemption import PreemptionHook
-    from ..checkpoint.state import ShardedState
     from ..config import Config
     from ..debug.precision import PrecisionReport
     from ..debug.probes import Criterion
@@ -58,21 +56,20 @@ class Engine(MixedPrecisionState):
     context: ParallelContext
     config: Config
     plan: EffectivePlan
-    _state: ShardedState
     _criterion: Criterion
     _accumulation: Accumulation
     _executor: DirectExecutor | PipelineExecutor
     _lr: LRAdvance
-    _dataloader: EngineDataLoader | None
     _eval_dataloader: EngineDataLoader | None
-    _progress: Progress
-    _guard: ModelGuard
     _hooks: Hooks
     _checkpointer: Checkpointer
     _preemption: PreemptionHook | None
     _ends: ExitStack
 
     def __post_init__(self) -> None:
+        saved = self._checkpointer
+        self._state, self._progress = saved.state, saved.progress
+        self._dataloader, self._guard = saved.loader, saved.own_call
         self.model = self._state.model
         self._update = self._state.update
         self._parallel = self._state.parallel_model
@@ -120,12 +117,8 @@ class Engine(MixedPrecisionState):
         self._update.sync_writes(waits=False)
         for told in self._hooks.calls["before_forward"]:
             told(method, args, kwargs)
-        try:
-            with self._guard:
-                return function(*args, **kwargs)
-        except RuntimeError as error:
-            self._explain(error)
-            raise
+        with self._explained(), self._guard:
+            return function(*args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
@@ -135,14 +128,11 @@ class Engine(MixedPrecisionState):
         """
         if self._criterion.function is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        try:
+        with self._explained():
             function: Any = self._criterion.function
             if (axis := self._parallel.sequences) is not None:
                 function, args, kwargs = axis.criterion_call(function, args, kwargs, sequences_of((args, kwargs)))
             return self._executor.criterion(function, *args, **kwargs)
-        except RuntimeError as error:
-            self._explain(error)
-            raise
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -154,21 +144,19 @@ class Engine(MixedPrecisionState):
             loss_id: the index of the loss, below `num_losses` (mode APEX); each loss has its own loss scale.
 
         Raises:
-            InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
+            InputError: `loss` is not a scalar tensor, or `loss_id` is unknown.
         """
-        self._reject_if_closed()
+        if self._closed:
+            self._reject_if_closed()
         for told in self._hooks.calls["before_backward"]:
             told(loss)
-        for check in self._parallel.loss_checks:
-            check(loss)
+        sequences = self._parallel.sequences
+        if sequences is not None:
+            sequences.check_loss(loss)
         loader = self._dataloader
         is_last_batch = loader is not None and loader.at_end
-        try:
-            with self._parallel.scope():
-                self._accumulation.backward(loss, is_last_batch, retain_graph, loss_id, self._pipeline)
-        except RuntimeError as error:
-            self._explain(error)
-            raise
+        with self._explained(), nullcontext() if sequences is None else sequences.mode:
+            self._accumulation.backward(loss, is_last_batch, retain_graph, loss_id, self._pipeline)
         for told in self._hooks.calls["after_backward"]:
             told(loss)
         if loader is not None:
@@ -193,7 +181,8 @@ class Engine(MixedPrecisionState):
         """
         if closure is not None:
             reject_closure("engine.step", closure)
-        self._reject_if_closed()
+        if self._closed:
+            self._reject_if_closed()
         accumulation, progress = self._accumulation, self._progress
         lr = None if self._lr.scheduler is None else self._lr
         if lr is not None:
@@ -201,23 +190,19 @@ class Engine(MixedPrecisionState):
         for told in self._hooks.calls["before_step"]:
             told()
         if not accumulation.has_backward and not (last and accumulation.index):
-            raise InputError(
-                "engine.step() was called before engine.backward(loss): there are no gradients to step with. Replace "
-                "loss.backward() by engine.backward(loss)"
-            )
+            raise InputError("engine.step() was called before engine.backward(loss), which replaces loss.backward()")
         updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
         if updates and lr is not None:
             lr.settle()
-        accumulation.count_microbatch()
+        accumulation.index += accumulation.has_backward
+        accumulation.has_backward = False
         if not updates:
             return None
         try:
-            result = accumulation.step()
+            with self._explained():
+                result = accumulation.step()
         except NonFiniteError as error:
             self._hooks.run("on_error", error)
-            raise
-        except torch.OutOfMemoryError as error:
-            self._explain(error)
             raise
         finally:
             if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
@@ -235,7 +220,8 @@ class Engine(MixedPrecisionState):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients; does nothing inside an accumulation cycle. `set_to_none` is ignored."""
-        self._accumulation.zero_grad()
+        if not self._accumulation.index:
+            self._accumulation.clear()
 
     def clip_grad_norm_(self, max_norm: float, *, last: bool = False) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
@@ -562,10 +548,7 @@ class Engine(MixedPrecisionState):
         """
         self._reject_if_closed()
         if self._average.decay is not None:
-            raise InputError(
-                f"engine.averaged_model({decay}): this engine already averages its weights, with "
-                f"decay={self._average.decay}; set the decay of what the first call returned"
-            )
+            raise InputError(f"there is an average already, with decay={self._average.decay}; set the decay of that")
         with self._guard:
             return AveragedModel(self, decay, every, buffers)
 
@@ -589,7 +572,7 @@ class Engine(MixedPrecisionState):
                 self._update.sync_writes()
         finally:
             self._closed = True
-            self._end(None, None)
+            self._ends.__exit__(None, None, None)
 
     def __enter__(self) -> Engine:
         return self
@@ -600,25 +583,7 @@ class Engine(MixedPrecisionState):
             self.close()
         else:
             self._closed = True
-            self._end(kind, error)
-
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
-        """Run the ends. After an error of the loop, or of one of them, a `close` that follows frees the groups."""
-        was_error = error is not None
-        try:
             self._ends.__exit__(kind, error, None)
-        except BaseException:
-            was_error = True
-            raise
-        finally:
-            if was_error:
-                self._ends.callback(self.context.close)
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(
-            "initialize returns one Engine, not a tuple as in Colossal-AI: write `engine = initialize(...)` and use "
-            "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
-        )
 
     # -- checks ------------------------------------------------------------------------------------------------
 
@@ -639,13 +604,21 @@ class Engine(MixedPrecisionState):
             self._accumulation.reject_averaged(call)
         self.context.agree_on_call(call.removesuffix("()"))
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise InputError for a known error of torch in forward, criterion or backward; or add to what it says."""
-        if isinstance(error, torch.OutOfMemoryError):
-            add_memory_note(error, self.plan, self.config, self.context)
-            return
-        self._parallel.explain(error)
-        self._precision.explain(self.model, error)
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A scope that raises InputError for a known error of torch, or adds to what it says."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"This engine needs {self.plan.rows['memory']}. `halfmesh plan` finds the simplest changes of the "
+                "config that need less, without a GPU"
+            )
+            raise
+        except RuntimeError as error:
+            self._parallel.explain(error)
+            self._precision.explain(self.model, error)
+            raise
 
 
 def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ..config.composition import Setup
 from ..errors import InputError
 from ..utils.engine_hook import EngineHook
 from ..utils.log import get_logger
-from ..utils.tensors import dtype_name, tensors_of
+from ..utils.tensors import tensors_of
 from .accumulation import Accumulation
 from .parallelize import ParallelModel
 
@@ -32,11 +33,13 @@ _FEW = (
     "the evaluation loader has no batch for some of the %d data ranks, but each forward needs all of them (fsdp, "
     "expert); use more samples, a smaller batch size, drop_last=False, or fewer ranks"
 )
-_DIRECT = "the model itself was called in training, not the engine: %s. Replace model(x) by engine(x)"
+_DIRECT = (
+    "%s itself was called in training, not the engine: it does not compute in the config's dtypes, and ranks that "
+    "share a batch draw different dropout. Replace model(x) by engine(x); other computations belong into autocast()"
+)
 _PARTS = (
-    "%s.state_dict() has only this rank's part. To save all of it, call engine.save(path) on every rank, or "
-    "engine.save_weights(path) for the weights alone; engine.full_state_dict() returns it. Call them before the engine "
-    "is closed"
+    "%s.state_dict() has only this rank's part. To save all of it, call engine.save(path), engine.save_weights(path) "
+    "or engine.full_state_dict() on every rank, before the engine is closed"
 )
 
 
@@ -47,19 +50,17 @@ def random_numbers(
     """The scope of a forward, or of a batch's passes through stages: in training the model draws from its own
     generators. (With stages in evaluation, too, where some modules may be in training mode.)"""
     random, trains = parallel_model.random, model.training or parallel_model.plans.partition is not None
-    if random is None or random.is_open or not trains:  # open: a criterion that calls the engine
-        with saving():
-            yield
-        return
-    for settle in parallel_model.settles:  # a backward may have left a fork open, which must not be restored
-        settle()
-    with parallel_model.host_random if parallel_model.same_layers else nullcontext(), random:
-        try:
-            with saving():
-                yield
-        finally:
-            for settle in parallel_model.settles:
+    with ExitStack() as scopes:
+        if random is not None and not random.is_open and trains:  # open: a criterion that calls the engine
+            for settle in parallel_model.settles:  # a backward may have left a fork open, which must not be restored
                 settle()
+            if parallel_model.same_layers:
+                scopes.enter_context(parallel_model.host_random)
+            scopes.enter_context(random)
+            for settle in parallel_model.settles:
+                scopes.callback(settle)
+        scopes.enter_context(saving())
+        yield
 
 
 class DirectExecutor:
@@ -90,7 +91,7 @@ class DirectExecutor:
         if self._sequences is not None and torch.is_grad_enabled():
             raise InputError(
                 f"engine.call({name!r}): under parallel.context only forward can be trained; call this method under "
-                "torch.no_grad(), or move what trains into forward"
+                "torch.no_grad()"
             )
         return partial(self._call, self._data.method(self._model, name))
 
@@ -112,14 +113,14 @@ class DirectExecutor:
         return self._precision.criterion(criterion, *args, **kwargs)
 
 
+@dataclass(frozen=True)
 class UncopiedHook:
     """A hook on a module; in a copy of the module it does nothing."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+    call: Callable[..., None]
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        self.call(*args)
 
     def __reduce__(self) -> Any:
         return UncopiedHook, (_do_nothing,)
@@ -140,11 +141,11 @@ class ModelGuard:
     ) -> None:
         self._own_calls = 0
         self._told: set[str] = set()
-        self._recipe, self._shares_batch = recipe, bool(parallel_model.axes)
+        self._needs_engine = bool(parallel_model.axes) or recipe.param_dtype is not None  # or an autocast scope
         self.remove: Callable[[], None] = lambda: None
         """Removes the hook on calls; those on state dicts stay."""
         casts = bool(recipe.autocast or recipe.param_dtype or recipe.output_dtype)
-        if parallel_model.plans.partition is None and (casts or self._shares_batch):  # stages reject it themselves
+        if parallel_model.plans.partition is None and (casts or parallel_model.axes):  # stages reject it themselves
             self.remove = model.register_forward_pre_hook(UncopiedHook(self._check_call)).remove
         if parallel_model.divides_model:
             model.register_state_dict_pre_hook(UncopiedHook(lambda *_: self._warn(_PARTS, "model")))
@@ -163,22 +164,11 @@ class ModelGuard:
             _log.warning(text, what, ranks=None if text is _DIRECT else (0,))
 
     def _check_call(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._own_calls:  # compiled code leaves it out
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # compiled code leaves it out
             return
-        if torch.jit.is_tracing() or not (module.training and torch.is_grad_enabled()):
-            return
-        recipe, dtype = self._recipe, dtype_name(self._recipe.compute_dtype)
-        if self._shares_batch:
-            does = "ranks that compute one batch together draw different dropout"
-        elif recipe.param_dtype is not None:
-            does = f"its inputs are not cast to {dtype}, the dtype of its weights, and its outputs are not cast back"
-        elif any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            return
-        else:
-            does = (
-                f"it computes in float32, not in {dtype} as the config says (engine.autocast() is the scope that does)"
-            )
-        self._warn(_DIRECT, does)
+        is_right = not self._needs_engine and any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        if module.training and torch.is_grad_enabled() and not is_right:
+            self._warn(_DIRECT, "the model")
 
 
 def even_out(loader: EngineDataLoader, engine: Engine) -> EngineDataLoader:

@@ -30,24 +30,18 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-_ALIKE = (
-    "freeze and unfreeze the same parameters on every rank; if you choose them at random, use the same seed on all "
-    "ranks, as in random.Random(0)"
-)
+_ALIKE = "freeze and unfreeze the same parameters on every rank; if at random, with the same seed on all ranks"
 
 _SCALED = "when they are still multiplied by the loss scale"
-_UNDIVIDED = (
-    "when they still have to be divided (a cycle of fewer batches than gradient_accumulation, or weighted losses)"
-)
+_UNDIVIDED = "when they still have to be divided (by the batches of a short cycle, or the weights of losses)"
 _SHARDED = "when each rank holds only its shards of them, so a norm over them is not the model's"
 _STRAY = (
-    "%s already have gradients before the first engine.backward of an update, from a direct loss.backward() or from "
-    "another engine. %s. Call engine.zero_grad() first, and engine.backward(loss) for every loss that trains these "
-    "parameters"
+    "%s already have gradients before the first engine.backward of an update, from a direct loss.backward() or another "
+    "engine. %s. Call engine.zero_grad() first, and engine.backward(loss) for every loss that trains them"
 )
 _CHANGED = (
-    "the gradients of %s were changed between engine.backward and engine.step, %s. To clip them, set clip_grad_norm "
-    "in the config or call engine.clip_grad_norm_(max_norm). To change them in another way, call "
+    "the gradients of %s were changed between engine.backward and engine.step, %s. To clip them, call "
+    "engine.clip_grad_norm_(max_norm), or set clip_grad_norm in the config; to change them in another way, call "
     "engine.unscale_gradients() first. Replace any loss.backward() by engine.backward(loss)"
 )
 _VANISHED = (
@@ -59,10 +53,10 @@ _INSTEAD = (
     "torch.no_grad(), as in param.copy_(...)"
 )
 _WRITTEN = (
-    "the model's forward writes into %s, but under parallel.data='fsdp' these are gathered copies, which are freed "
-    f"after forward: the writes are lost. {_INSTEAD}; or use another data strategy",
-    "forward, or the loop, wrote into %s through .data, which bypasses the fp32 masters: model and masters differ, "
-    "and the next update overwrites the write. Write under torch.no_grad() instead, as in self.weight.copy_(...)",
+    "the model's forward writes into %s, but under parallel.data='fsdp' these are gathered copies: the writes are lost"
+    f". {_INSTEAD}; or use another data strategy",
+    "forward, or the loop, wrote into %s through .data, which bypasses the fp32 masters: the next update overwrites "
+    "it. Write under torch.no_grad() instead, as in self.weight.copy_(...)",
     "the weights %s differ between ranks that should hold the same: forward, or the loop, wrote values that depend on "
     f"a rank's batch or random numbers. {_INSTEAD}, the same on all ranks (engine.context.all_reduce(..., op='mean'))",
 )
@@ -102,9 +96,8 @@ class GradientGuard:
         self._told: set[str] = set()
         self._noted: list[tuple[torch.Tensor | None, tuple[int, float]]] = []  # by the last backward
         held = () if update.recipe.param_dtype is not None else self._masters.shards
-        allowed = trainable_dtypes(update.recipe)
         used = [(s.name, (s.source or s).param) for s in held]  # by the model, where it is frozen and unfrozen
-        self._narrow = [(name, param) for name, param in used if param.dtype not in allowed]  # in half precision
+        self._narrow = [(name, p) for name, p in used if p.dtype not in trainable_dtypes(update.recipe)]  # in half
 
     def before_backward(self) -> None:
         """Look for hooks on scaled gradients, for gradients of another backward, and for changes since the last one.
@@ -227,13 +220,7 @@ class SameTrained:
         if len(context.stage_ranks) > 1:
             taking = {shard for shard, takes in trained if takes}
             flags = bytes(id(shard) in taking for shard in masters.shards)
-            try:
-                same_trained([s.name for s in masters.shards], flags, context.stage_group, context.rank_names)
-            except RuntimeError as error:
-                raise InputError(
-                    f"requires_grad was changed on {context.rank_names.name(context.rank)}, but not on all ranks that "
-                    f"hold the same parameters: some did not take part in the comparison ({error}); {_ALIKE}"
-                ) from error
+            same_trained([s.name for s in masters.shards], flags, context.stage_group, context.rank_names)
         reducer.set_params(masters.trained)
         # A parameter that is frozen within a cycle takes part until its end: the next backward covers again.
         self._trained = None if self._update.has_gradients else trained
@@ -242,19 +229,12 @@ class SameTrained:
 @dataclass(eq=False, repr=False)
 class ForwardWrites(EngineHook):
     """Rejects a model whose forward, or loop, writes into its weights what is lost, or what differs between ranks that
-    hold the same weights and see other data. Looks before the first `engine.step`, the tenth, the hundredth and so on;
-    before an evaluation, which may be meant to be of other weights, it warns of what is lost."""
+    hold the same weights and see other data. Looks before the first `engine.step`, the tenth, the hundredth ..."""
 
     _state: ShardedState
     _context: ParallelContext
     _steps = 0
     _next = 1  # of the steps, that is looked at
-    _evaluated = -1  # at which of the steps
-
-    def before_forward(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._state.model.training and self._evaluated != self._steps:
-            self._evaluated = self._steps
-            self._state.update.master_weights.tell_uncounted()
 
     def before_step(self) -> None:
         self._steps += 1

@@ -1,70 +1,46 @@
-"""Warnings, each told once, of mistakes in a loop that would train silently otherwise; and a note on errors that say
-too little."""
+"""Warnings, each told once, of mistakes in a loop that would train silently otherwise."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .. import compat
-from ..amp.recipe import Recipe
 from ..amp.step_result import StepResult
-from ..config.load import load_config
-from ..errors import ConfigError, bullet_list, shorten
+from ..errors import shorten
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import STATISTICS
-from ..parallel.registries import DATA_STRATEGIES
 from ..utils.engine_hook import EngineHook, Hooks
 from ..utils.log import get_logger
 from ..utils.tensors import tensors_of
 from ..utils.torch_private import edit_stamp, grad_hooks
 
 if TYPE_CHECKING:
-    from ..config import Config
     from ..data.loader import EngineDataLoader
-    from .summary import EffectivePlan
 
 _log = get_logger(__name__)
 
 _HOOKED = (
-    "hooks on %s see gradients multiplied by the loss scale: a clamp, clip or noise in a hook does not do what it does "
-    "in fp32, and a norm is too large by the scale. Use bf16, which has no loss scale; clip with clip_grad_norm in the "
-    "config; or multiply the bounds (or the noise) in the hook by engine.loss_scale"
+    "hooks on %s see gradients multiplied by the loss scale, where a clamp or noise does not do what it does in fp32. "
+    "Use bf16, which has no loss scale; clip with clip_grad_norm in the config; or multiply the bounds by "
+    "engine.loss_scale"
 )
 _COUNTED = (
     "the loop calls engine.step() once per %d batches, but gradient_accumulation=%d already counts batches, so updates "
-    "average too many. Delete the `if` and call engine.step() after every batch; or set gradient_accumulation=1 and "
-    "divide the loss by %d yourself"
+    "average too many. Call engine.step() after every batch; or set gradient_accumulation=1, and divide the loss by %d"
 )
 _SAME = (
     "all %d data ranks got the same inputs in the first update: they seem to train on the same batches. Pass your "
-    "DataLoader to initialize, which shards it; or shard the data yourself (batches[dp_rank::dp_size], of "
-    "engine.context), or seed it by rank"
+    "DataLoader to initialize, which shards it; or shard the data yourself, or seed it by rank (engine.context.dp_rank)"
 )
 _UNLIKE = (
     "the buffers %s change during training on each data rank, so they may differ between ranks. halfmesh averages only "
     "running_mean and running_var; all-reduce other buffers in the model"
 )
-_SLOW = (
-    "matrix products run in fp32 without TF32, at about an eighth of its speed. "
-    "torch.set_float32_matmul_precision('high'), before initialize, turns TF32 on, which rounds factors to 10 bits of "
-    "mantissa; bf16 is faster still"
-)
-_MEMORY = "This engine needs"
-_UPDATES = "makes the same updates with half the DataLoader's batch_size"
-
-
-def tell_of_slow_products(recipe: Recipe, device: torch.device) -> None:
-    """Log it if the GPU has TF32, and fp32 products do not use it: torch's default."""
-    uses = recipe.compute_dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
-    if not uses and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0):
-        _log.info("advice: %s", _SLOW)
 
 
 def tell_of_hooks(model: nn.Module, ranks: tuple[int, ...] | None) -> None:
@@ -151,43 +127,3 @@ class ChangedBuffers(EngineHook):
             self._hooks.remove(self)
         if changed := [name for name, stamp in before.items() if stamp != self._stamps[name]]:
             _log.warning(_UNLIKE, shorten(changed))
-
-
-def add_memory_note(
-    error: torch.OutOfMemoryError, plan: EffectivePlan, config: Config, context: ParallelContext
-) -> None:
-    """Add to `error`, once, what the plan needs besides activations, and the changes of `config` that would need less.
-    (torch's own message has the allocator's figures, and names `expandable_segments`.)"""
-    if any(note.startswith(_MEMORY) for note in getattr(error, "__notes__", ())):
-        return
-    less = [f"{key}: {does}" for key, does in _find_smaller(plan, config, context) if _can_run(config, key, context)]
-    less.append("`halfmesh plan` finds the simplest changes that fit, without a GPU")
-    error.add_note(bullet_list(f"{_MEMORY} {plan.rows['memory']}. These changes need less:", less))
-
-
-def _find_smaller(plan: EffectivePlan, config: Config, context: ParallelContext) -> Iterator[tuple[str, str]]:
-    """Changes, as `--set` takes them, and what they do."""
-    rows, pipeline = plan.values["batch"]["per_rank"], config.parallel.pipeline
-    if pipeline.size > 1:
-        yield f"parallel.pipeline.microbatches={2 * (pipeline.microbatches or 1)}", "makes each half as large"
-    elif config.global_batch_size is not None:
-        yield f"global_batch_size={config.global_batch_size}", f"already {_UPDATES}"
-    elif rows != 1:
-        yield f"gradient_accumulation={2 * config.gradient_accumulation}", _UPDATES
-    if torch.is_grad_enabled():  # else it is an evaluation, which keeps no activations
-        if not config.activation_checkpoint.enabled or config.activation_checkpoint.selective:
-            yield "activation_checkpoint=full", "recomputes activations in backward"
-        if not config.activation_offload:
-            yield "activation_offload=true", "keeps activations in host memory until backward"
-    now = DATA_STRATEGIES.get(config.parallel.data.strategy)
-    for name, kind in DATA_STRATEGIES.each() if context.dims.grad_ranks > 1 else ():
-        if (kind.shards_model, kind.shards_state) > (now.shards_model, now.shards_state):
-            what = "model, gradients and optimizer state" if kind.shards_model else "masters and optimizer state"
-            yield f"parallel.data.strategy={name}", f"shards {what} over the data ranks"
-
-
-def _can_run(config: Config, change: str, context: ParallelContext) -> bool:
-    try:
-        return not compat.check(load_config(config, (change,)), context.size, context.device.type)
-    except ConfigError:
-        return False

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -20,6 +18,7 @@ from ..amp.plugin import AMP_PLUGINS
 from ..amp.precision import Precision
 from ..amp.recipe import Recipe, UpdateOptions
 from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.preemption import PreemptionHook, find_resumed
 from ..checkpoint.state import ShardedState
 from ..config.composition import Setup, batch_size, find_advice
 from ..config.config import Config
@@ -28,7 +27,7 @@ from ..data.sharding import ShardedLoader
 from ..debug.nonfinite import NonFiniteProbes
 from ..debug.probes import Criterion
 from ..distributed.failures import recorded_for_torchrun
-from ..errors import IncompatibleConfigError, InputError, did_you_mean, problem_list
+from ..errors import IncompatibleConfigError, InputError, problem_list
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..parallel.reducer import Reduction
@@ -44,15 +43,13 @@ from .ema import WeightAverage
 from .engine import Engine
 from .executor import DirectExecutor, ModelGuard, UncopiedHook, even_out
 from .guards import ForwardWrites, GradientGuard, SameTrained
-from .hints import ChangedBuffers, CountedBatches, SameInputs, tell_of_slow_products
+from .hints import ChangedBuffers, CountedBatches, SameInputs
 from .launch import Launch
 from .lr_scheduler import LRAdvance, make_schedulers
 from .parallelize import ParallelModel, Plans, make_plans
 from .summary import make_plan
 
 _log = get_logger(__name__)
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -68,23 +65,7 @@ class _Given:
     sharded: bool
 
 
-_MEANT = {"train_dataloader": "dataloader", "train_loader": "dataloader", "loss_fn": "criterion"}
-
-
-def _suggests_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, whose TypeError about an unknown argument names the argument that is meant."""
-    known = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        for name in kwargs.keys() - known:
-            raise TypeError(f"{function.__name__}() has no argument {name!r}{did_you_mean(name, known, _MEANT)}")
-        return function(*args, **kwargs)
-
-    return call
-
-
-@_suggests_names
+@recorded_for_torchrun()
 def initialize(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: optim.Optimizer | Sequence[optim.Optimizer] | Callable[..., Any],
@@ -131,8 +112,7 @@ def initialize(
         InputError: arguments of the wrong kind; or no config, although this process launched with one.
     """
     given = _Given(model, join_optimizers(optimizer), criterion, dataloader, eval_dataloader, lr_scheduler, sharded)
-    with recorded_for_torchrun():
-        return _initialize(given, config, device)
+    return _initialize(given, config, device)
 
 
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
@@ -171,27 +151,17 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         _log.info("%s", engine.plan)
         for advice in find_advice(setup) if setup.dims.grad_ranks > 1 else ():
             _log.info("advice: %s", advice)
-        if context.device.type == "cuda":
-            tell_of_slow_products(setup.recipe, context.device)
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.failures.watch(engine, engine._progress)
         context.begin_calls(owner)
-        if settings.resume is not None:
-            from ..checkpoint.preemption import find_resumed
-
-            if (folder := find_resumed(settings, context)) is not None:
-                engine.load(folder)
+        if settings.resume is not None and (folder := find_resumed(settings, context)) is not None:
+            engine.load(folder)
     except BaseException as error:
         if plans.axes or plans.strategy.shards_state:
             error.add_note("model and optimizer are already sharded: build new ones before you call initialize again")
         ends.__exit__(type(error), error, None)
         raise
-    if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
-        _log.warning(
-            "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, also in "
-            "checkpoints; pass the uncompiled model, and set compile = True in the config"
-        )
     if group is not None:
         group.join(context)  # not earlier: a rejected call closes nothing
     return engine
@@ -236,9 +206,7 @@ def _make_engine(
     if "pipeline" in parallel_model.axes:
         from .pipeline_executor import PipelineExecutor
 
-        piped = config.parallel.pipeline, setup.meets_in_forward
-        executor = pipeline = PipelineExecutor(parallel_model, model, accumulation, context, *piped)
-        ends.push(lambda kind, *_: pipeline.close() if kind is None else None)  # after an error others may be gone
+        executor = PipelineExecutor(parallel_model, model, accumulation, context, config.parallel.pipeline)
     else:
         executor = DirectExecutor(parallel_model, model, accumulation)
     parallel_model.checkpoint_and_compile(model)
@@ -248,14 +216,11 @@ def _make_engine(
     ends.callback(state.average.values.clear)
     guard = ModelGuard(model, update.optimizer, recipe, parallel_model)
     ends.callback(guard.remove)
-    needs_end = config.gradient_accumulation > 1  # with 1, each batch ends its cycle
     train, evaluation = loaders
-    train_loader = eval_loader = None
-    if train is not None:
-        on_fetch = partial(hooks.run, "before_fetch")
-        train_loader = EngineDataLoader(train, context, config.seed, lr.end_epoch, needs_end, on_fetch)
-    if evaluation is not None:
-        eval_loader = EngineDataLoader(evaluation, context, config.seed)
+    needs_end = config.gradient_accumulation > 1  # with 1, each batch ends its cycle
+    follows = lr.end_epoch, needs_end, partial(hooks.run, "before_fetch")
+    train_loader = None if train is None else EngineDataLoader(train, context, config.seed, *follows)
+    eval_loader = None if evaluation is None else EngineDataLoader(evaluation, context, config.seed)
     checkpointer = Checkpointer(state, context, config, progress, lr, train_loader, guard)
     ends.callback(checkpointer.close)
     ends.callback(accumulation.clear)
@@ -284,7 +249,6 @@ def _make_engine(
     if (train is None or train.own_data) and context.dp_size > 1:
         hooks.add(SameInputs(model, context, hooks))
     if config.checkpoint is not None:
-        from ..checkpoint.preemption import PreemptionHook
 
         def is_between_steps() -> bool:
             return not (update.has_gradients or accumulation.averaged)
@@ -296,15 +260,11 @@ def _make_engine(
         context=context,
         config=config,
         plan=make_plan(config, context, state, lr, recipe, given.dataloader),
-        _state=state,
         _criterion=criterion,
         _accumulation=accumulation,
         _executor=executor,
         _lr=lr,
-        _dataloader=train_loader,
         _eval_dataloader=eval_loader,
-        _progress=progress,
-        _guard=guard,
         _hooks=hooks,
         _checkpointer=checkpointer,
         _preemption=preemption,
@@ -337,15 +297,12 @@ def _build(given: _Given, undo: ExitStack, setup: Setup, device: torch.device) -
 def _reject_problems(given: _Given, setup: Setup, device: torch.device) -> Plans:
     """Raise if anything is wrong with the arguments. Returns the plans to parallelize the model."""
     config, recipe = setup.config, setup.recipe
-    device_problem = inputs.find_device_problem(device, recipe) or _precision(config, recipe, device).find_problem()
-    if device_problem:
-        raise IncompatibleConfigError([device_problem])
-    problems = [
-        *inputs.find_problems(given.model, given.optimizer, given.criterion, recipe, device),
-        *inputs.find_other_problems(
-            given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
-        ),
-    ]
+    unfit = inputs.find_device_problem(device, recipe) or _precision(config, recipe, device).find_problem()
+    if unfit:
+        raise IncompatibleConfigError([unfit])
+    others = given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
+    problems = [*inputs.find_problems(given.model, given.optimizer, given.criterion, recipe, device)]
+    problems += inputs.find_other_problems(*others)
     if problems:
         raise InputError(problem_list(problems, "what was passed to initialize"))
     return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, setup)

@@ -3,12 +3,9 @@ losses add up to its loss, and the model computes each row independently."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
-from math import isclose, isfinite, isnan, nan
+from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
@@ -22,28 +19,24 @@ from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import Pipeline
 from ..parallel.pipeline.schedules import SplitCall
 from ..parallel.trial import HALF_TOLERANCE, TOLERANCE, find_gap, no_side_effects, rounds_products
-from ..utils.log import get_logger
 from ..utils.tensors import full_tensor, map_tensors, tensors_of
 from ..utils.torch_private import BATCH_NORMS, unobserved
 from .accumulation import Accumulation, LossReduction
 from .pipeline_handles import Handle, PipelineOutput
 
-_log = get_logger(__name__)
-
 _RTOL, _RTOL_HALF = 5e-4, 2e-2  # far above rounding, in fp32 and in half precision
 _ATOL = 1e-6  # terms of both signs may cancel out
 _OTHER_WAYS = (
-    "A criterion with class weights or ignore_index must return (sum, weight), with loss_reduction='weighted': "
-    "`F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')` and `(target != i).sum()`, or with "
-    "class weights `weight[target[target != i]].sum()`. One that compares the samples of a batch (a contrastive loss) "
-    "cannot be split into microbatches: train without parallel.pipeline"
+    "If it sums over the samples, set loss_reduction='sum'; if it averages, 'mean'. With class weights or ignore_index "
+    "it must return (sum, weight), with loss_reduction='weighted': `F.cross_entropy(output, target, weight, "
+    "ignore_index=i, reduction='sum')` and `(target != i).sum()`, or with class weights `weight[target[target != "
+    "i]].sum()`. One that compares the samples of a batch (a contrastive loss) cannot be split into microbatches"
 )
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOT_BY_ROWS = (
-    "Either the forward mixes the rows of a batch (attention or a softmax over them, statistics of the batch, experts "
-    "with a capacity, a graph): train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'. Or an "
-    "argument that is the same for all samples happens to have as many rows as the batch: name it in "
-    "parallel.pipeline.non_split"
+    "Either the forward mixes the rows of a batch (attention or a softmax over them, experts with a capacity): "
+    "train it without parallel.pipeline, or with microbatches=1 and schedule='gpipe'. Or an argument that is the same "
+    "for all samples happens to have as many rows as the batch: name it in parallel.pipeline.non_split"
 )
 
 
@@ -101,23 +94,23 @@ class BatchLoss:
         figures = torch.stack([losses.mean() if reduction == "mean" else losses.sum(), weight])
         if self.whole is None:
             return figures
-        divisor = {"mean": float(len(losses)), "sum": 1.0, "weighted": float(weight) or 1.0}[reduction]
-        return torch.cat([figures, figures.new_tensor([self.other_loss(losses.tolist(), divisor)])])
+        losses /= len(losses) if reduction == "mean" else float(weight) or 1.0
+        return torch.cat([figures, figures.new_tensor([self.other_loss(losses)])])
 
-    def other_loss(self, losses: Sequence[float], divisor: float) -> float:
-        """The full batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
+    def other_loss(self, terms: torch.Tensor) -> float:
+        """The full batch's loss if it differs from the sum of `terms`, else nan.
 
         Also nan if the outputs cannot be joined, or the criterion draws random numbers or fails on them. Weighted: its
         sum / its weight.
         """
         function, device = self.function, self.accumulation.precision.device
-        dims = batch_dims(self._compared, self.full_output)
-        if dims is None:
+        joined = join(self._compared)
+        if _shapes(joined) != _shapes(self.full_output):
             return nan
-        joined = iter(tensors_of(join(self._compared, dims)))
+        values = iter(tensors_of(joined))
 
         def place(meta: torch.Tensor) -> torch.Tensor:  # by requires_grad a criterion may choose its inputs
-            return next(joined).to(device).requires_grad_(meta.requires_grad)
+            return next(values).to(device).requires_grad_(meta.requires_grad)
 
         try:
             with no_side_effects(function.modules() if isinstance(function, nn.Module) else (), device) as effects:
@@ -126,15 +119,10 @@ class BatchLoss:
                     return nan
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
             full = float(total) / float(weight)
-        except Exception as error:  # the criterion may accept microbatches of this size only
-            _log.info(
-                "could not check that the criterion gives the same loss on microbatches as on the whole batch (%s)",
-                error,
-            )
+        except Exception:  # the criterion may accept microbatches of this size only
             return nan
         rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
-        size = max(abs(full), sum(map(abs, losses)) / divisor)
-        equal = abs(sum(losses) / divisor - full) <= rtol * size + _ATOL
+        equal = abs(float(terms.sum()) - full) <= rtol * max(abs(full), float(terms.abs().sum())) + _ATOL
         return nan if equal or not isfinite(full) else full
 
     def _value(self, call: Any, output: Any) -> Any:
@@ -144,30 +132,15 @@ class BatchLoss:
         return self.accumulation.precision.criterion(self.function, *args, **kwargs)
 
 
-def join(outputs: Sequence[Any], dims: Iterable[int] = repeat(0)) -> Any:
-    """The outputs of microbatches as that of their batch, each tensor along its dim; numbers as the items of one."""
+def join(outputs: Sequence[Any]) -> Any:
+    """The outputs of microbatches as that of their batch, each tensor along dim 0; numbers as the items of one."""
     tensors = zip(*map(tensors_of, outputs), strict=True)
-    rows = [[tensor if tensor.dim() else tensor[None] for tensor in some] for some in tensors]
-    joined = iter(list(map(torch.cat, rows, dims)))
+    joined = iter([torch.cat([tensor if tensor.dim() else tensor[None] for tensor in some]) for some in tensors])
     return map_tensors(lambda _: next(joined), outputs[0])
 
 
-def batch_dims(outputs: Sequence[Any], full: Any) -> list[int] | None:
-    """The batch dim of each tensor of `full`, the output of a batch without memory: the one in which those of `outputs`
-    of its microbatches add up to it. None if a tensor has no such dim, or if anything else differs."""
-    around = [repr(map_tensors(lambda _: None, tree)) for tree in (full, *outputs)]
-    if around != around[:1] * len(around):
-        return None
-    found = [
-        next((dim for dim in range(all_.dim()) if _adds_up([t.shape for t in some], all_.shape, dim)), -1)
-        for all_, *some in zip(*map(tensors_of, (full, *outputs)), strict=True)
-    ]
-    return None if -1 in found else found
-
-
-def _adds_up(shapes: Sequence[torch.Size], full: torch.Size, dim: int) -> bool:
-    around = {(len(shape), shape[:dim], shape[dim + 1 :]) for shape in (full, *shapes)}
-    return len(around) == 1 and sum(shape[dim] for shape in shapes) == full[dim]
+def _shapes(tree: Any) -> str:
+    return repr(map_tensors(lambda tensor: tensor.shape, tree))
 
 
 def _reject_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
@@ -182,9 +155,8 @@ def _reject_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
         seen.add(node)
         if id(getattr(node, "variable", None)) in params or node.name() == "_UnpackBackward":
             raise InputError(
-                "the criterion uses more of the model than its output (a penalty on weights, a term that a layer "
-                "keeps), but this rank has only the last stage. Return such a term with the model's output; for a "
-                "penalty on weights, use the optimizer's weight_decay"
+                "the criterion uses more of the model than its output, but this rank has only the last stage. Return "
+                "such a term with the model's output; for a penalty on weights, use the optimizer's weight_decay"
             )
         todo += [following for following, _ in node.next_functions]
 
@@ -194,14 +166,9 @@ def reject_other_loss(made: float, full: float, count: int, reduction: LossReduc
     `made`."""
     if isnan(full):
         return
-    way = _OTHER_WAYS
-    if reduction == "mean" and isclose(full, made * count, rel_tol=_RTOL_HALF):
-        way = "The criterion sums over the samples: set loss_reduction='sum'"
-    elif reduction == "sum" and isclose(full * count, made, rel_tol=_RTOL_HALF):
-        way = "The criterion is a mean over the samples: set loss_reduction='mean'"
     raise InputError(
         f"the criterion gives {full:.6g} for the whole batch, but {made:.6g} for its {count} microbatches "
-        f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {way}"
+        f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {_OTHER_WAYS}"
     )
 
 
@@ -224,7 +191,6 @@ def reject_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
         InputError: on all ranks, if the outputs differ by more than rounding.
     """
     calls = joined, *single
-    run = partial(_run, model, pipeline, calls)
     for evaluated in ((*BATCH_NORMS, *_DROPOUT), (nn.Module,)):
         with unchanged(model.modules()):
             for module in model.modules():
@@ -232,41 +198,23 @@ def reject_mixed_rows(model: nn.Module, pipeline: Pipeline, joined: Call, single
             can_run = list(map(pipeline.can_run, calls))  # each of them: ranks may ask each other
             if not all(gather_objects(all(can_run))):
                 continue
-            outputs, drew, _ = zip(*run(), strict=True)
-            gap = nan if any(drew) else _gap_of(*outputs) if pipeline.has_last else 0.0
+            outputs, drew = _run(model, pipeline, calls)
+            gap = nan if drew else _gap_of(*outputs) if pipeline.has_last else 0.0
             gaps, rounds = zip(*gather_objects((gap, half or rounds_products())), strict=True)
             if any(map(isnan, gaps)):
                 continue
-            limit = HALF_TOLERANCE if any(rounds) else TOLERANCE
-            if max(gaps) <= limit:
-                return
-            found = min(filter(None, gather_objects(_find_module(model, run, limit))), default=None)
-            where = f" The first module whose output differs is {found[1]}, or code before it." if found else ""
-            raise InputError(
-                f"{type(model).__name__} computes different outputs for the first {len(single)} microbatches together "
-                f"and one by one (by {max(gaps):.2g} of their norm): a pipeline would train on another loss than one "
-                f"process.{where} {_NOT_BY_ROWS}"
-            )
+            if max(gaps) > (HALF_TOLERANCE if any(rounds) else TOLERANCE):
+                raise InputError(
+                    f"{type(model).__name__} computes different outputs for the first {len(single)} microbatches "
+                    f"together and one by one (by {max(gaps):.2g} of their norm): a pipeline would train on another "
+                    f"loss than one process. {_NOT_BY_ROWS}"
+                )
+            return
 
 
-def needs_whole(model: nn.Module, pipeline: Pipeline, joined: Call, single: Sequence[Call], half: bool) -> bool | None:
-    """Return True if microbatches would change the outputs of the model in its present modes: those of some rows at
-    once, and in microbatches, differ by more than rounding, or forward draws random numbers or writes state. None if
-    nothing can be said, because all outputs are 0 or nan.
-
-    All ranks that compute a batch together; arguments as of `reject_mixed_rows`.
-    """
-    outputs, *effects = zip(*_run(model, pipeline, (joined, *single)), strict=True)
-    limit = HALF_TOLERANCE if half or rounds_products() else TOLERANCE
-    differs = any(map(any, effects)) or (pipeline.has_last and not _gap_of(*outputs) <= limit)
-    floats = [tensor for tensor in tensors_of(outputs[0]) if tensor.is_floating_point()]
-    is_empty = bool(floats) and not any(bool(tensor.nan_to_num(0.0, 0.0, 0.0).any()) for tensor in floats)
-    differs, is_empty = pipeline.on_any_rank(differs, is_empty)
-    return None if is_empty and not differs else differs
-
-
-def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterator[tuple[Any, bool, bool]]:
-    """The output of each call, and True if it drew random numbers, or wrote state, on this rank; all is restored."""
+def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> tuple[list[Any], bool]:
+    """The output of each call, and True if one drew random numbers on this rank; all is restored."""
+    outputs, drew = [], False
     for call in calls:
         # Uncompiled: torch.compile would compile again for these sizes, and with dynamic shapes from then on.
         with (
@@ -274,30 +222,9 @@ def _run(model: nn.Module, pipeline: Pipeline, calls: Sequence[Call]) -> Iterato
             torch.compiler.set_stance("force_eager"),
             no_side_effects(model.modules(), pipeline.context.device) as effects,
         ):
-            output = pipeline.evaluate([call])
-            drew, wrote = effects.drew(), effects.wrote()
-        yield output, drew, wrote
-
-
-def _find_module(
-    model: nn.Module, run: Callable[[], Iterator[tuple[Any, bool, bool]]], limit: float
-) -> tuple[int, str] | None:
-    """The first module of this rank whose outputs differ by more than `limit`: its index among all, and name."""
-    seen: list[tuple[int, str, Any]] = []
-
-    def look(index: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        copied = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
-        seen.append((index, f"{name} ({type(module).__name__})", copied))
-
-    with ExitStack() as hooks:
-        for index, (name, module) in enumerate(model.named_modules()):
-            hooks.callback(module.register_forward_hook(partial(look, index, name)).remove)
-        ends = [len(seen) for _ in run()]
-    calls = [seen[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    for (index, name, joined), *single in zip(*calls, strict=False):
-        if _gap_of(joined, *(output for _, _, output in single)) > limit:
-            return index, name
-    return None
+            outputs.append(pipeline.evaluate(call))
+            drew = drew or effects.drew()
+    return outputs, drew
 
 
 def _gap_of(joined: Any, *single: Any) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from ..amp.precision import kept_by_name
 from ..amp.recipe import Recipe
 from ..amp.stepper import is_elementwise
 from ..config.composition import Setup
-from ..errors import IncompatibleConfigError, InputError, counted, shorten
+from ..errors import IncompatibleConfigError, InputError
 from ..parallel.axis import AppliedAxis, AxisInputs, PlanInputs
 from ..parallel.buckets import ReduceOptions
 from ..parallel.comm import SameCalls
@@ -33,7 +32,7 @@ from ..parallel.rng import IsolatedRNG, ModelRNG, model_seed, same_state
 from ..parallel.shard_spec import Placement, whole
 from ..parallel.trial import find_unit
 from ..parallel.whole_steps import WholeSteps
-from ..utils.optimizer_state import cast, move_state, parts_of
+from ..utils.optimizer_state import parts_of
 from ..utils.param_shard import ParamShard
 from . import compilation
 from .deferred import Materializer
@@ -82,14 +81,17 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
         axes[name], partition = plan, plan if axis.splits_modules else partition
         problems += more
-    if dims.grad_ranks > 1 or strategy.shards_model or not all(axis.same_rng for axis in used.values()):
-        problems += _find_limited_rows(model)
     whole_steps: list[optim.Optimizer] = []
     splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
     for part in parts_of(optimizer) if splits_params else ():
         try:
             if not is_elementwise(part) and find_unit(part) != "element":  # of a third party's: by trying it
                 whole_steps.append(part)
+                if part.state:
+                    problems.append(
+                        f"optimizer: {type(part).__name__} steps whole parameters and has state already; pass a new "
+                        "one, and load a checkpoint of engine.save"
+                    )
         except InputError as error:
             problems.append(str(error))
     compiled: tuple[str, ...] = ()
@@ -103,23 +105,9 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
         problems += more
     problems += strategy.find_problems(model, setup.recipe.param_dtype)
     if problems:
-        keys = {f"parallel.{name}": True for name in axes} | {"parallel.data": strategy.shards_state}
-        keys |= {"compile": config.compile.enabled, "activation_checkpoint": checkpoints}
-        some = [key for key, is_used in keys.items() if is_used] or ["parallel.data"]
-        raise IncompatibleConfigError(problems, f"{' and '.join(some)} with this model and optimizer")
+        raise IncompatibleConfigError(problems, "this config with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
     return Plans(axes, strategy, partition, blocks, compiled, recomputed, tuple(whole_steps))
-
-
-def _find_limited_rows(model: nn.Module) -> Iterator[str]:
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    limited = [name for name, m in model.named_modules() if isinstance(m, tables) and m.max_norm is not None]
-    if limited:
-        yield (
-            f"{shorten(limited)}: max_norm makes forward write into the rows it looks up. Each rank looks up different "
-            "rows, so the ranks' weights would differ, and fsdp would lose the writes; build it without max_norm, and "
-            "limit the rows after the lookup (rows * (limit / rows.norm(dim=-1, keepdim=True)).clamp(max=1))"
-        )
 
 
 def reduce_options(config: Config, dims: ParallelDims) -> ReduceOptions:
@@ -135,16 +123,6 @@ def reduce_options(config: Config, dims: ParallelDims) -> ReduceOptions:
     )
 
 
-def reject_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
-    """Raise InputError if two axes shard the same parameter: its shards would be placed wrongly for one of them."""
-    for (one, mine), (other, theirs) in combinations(axes.items(), 2):
-        if both := mine.splits.keys() & theirs.splits.keys():
-            raise InputError(
-                f"parallel.{one} and parallel.{other} both split {counted(len(both), 'parameter')}; remove one of "
-                "them, or give them different layers"
-            )
-
-
 class ParallelModel:
     """A model that is parallelized in place.
 
@@ -157,7 +135,6 @@ class ParallelModel:
         axes: each applied axis larger than 1, in the order of application.
         data: the applied data strategy.
         settles: reset the axes: a forward or backward may have ended early.
-        loss_checks: raise InputError if a loss, before its backward, is of this rank's tokens only.
         own_rng_axes: axes of the mesh whose ranks compute different things, with different random numbers.
         random: the model's random number generators, if there are several ranks.
         compiled: the modules that `compile` has compiled.
@@ -190,35 +167,24 @@ class ParallelModel:
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Python's and numpy's random numbers where ranks call the same layers, or different stages of one model."""
         self.same_layers = any(kind.same_rng for kind in kinds)
-        self._whole_states: dict[torch.Tensor, Any] = {}  # that were given, until the owners have it
         for part in plans.whole_steps:
             part.unit = "matrix"  # type: ignore[attr-defined]
-            self._whole_states |= part.state
-            part.state.clear()
         self._whole_steps: WholeSteps | None = None
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
-            inputs = AxisInputs(model, optimizer, plan, context)
-            self.axes[name] = AXES.get(name).apply(inputs)
-        reject_common_splits(self.axes)
+            self.axes[name] = AXES.get(name).apply(AxisInputs(model, optimizer, plan, context))
         self._fewer_axes: dict[nn.Parameter, tuple[str, ...]] = {}
         for kind, applied in zip(kinds, self.axes.values(), strict=True):
             if kind.replica_dim:
                 fewer = tuple(kind.replica_dim if axis == "dp" else axis for axis in context.dims.grad_axes)
                 context.group(*fewer)  # made by all ranks, some of which may have no such parameters
                 self._fewer_axes |= dict.fromkeys(applied.splits, fewer)
-        axes = self.axes.values()
-        self.settles = [axis.settle for axis in axes if type(axis).settle is not AppliedAxis.settle]
+        self.settles = [a.settle for a in self.axes.values() if type(a).settle is not AppliedAxis.settle]
         context_axis = self.axes.get("context")
         self.sequences = context_axis if isinstance(context_axis, ContextParallel) else None
         """The axis whose ranks share sequences."""
-        self.loss_checks: list[Callable[[Any], None]] = []
-        self.scope: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """The scope of backward."""
-        if (sequences := self.sequences) is not None:
-            sequences.is_weighted = config.loss_reduction == "weighted"
-            self.loss_checks.append(sequences.check_loss)
-            self.scope = lambda: sequences.mode
+        if self.sequences is not None:
+            self.sequences.is_weighted = config.loss_reduction == "weighted"
 
     def make_shards(
         self, model: nn.Module, optimizer: optim.Optimizer, criterion: Any, recipe: Recipe
@@ -230,6 +196,7 @@ class ParallelModel:
         self._linear = recipe.linear
         if late is not None:
             late.cuts = {p: axis.cut(split) for axis in self.axes.values() for p, split in axis.splits.items()}
+        is_outside = isinstance(criterion, nn.Module) and model not in set(criterion.modules())  # no part of it
         inputs = StrategyInputs(
             model=model,
             optimizer=optimizer,
@@ -245,7 +212,7 @@ class ParallelModel:
             not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},
             kept=set(kept_by_name(model, recipe)),
             tied={param for axis in self.axes.values() for param in axis.ties},
-            outside=_params_of(criterion, model),
+            outside=set(criterion.parameters()) if is_outside else set(),
             make=(lambda module: None) if late is None else late.make,
         )
         self.data = plans.strategy(inputs)
@@ -307,15 +274,6 @@ class ParallelModel:
         made = self._whole_steps = WholeSteps(
             self.plans.whole_steps, masters.shards, masters.target, self.placement, group, self._context.device
         )
-        for shard in masters.shards:
-            state, target = self._whole_states.pop(shard.model_param, None), masters.target(shard)
-            if state is not None and made.owns(shard):
-                update.optimizer.state[target] = {
-                    name: cast(value, shard.param.dtype, target.dtype) if torch.is_tensor(value) else value
-                    for name, value in state.items()
-                }
-        self._whole_states.clear()
-        move_state(update.optimizer)
         update.stepper.scope = made.scope
 
     def first_names(self, model: nn.Module) -> dict[str, str]:
@@ -355,7 +313,7 @@ class ParallelModel:
         axis = self.sequences
         if axis is None:
             return forward
-        axis.trial_scope = self._trial_scope(model)
+        axis.trial_scope = partial(self._trial_scope, model)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output, sequences = axis.call(model, forward, args, kwargs)
@@ -365,30 +323,21 @@ class ParallelModel:
 
         return call
 
-    def _trial_scope(self, model: nn.Module) -> Callable[[], AbstractContextManager[Callable[[], bool]]]:
+    @contextmanager
+    def _trial_scope(self, model: nn.Module) -> Iterator[Callable[[], bool]]:
         """See `ContextParallel.trial_scope`."""
         generators: list[Any] = [self.host_random] if self.random is None else [self.random, self.host_random]
-
-        @contextmanager
-        def scope() -> Iterator[Callable[[], bool]]:
-            before = [generator.state for generator in generators]
-            if self._linear is not None:
-                self._linear.remove(model)  # the trial restores the modules' attributes
-            try:
-                yield lambda: any(
-                    then is not None and not same_state(then, generator.state)
-                    for then, generator in zip(before, generators, strict=True)
-                )
-            finally:
-                for generator, then in zip(generators, before, strict=True):
-                    generator.state = then
-
-        return scope
-
-    def settle(self) -> None:
-        """Reset the axes: a forward or backward may have ended early."""
-        for settle in self.settles:
-            settle()
+        before = [generator.state for generator in generators]
+        if self._linear is not None:
+            self._linear.remove(model)  # the trial restores the modules' attributes
+        try:
+            yield lambda: any(
+                then is not None and not same_state(then, generator.state)
+                for then, generator in zip(before, generators, strict=True)
+            )
+        finally:
+            for generator, then in zip(generators, before, strict=True):
+                generator.state = then
 
     def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
         """The scope of a forward of `model`, or of a stage, that offloads what autograd saves."""
@@ -428,10 +377,5 @@ class ParallelModel:
             compilation.uncompile(module)
         for forward in self.checkpointed:
             forward.remove()
-        self.settle()
-
-
-def _params_of(criterion: Any, model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a criterion, which may be a submodule of `model`, or contain one."""
-    is_outside = isinstance(criterion, nn.Module) and model not in set(criterion.modules())
-    return set(criterion.parameters()) if is_outside else set()
+        for settle in self.settles:
+            settle()

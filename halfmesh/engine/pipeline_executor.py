@@ -27,7 +27,7 @@ from ..utils.tensors import leaves_of, map_tensors, parameter_names, tensors_of
 from ..utils.torch_private import BATCH_NORMS
 from .accumulation import Accumulation
 from .executor import random_numbers
-from .microbatches import BatchLoss, batch_dims, join, needs_whole, reject_mixed_rows, reject_other_loss
+from .microbatches import BatchLoss, join, reject_mixed_rows, reject_other_loss
 from .parallelize import ParallelModel
 from .pipeline_handles import LastStageOutput, PipelineLoss, PipelineOutput
 
@@ -52,18 +52,13 @@ class _Forward:
 
 @dataclass(eq=False, repr=False)
 class PipelineExecutor:
-    """The executor of a rank that holds some stages of the model.
-
-    Attributes:
-        _meets_in_forward: data ranks wait for each other in forward.
-    """
+    """The executor of a rank that holds some stages of the model."""
 
     _parallel_model: ParallelModel
     _model: nn.Module
     _accumulation: Accumulation
     _context: ParallelContext
     _options: PipelineConfig
-    _meets_in_forward: bool
 
     def __post_init__(self) -> None:
         parallel_model, model, options = self._parallel_model, self._model, self._options
@@ -73,33 +68,26 @@ class PipelineExecutor:
         recipe = self._update.recipe
         cast_model(params.meta_model, recipe)
         sent = recipe.compute_dtype if recipe.autocast and options.send_dtype == "compute" else None
-        forward = ForwardContext(self._precision.autocast, parallel_model.settle, parallel_model.saving(model), sent)
+        forward = ForwardContext(self._precision.autocast, parallel_model.settles, parallel_model.saving(model), sent)
         self._schedule = SCHEDULES.get(options.schedule)
         self._pipeline = Pipeline(model, params, self._schedule, forward)
         self.stages = self._pipeline.stages
         self._scope = partial(random_numbers, parallel_model, model)
         self._group = self._context.group("pp")
         self._data = parallel_model.data
-        self._same = parallel_model.same
-        self._sequences = parallel_model.sequences
+        self._same, self._sequences = parallel_model.same, parallel_model.sequences
         self._computing = [SameCalls(self._group, "pipeline"), *self._same]  # ranks that compute one batch
         self._given = partial(SplitCall, parameter_names(model), non_split=options.non_split, name="engine(...)")
-        self._most_rows = 0  # of a microbatch so far
-        self._split_batches = 0  # so far
-        self._sent: list[dist.Work | None] = []
-        self._has_run = False
-        # True: no trial of mixed rows is needed any more.
-        self._has_tried = options.microbatches in (None, 1)
-        # Of evaluation. None: not known yet. Data ranks, whose batches may have other rows, make equally many calls.
-        self._needs_whole = self._meets_in_forward or (None if params.tries else False)
+        self._has_run, self._split_batches = False, 0  # so far
+        self._has_tried = options.microbatches in (None, 1)  # if the model mixes rows
         self._is_half = recipe.compute_dtype in HALF
         self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
     def method(self, name: str) -> NoReturn:
         """Refuse to call the method `name` of the model."""
         raise InputError(
-            f"engine.call({name!r}): under parallel.pipeline this rank holds one stage, and only forward is split into "
-            "stages; call it on a whole model that loads engine.full_state_dict(), or train without a pipeline"
+            f"engine.call({name!r}): under parallel.pipeline this rank holds one stage, and only forward is split; "
+            "call it on a whole model that loads engine.full_state_dict(), or train without a pipeline"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,13 +97,11 @@ class PipelineExecutor:
         if self._model.training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
         with self._scope():
-            outputs = self._pipeline.evaluate(self._split_evaluation(call))
-        output = join(outputs) if len(outputs) > 1 else next(iter(outputs), None)
+            output = self._pipeline.evaluate(call)
         if self._pipeline.has_last:
             self._compare_output(output)
         if self._options.eval_outputs == "all":
-            output, _ = self._share(output, self._pipeline.look_up(call).stages[-1])
-            self.close()  # waits for it
+            output = self._share(output, self._pipeline.look_up(call).stages[-1])
         elif not self._pipeline.has_last:
             return LastStageOutput()
         return self._precision.cast_output(output)
@@ -129,38 +115,37 @@ class PipelineExecutor:
         if forward is None:
             return output.value()  # raises
         self._compare_inputs("targets", args, kwargs)
-        names, call = parameter_names(criterion), Call(args, kwargs)
-        given = SplitCall(names, call, self._options.non_split, "engine.criterion(...)")
+        names, non_split = parameter_names(criterion), self._options.non_split
+        given = SplitCall(names, Call(args, kwargs), non_split, "engine.criterion(...)")
         count = len(forward.calls)
         calls = given.split([forward.given.rows // count] * count)
-        compares = forward.full is not None and self._pipeline.has_last
+        compares, kept = forward.full is not None and self._pipeline.has_last, self._options.keep_outputs
         whole = Call(*map_tensors(torch.clone, (args, kwargs))) if compares else None  # it may write into its targets
-        kept = forward.full, self._options.keep_outputs
-        return PipelineLoss(output, BatchLoss(self._accumulation, criterion, output, calls, given, whole, *kept))
+        loss = BatchLoss(self._accumulation, criterion, output, calls, given, whole, forward.full, kept)
+        return PipelineLoss(output, loss)
 
     def check(self, loss: Any) -> PipelineLoss:
         """Reject anything but an unused loss of this pipeline."""
         if not isinstance(loss, PipelineLoss):
             raise InputError(
-                "backward under a pipeline takes what engine.criterion(output, ...) returned, but got a "
-                f"{type(loss).__name__}; compute the loss in the criterion, from the output of engine(...) in training "
-                "mode"
+                f"under a pipeline backward takes the loss of engine.criterion(...), not a {type(loss).__name__}; "
+                "compute the loss in the criterion, from the output of engine(...) in training mode"
             )
         if loss.is_ready or loss.output.batch is None:
             raise InputError("engine.backward(loss) was called twice for one output; call engine(...) again first")
         return loss
 
-    def backward(
-        self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
-    ) -> None:
+    def backward(self, loss: PipelineLoss, loss_id: int, reducer: Reduction | None, reduces: bool) -> None:
         """Run the schedule."""
-        if retain_graph:
-            raise InputError("retain_graph=True cannot be used under a pipeline, which frees each graph as it runs")
         forward: _Forward = loss.output.batch
         last: BatchLoss = loss.call
         self._reject_changes(forward, last)
         self._split_batches += len(forward.calls) > 1
-        self._try_rows(forward)
+        tries = self._pipeline.params.tries and not self._has_tried
+        if tries and all(gather_objects(len(forward.calls) > 1)):  # the first batch that is split on all ranks
+            self._has_tried = True
+            joined = forward.given.first(2 * forward.given.rows // len(forward.calls))
+            reject_mixed_rows(self._model, self._pipeline, joined, forward.calls[:2], self._is_half)
         last.params = () if self._has_run else tuple(self._model.parameters())
         self._has_run = True
 
@@ -182,44 +167,11 @@ class PipelineExecutor:
         with self._scope():
             self._pipeline.train(forward.calls, forward.known, finish, on_last)
         self._update.after_backward(loss_id)
-        self._sent = []
         self._send_loss(loss, last, forward)
         if last.keeps_outputs:
             self._send_output(loss.output, last, forward)
         else:
             loss.output.drop()
-
-    def close(self) -> None:
-        """Wait for sends in flight: none may be left when a process ends."""
-        _wait(self._sent)
-        self._sent = []
-
-    # -- evaluation --------------------------------------------------------------------------------------------
-
-    def _split_evaluation(self, call: Call) -> Sequence[Call]:
-        """The microbatches of a batch to evaluate, of which the last one may be smaller; or the batch itself."""
-        given = self._given(call=call)
-        rows = given.rows or 1
-        most = -(-rows // (self._options.microbatches or 1))
-        sizes = [min(most, rows - begin) for begin in range(0, rows, most)]
-        if self._needs_whole or len(sizes) == 1:
-            return [call]
-        try:
-            calls = given.split(sizes)
-        except InputError:  # an argument has no batch dim
-            return [call]
-        if any(self._pipeline.on_any_rank(any(module.training for module in self._model.modules()))):
-            return [call]
-        if not (self._pipeline.can_run(calls[0]) and self._pipeline.can_run(calls[-1])):
-            return [call]
-        whole, *parts = (self._pipeline.look_up(each).stages[-1] for each in (call, *calls))
-        dims = batch_dims(parts, whole)
-        if dims is None or any(dims):  # the outputs are joined along dim 0
-            return [call]
-        if self._needs_whole is None:
-            joined = given.first(sum(sizes[:2]))
-            self._needs_whole = needs_whole(self._model, self._pipeline, joined, calls[:2], self._is_half)
-        return calls if self._needs_whole is False else [call]
 
     # -- before backward ---------------------------------------------------------------------------------------
 
@@ -250,10 +202,7 @@ class PipelineExecutor:
         """
         given = self._given(call=call)
         if any(tensor.requires_grad for tensor in given.tensors):
-            raise InputError(
-                "an input of engine(...) requires gradients, which a pipeline does not compute; detach it, or make "
-                "what needs them a layer of the model"
-            )
+            raise InputError("an input of engine(...) requires gradients, which a pipeline does not compute; detach it")
         if not given.rows:
             raise InputError("engine(...) got no tensor with a batch dim to split into microbatches")
         count = self._count(given.rows)
@@ -262,52 +211,36 @@ class PipelineExecutor:
         output = known.stages[-1]
         if isinstance(output, torch.Tensor) and output.dim() == 0:
             raise InputError(
-                "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last "
-                "stage; return the model's outputs, give initialize a criterion, and write loss = "
-                "engine.criterion(output, target)"
+                "the model returns its own loss, but a pipeline computes that of each microbatch on its last stage; "
+                "return the outputs, give initialize a criterion, and write loss = engine.criterion(output, target)"
             )
         compares = count > 1 and self._pipeline.params.tries and is_checked(self._split_batches + 1)
         full = self._pipeline.look_up(call).stages[-1] if compares and self._pipeline.can_run(call) else None
         return _Forward(calls, known, given, full)
 
-    def _try_rows(self, forward: _Forward) -> None:
-        """With the first batch that is split on all ranks: reject a model that mixes the rows of a batch."""
-        calls, given = forward.calls, forward.given
-        if self._has_tried or not self._pipeline.params.tries:
-            return
-        if all(gather_objects(len(calls) > 1)):
-            self._has_tried = True
-            joined = given.first(2 * given.rows // len(calls))
-            reject_mixed_rows(self._model, self._pipeline, joined, calls[:2], self._is_half)
-
     def _count(self, rows: int) -> int:
         """The number of microbatches of a batch: the config's, except for a last batch that it does not divide."""
         wanted = self._options.microbatches or 1
         if rows % wanted == 0:
-            self._most_rows = max(self._most_rows, rows // wanted)
             return wanted
         least = 2 if self._model.training and self._has_batch_norm else 1
         find_problems = partial(self._schedule.find_problems, self._context.pp_size, self._options.chunks)
         counts = [n for n in range(1, rows // least + 1) if rows % n == 0 and not any(find_problems(n))]
-        most = max(self._most_rows, rows / wanted)
-        # The fewest of those with no more rows than before, else the smallest ones.
-        count = min((n for n in counts if rows / n <= most), default=max(counts, default=None))
+        count = min((n for n in counts if n >= wanted), default=max(counts, default=None))
         if count is None:
             of_two = " with 2 samples or more in each, which BatchNorm needs" if least == 2 else ""
             raise InputError(
-                f"a batch of {rows} samples cannot be split into {wanted} microbatches, or any other number that "
-                f"parallel.pipeline.schedule allows{of_two}; give the loader drop_last=True"
+                f"a batch of {rows} samples cannot be split into {wanted} microbatches, or another number that the "
+                f"schedule allows{of_two}; give the loader drop_last=True"
             )
         return count
 
     # -- after backward ----------------------------------------------------------------------------------------
 
-    def _broadcast(self, *tensors: torch.Tensor) -> list[dist.Work | None]:
-        """Send from the last stage to the others, without waiting."""
-        last = self._context.last_stage
-        works = [dist.broadcast(tensor, group_src=last, group=self._group, async_op=True) for tensor in tensors]
-        self._sent += works
-        return works
+    def _broadcast(self, *tensors: torch.Tensor) -> None:
+        """Send from the last stage to the others."""
+        for tensor in tensors:
+            dist.broadcast(tensor, group_src=self._context.last_stage, group=self._group)
 
     def _send_loss(self, loss: PipelineLoss, last: BatchLoss, forward: _Forward) -> None:
         compares, reduction = forward.full is not None, self._accumulation.reduction
@@ -317,47 +250,29 @@ class PipelineExecutor:
                 figures[:2] = self._sequences.average(figures[:2])
         else:
             figures = torch.empty(3 if compares else 2, dtype=torch.float64, device=self._context.device)
-        works = self._broadcast(figures)
+        self._broadcast(figures)
         loss.call = None  # so that a reference to the loss does not keep the batch
         if compares:
-            _wait(works)
             made, weight, full = figures.tolist()
             made = made / (weight or 1.0) if reduction == "weighted" else made
             reject_other_loss(made, full, len(forward.calls), reduction)
-        if reduction == "weighted":
-            _wait(works)
-            self._accumulation.add_weight(figures[1])
-
         # Every rank knows the structure of the model's output, and only the last stage the loss.
         wide = any(tensor.dtype == torch.float64 for tensor in tensors_of(forward.known.stages[-1]))
-
-        def value() -> Any:
-            _wait(works)
-            made, weight = (figure.to(torch.float64 if wide else torch.float32) for figure in figures[:2])
-            return (made, weight) if reduction == "weighted" else made
-
-        loss.resolve(value)
+        total, weights = figures[:2].to(torch.float64 if wide else torch.float32)
+        if reduction == "weighted":
+            self._accumulation.add_weight(figures[1])
+        loss.resolve((total, weights) if reduction == "weighted" else total)
 
     def _send_output(self, handle: PipelineOutput, last: BatchLoss, forward: _Forward) -> None:
         tree = join([self._precision.cast_output(forward.known.stages[-1])] * len(forward.calls))
-        output, works = self._share(join(last.outputs) if self._pipeline.has_last else None, tree)
-
-        def value() -> Any:
-            _wait(works)
-            return output
-
+        output = self._share(join(last.outputs) if self._pipeline.has_last else None, tree)
         handle.batch = None
-        handle.resolve(value)
+        handle.resolve(output)
 
-    def _share(self, output: Any, tree: Any) -> tuple[Any, list[dist.Work | None]]:
-        """The last stage's `output` on all ranks, which know its `tree` of tensors, once the works are done."""
+    def _share(self, output: Any, tree: Any) -> Any:
+        """The last stage's `output` on all ranks, which know its `tree` of tensors."""
         if not self._pipeline.has_last:
             device = self._context.device
             output = map_tensors(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device), tree)
-        return output, self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))
-
-
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
+        self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))
+        return output

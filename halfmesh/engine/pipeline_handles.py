@@ -26,8 +26,6 @@ class Handle:
         """The value. Raises HandleError if it is not computed yet, or was not kept."""
         if self._value is _UNSET:
             raise HandleError(self._help)
-        if callable(self._value):
-            self._value = self._value()
         return self._value
 
     @property
@@ -35,8 +33,8 @@ class Handle:
         """True if `value` can be read."""
         return self._value is not _UNSET
 
-    def resolve(self, value: Callable[[], Any]) -> None:
-        """Set the function `value` that returns the value; it is called at the first read."""
+    def resolve(self, value: Any) -> None:
+        """Set the value."""
         self._value = value
 
     def __getattr__(self, name: str) -> Any:
@@ -48,9 +46,6 @@ class Handle:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*_values(args), **_values(kwargs or {}))
 
-    def __repr__(self) -> str:
-        return repr(self.value()) if self.is_ready else f"<{type(self).__name__}: not computed yet>"
-
     __hash__ = object.__hash__
 
 
@@ -60,9 +55,8 @@ class PipelineOutput(Handle):
     _help = (
         "under a pipeline the output of engine(...) is computed by engine.backward(loss), and the model's own loss "
         "(output.loss) is only on the last stage. Give initialize a criterion, write loss = engine.criterion(output, "
-        "target), and compute inside the criterion what you need from the output; with parallel = "
-        "dict(pipeline=dict(..., keep_outputs=True)) you can use it after backward. In evaluation (engine.eval() or "
-        "torch.no_grad()), engine(...) returns the real output at once"
+        "target), and compute inside the criterion what you need from the output. parallel.pipeline.keep_outputs=True "
+        "keeps it for after backward; in evaluation engine(...) returns the real output at once"
     )
 
     def __init__(self, batch: Any) -> None:
@@ -75,8 +69,7 @@ class PipelineOutput(Handle):
         """Note that backward has run and did not keep the value."""
         self.batch = None
         self._help = (
-            "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use "
-            "it after engine.backward(loss)"
+            "the output of engine(...) was not kept: to use it after backward, set parallel.pipeline.keep_outputs=True"
         )
 
 
@@ -97,9 +90,6 @@ class PipelineLoss(Handle):
     def __init__(self, output: PipelineOutput, call: Any) -> None:
         self.output = output
         self.call = call
-
-    def backward(self, *_: Any, **__: Any) -> Any:
-        raise HandleError("loss.backward() does not run the pipeline; write engine.backward(loss)")
 
 
 class LastStageOutput(Handle):

@@ -116,7 +116,7 @@ def test_a_closed_engine_and_a_second_one_over_the_same_objects():
     for _ in range(2):
         engine = halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), FP16_NAIVE)
         with pytest.raises(
-            InputError, match=r"optimizer: another engine or convert_to_amp is using it; call close\(\) on that first"
+            InputError, match=r"optimizer: another engine or convert_to_amp uses it; close\(\) that first"
         ):
             halfmesh.initialize(model, optimizer, config=FP16_NAIVE)
         train(engine)

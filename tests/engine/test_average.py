@@ -248,7 +248,7 @@ def test_mistakes(tmp_path):
         assert "is the fraction of the average that each update keeps" in said(engine.averaged_model, decay), decay
     assert "every=0: expected a whole number, 1 or more" in said(engine.averaged_model, 0.9, every=0)
     average = engine.averaged_model(0.9)
-    assert "averages its weights, with decay=0.9" in said(engine.averaged_model, 0.99)
+    assert "an average already, with decay=0.9" in said(engine.averaged_model, 0.99)
     step_on(engine, X, Y)
     state, loss = engine.state_dict(), engine.criterion(engine(X), Y)
     with average.applied():

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.errors import InputError
-from tests.support.models import make_engine
 from tests.support.proofs import FormatAlone, Row, prove, rows
 
 
@@ -42,7 +40,6 @@ def build() -> Any:
 @pytest.mark.distributed
 @rows(
     Row("replicate", build, {}, updates=3),
-    Row("fsdp", build, {"parallel": {"data": "fsdp"}}, updates=3),
     Row("tensor", build, {"parallel": {"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}}}, updates=3),
     Row("fp16, zero1", build, {"fp16": {"mode": "naive"}, "parallel": {"data": "zero1"}}, work=FormatAlone),
 )
@@ -55,10 +52,3 @@ def test_a_pipeline_rejects_a_loss_that_depends_on_the_microbatch_before():
     pipeline = {"size": 2, "microbatches": 2, "partition": ["2"]}
     report = prove({"parallel": {"pipeline": pipeline}}, build, 2)
     assert "for its 2 microbatches (loss_reduction=" in str(report)
-
-
-def test_a_rejection_leaves_the_criterion():
-    model, _, criterion = build()
-    with pytest.raises(InputError):
-        make_engine({}, model=model, criterion=criterion, optimizer=lambda params: torch.optim.LBFGS(params))
-    assert criterion.context is None

@@ -171,15 +171,6 @@ def test_models_that_are_compiled_already_or_have_no_blocks():
         make_engine(BLOCKS)
 
 
-def test_a_warning_of_names_that_torch_compile_changes(caplog):
-    model = MLP()
-    model.compile(backend="eager")  # in place, which changes no names
-    for given in (torch.compile(MLP(), backend="eager"), model):
-        make_engine(model=given)
-    [warning] = [record.getMessage() for record in caplog.records if "_orig_mod." in record.getMessage()]
-    assert "set compile = True in the config" in warning
-
-
 TWO_LOSSES = {"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2}}
 PIPE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
 

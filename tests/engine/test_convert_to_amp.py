@@ -194,7 +194,7 @@ def test_misuse():
     told(optimizer.step, NOTHING)
     told(lambda: optimizer.clip_grad_norm(1.0), "clip_grad_norm was called before backward")
     told(optimizer.optimizer.step, r"optimizer.step\(\) was called outside.*that convert_to_amp returned")
-    told(lambda: optimizer.backward(model(x)), "backward takes a scalar loss, but its shape is")
+    told(lambda: optimizer.backward(model(x)), "backward takes a scalar loss tensor, but got shape")
     loss = criterion(model(x), y)
     told(lambda: optimizer.backward(loss, loss_id=1), r"loss_id=1 is not allowed with 1 loss scale")
     told(lambda: optimizer.backward(loss), "The update would divide them by the loss scale")
@@ -218,12 +218,12 @@ def test_misuse():
     other = converted("apex_o1", num_losses=2)[1].state_dict()
     told(lambda: optimizer.load_state_dict(other), r"saved with 2 loss scales, but this run trains with 1;")
     for theirs in (optimizer, optimizer.optimizer):  # a cell of a notebook that is run twice
-        words = "another engine or convert_to_amp is using it"
+        words = "another engine or convert_to_amp uses it"
         told(lambda own=theirs: convert_to_amp(model, own, None, "naive"), words)
         told(lambda own=theirs: halfmesh.initialize(model.module, own, None, None, {}, device="cpu"), words)
     model, optimizer, criterion = converted("apex_o2")
     optimizer.backward(criterion(model(x), y))
-    told(lambda: list(optimizer.master_params()), r"or clip_grad_norm of the optimizer")
+    told(lambda: list(optimizer.master_params()), r"or clip_grad_norm of convert_to_amp's optimizer")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -11,11 +10,9 @@ from torch import nn, optim
 
 from halfmesh.errors import InputError, NonFiniteError
 from tests.support.models import (
-    FP16_TORCH,
     MLP,
     MODES,
     TOLERANCES,
-    adamw,
     difference,
     full_weights,
     make_data,
@@ -23,9 +20,9 @@ from tests.support.models import (
     make_loader,
     reference,
     step_on,
-    summed_loss,
     train,
 )
+from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
 HALVES = (slice(0, 4), slice(4, 8))
@@ -68,52 +65,18 @@ def test_the_last_cycle_of_a_loop_that_fetches_before_the_step():
 
 def test_a_closure_ends_no_cycle():
     engine = make_engine({"gradient_accumulation": 4})
-    wrong = [((lambda: X,), {}), ((), {"closure": lambda: X}), ((True,), {})]
-    words = [
-        r"engine.step\(<function .*\): it takes no closure",
-        "takes no closure",
-        r"name the .*: engine.step\(last=True\)",
-    ]
-    for closed in (False, False, False, True):
-        engine.backward(engine.criterion(engine(X), Y))
-        for (args, options), message in zip(wrong, words, strict=True):
-            with pytest.raises(InputError, match=message):
-                engine.step(*args, **options)
-        assert (engine.step(None) is not None) == closed
-
-
-def test_gradients_older_than_the_engine_do_not_count():
-    model = MLP()
-    nn.functional.cross_entropy(model(X), Y).backward()
-    engine = make_engine(FP16_TORCH, model=model)
-    step_on(engine, X, Y)
-    assert difference(full_weights(engine), reference([(X, Y)])) < 2e-4
-
-
-def test_two_backwards_through_one_graph_add_up():
-    engine = make_engine()
-    loss = engine.criterion(engine(X), Y)
-    engine.backward(loss * 0.25, retain_graph=True)
-    engine.backward(loss * 0.75)
-    engine.step()
-    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
-
-
-def test_weighted_losses_that_were_discarded_or_weigh_nothing_do_not_count():
-    engine = make_engine({"loss_reduction": "weighted"}, criterion=summed_loss)
     engine.backward(engine.criterion(engine(X), Y))
-    engine.zero_grad()
-    step_on(engine, X, Y)
-    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
-    engine = make_engine({"loss_reduction": "weighted"}, criterion=lambda o, t: (o.sum() * 0, 0))
-    before = full_weights(engine)
-    step_on(engine, X, Y)
-    torch.testing.assert_close(full_weights(engine), before, rtol=0, atol=0)
+    for args, message in [
+        ((lambda: X,), r"engine.step\(<function .*\): it takes no closure"),
+        ((True,), r"name the .*: engine.step\(last=True\)"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            engine.step(*args)
+    assert engine.step(None) is None
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_cycle_can_be_closed_early(at_once):
-    """With its last batch, or when the loop has been left."""
+def test_a_cycle_can_be_closed_early_or_when_the_loop_has_been_left(at_once):
     engine = make_engine({"gradient_accumulation": 4}, loader=make_loader(16, 4))
     for i, (x, y) in enumerate(engine.dataloader):
         engine.backward(engine.criterion(engine(x), y))
@@ -125,24 +88,6 @@ def test_a_cycle_can_be_closed_early(at_once):
     x, y = make_data(16)
     assert difference(full_weights(engine), reference([(x[:8], y[:8])])) < 1e-5
     assert [r is not None for r in train(engine)] == [False, False, False, True]
-
-
-def test_evaluation_over_the_training_loader_inside_an_epoch():
-    engine = make_engine(
-        {"gradient_accumulation": 3, "lr_interval": "epoch"},
-        loader=make_loader(32, 4),
-        lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1),
-    )
-    closed = []
-    for i, (x, y) in enumerate(engine.dataloader):
-        engine.backward(engine.criterion(engine(x), y))
-        if i in (2, 7):
-            with torch.no_grad():
-                for a, _ in engine.dataloader:
-                    engine(a)
-        closed.append(engine.step() is not None)
-    assert [i for i, done in enumerate(closed) if done] == [2, 5, 7]
-    assert engine.lr_scheduler.last_epoch == 1
 
 
 class Fails(torch.autograd.Function):
@@ -184,60 +129,34 @@ def test_a_cycle_that_was_broken_leaves_nothing_to_the_next(breaks):
     assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])
-def test_close_within_a_cycle_leaves_nothing_behind(mode):
-    engine = make_engine(MODES[mode] | {"gradient_accumulation": 2}, optimizer=adamw)
-    step_on(engine, X, Y)
-    engine.close()
-    group = engine.optimizer.param_groups[0]
-    assert (group["fused"], group["foreach"]) == (None, None)
-    assert all(p.grad is None for p in engine.model.parameters())
-    before = copy.deepcopy(engine.model.state_dict())
-    engine.optimizer.step()
-    torch.testing.assert_close(engine.model.state_dict(), before, rtol=0, atol=0)
-
-
-def _every_fourth(step, number):
-    if (number + 1) % 4 == 0:
-        step()
-
-
-def _the_first_of_four(step, number):
-    if number % 4 == 0:
-        step()
-
-
-def _ends_every_fourth(step, number):
-    if (number + 1) % 4 == 0:
-        step(last=True)
-
-
-def _each(step, number):
-    step(last=(number + 1) % 4 == 0)
+COUNTING = {
+    "every fourth": lambda step, number: step() if number % 4 == 3 else None,
+    "the first of four": lambda step, number: step() if number % 4 == 0 else None,
+    "ends every fourth": lambda step, number: step(last=True) if number % 4 == 3 else None,
+    "each": lambda step, number: step(last=number % 4 == 3),
+}
 
 
 @pytest.mark.parametrize("own_loader", [False, True])
 @pytest.mark.parametrize(
-    ("stepping", "accumulation", "tells"),
+    ("how", "accumulation", "tells"),
     [
-        (_every_fourth, 4, 7),
-        (_the_first_of_four, 4, 8),
-        (_ends_every_fourth, 4, 7),
-        (_each, 4, math.inf),
-        (_every_fourth, 1, math.inf),
+        ("every fourth", 4, 7),
+        ("the first of four", 4, 8),
+        ("ends every fourth", 4, 7),
+        ("each", 4, math.inf),
+        ("every fourth", 1, math.inf),
     ],
 )
-def test_a_loop_that_counts_its_batches_itself_is_told_once(stepping, accumulation, tells, own_loader, caplog):
+def test_a_loop_that_counts_its_batches_itself_is_told_once(how, accumulation, tells, own_loader, caplog):
     """`if (i + 1) % 4 == 0: engine.step()`, as in most scripts, beside gradient_accumulation=4."""
     engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(64, 4))
-    batches = [(x.clone(), y) for x, y in make_loader(64, 4)] if own_loader else engine.dataloader
-    for number, (x, y) in enumerate(batches):
+    for number, (x, y) in enumerate(list(make_loader(64, 4)) if own_loader else engine.dataloader):
         engine.zero_grad()
         engine.backward(engine.criterion(engine(x), y))
-        stepping(engine.step, number)
+        COUNTING[how](engine.step, number)
         told = caplog.text.count("engine.step() once per 4 batches")
         assert told == (number >= tells), "at the second step after so many"
-    assert ("Delete the `if`" in caplog.text) == ("gradient_accumulation=1" in caplog.text) == (tells < math.inf)
 
 
 @pytest.mark.parametrize("own_loader", [False, True])
@@ -259,4 +178,73 @@ def test_several_forwards_or_losses_of_a_batch_are_no_batches(own_loader, caplog
         else:
             engine.backward(engine.criterion(engine(x), y))
         engine.step(last=number == 6)
-    assert "came after" not in caplog.text
+    assert "once per" not in caplog.text
+
+
+TWO_LOSSES = {"fp16": {"mode": "apex", "opt_level": "O1", "num_losses": 2, "max_loss_scale": 256.0}}
+O2_LOSSES = {"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2, "max_loss_scale": 256.0}}
+CONFIGS = [MODES["none"], MODES["torch_fp16"], MODES["naive_fp16"], TWO_LOSSES, O2_LOSSES]
+ONES = torch.ones(4)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return ((self.first + self.second) * x).sum()
+
+
+def pair_engine(config):
+    """The optimizer holds `first`; a gradient of 1 moves it by 0.25."""
+    model = Pair()
+    return make_engine(config, model=model, optimizer=lambda _: optim.SGD([model.first], lr=0.25), criterion=None)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_parameters_are_added_or_exchanged_between_updates_only(config):
+    """And what backward left in one before it was added does not count."""
+    words = "parameters were added to the optimizer, or replaced, between backward and"
+    engine = pair_engine(config)
+    engine.backward(engine(ONES))
+    engine.step()
+    engine.backward(engine(ONES))
+    engine.optimizer.add_param_group({"params": [engine.model.second]})
+    with pytest.raises(InputError, match=words):
+        engine.step()
+    engine.backward(engine(ONES))  # a new update
+    engine.step()
+    assert engine.state_dict()["model"]["second"].tolist() == [-0.25] * 4
+    exchanged = pair_engine(config)
+    exchanged.backward(exchanged(ONES))
+    exchanged.optimizer.param_groups[0]["params"][0] = exchanged.model.second  # which looks the same
+    with pytest.raises(InputError, match=words):
+        exchanged.step()
+
+
+def one_sided(rank, world_size):
+    """Loss 1 is used on rank 0 alone, and overflows in the second update."""
+    results, x = [], here(ONES)
+    for config in (TWO_LOSSES, O2_LOSSES):
+        engine = pair_engine(config)
+        scales = []
+        for update in range(3):
+            engine.backward(engine(x), loss_id=0)
+            if rank == 0:
+                engine.backward(engine(x) * (math.inf if update == 1 else 1.0), loss_id=1)
+            step = engine.step()
+            scales.append((step.skipped, step.loss_scale, engine.loss_scales))
+        state = engine.state_dict()
+        results.append((scales, state["update"]["scalers"], state["model"]["first"].tolist()))
+        engine.close()
+    return results
+
+
+@pytest.mark.distributed
+def test_a_loss_that_one_rank_uses_moves_the_scale_on_all():
+    first, second = run_ranks(one_sided, 2)
+    assert first == second
+    for scales, _, weights in first:
+        assert [both for _, _, both in scales] == [(256.0, 256.0), (256.0, 128.0), (256.0, 128.0)]
+        assert weights == [-0.75] * 4  # two updates of 0.25 * (1 + 1 / 2)

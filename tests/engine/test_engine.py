@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import InputError
 from tests.support.models import (
+    BF16_TORCH,
     COMPUTE_DTYPES,
     FP16_NAIVE,
     FP16_TORCH,
@@ -24,9 +26,12 @@ from tests.support.models import (
     make_engine,
     make_loader,
     reference,
+    said,
     sgd,
     step_on,
+    train,
 )
+from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
 
@@ -57,15 +62,6 @@ def test_parity_with_a_plain_fp32_loop(mode):
     assert engine.global_step == 10 + int(overflows)
 
 
-def test_the_count_of_updates_can_be_set(tmp_path):
-    """A run that continues the checkpoint of another program goes on counting there."""
-    engine = make_engine({})
-    engine.global_step = 100
-    step_on(engine, X, Y)
-    assert engine.global_step == 101
-    assert engine.save(tmp_path).name == "step-00000101"
-
-
 @pytest.mark.promise(
     "fp16, bf16, regions without autocast", "run in the dtype asked for", of="PyTorch", page="config.md"
 )
@@ -88,100 +84,11 @@ def test_matrix_products_run_in_the_dtype_asked_for(mode):
         assert torch.is_autocast_enabled("cpu") == autocast
 
 
-class Looks(nn.Module):
-    """Notes its scopes, one of which is its own. Fails on zeros."""
-
-    def __init__(self):
-        super().__init__()
-        self.careful, self.inner = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-
-    def forward(self, x):
-        if x.sum() == 0:
-            raise LookupError("no data")
-        with torch.autocast("cpu", enabled=False):
-            self.dtype = self.careful(x).dtype
-        self.cache = torch.is_autocast_cache_enabled()
-        return self.inner(x)
-
-
-@pytest.mark.promise("fp16, bf16, regions without autocast")
-@pytest.mark.parametrize("mode", ["torch_fp16", "apex_o1"])
-def test_scopes_of_autocast_are_honoured_and_left_as_they_were(mode):
-    """The model's own; after a call, after an error, and within a scope of the user's."""
-    engine = make_engine(MODES[mode], model=Looks())
-    x = torch.ones(2, 4)
-    assert engine(x).dtype == torch.float16
-    assert engine.model.dtype == torch.float32
-    assert not torch.is_autocast_enabled("cpu")
-    with pytest.raises(LookupError):
-        engine(torch.zeros(2, 4))
-    assert not torch.is_autocast_enabled("cpu")
-    assert engine.model.cache == (mode == "torch_fp16"), "O1 keeps no casts"
-    with torch.autocast("cpu", torch.float16, cache_enabled=False):
-        engine(x)
-        assert not engine.model.cache
-
-
-def test_the_criterion_runs_in_the_forward_scope():
-    seen = []
-
-    def criterion(output, target):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return nn.functional.cross_entropy(output, target)
-
-    for config in (FP16_TORCH, FP16_NAIVE):
-        engine = make_engine(config, criterion=criterion)
-        assert engine.criterion(engine(X), Y).dtype == torch.float32
-    assert seen == [True, False]
-
-
-def test_a_scope_around_the_loop_does_not_keep_old_weights():
-    engine = make_engine(FP16_TORCH)
-    with engine.autocast():
-        for _ in range(3):
-            step_on(engine, X, Y)
-            engine.zero_grad()
-    assert difference(full_weights(engine), reference([(X, Y)] * 3)) < 2e-4
-    engine = make_engine({"bf16": {"mode": "torch"}}, model=Looks())
-    with torch.autocast("cpu", torch.bfloat16):
-        engine(torch.ones(1, 4))
-        engine.model.inner.weight.data.fill_(2.0)  # which torch does not count as a change
-        engine.zero_grad()
-        assert engine(torch.ones(1, 4)).tolist() == [[8.0] * 4]
-
-
-class OwnLoss(MLP):
-    def forward(self, x, y):
-        return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
-
-
-def test_a_scale_that_is_too_large_for_an_fp16_loss_backs_off_or_is_rejected():
-    """A static one would make every gradient inf. Of the criterion's loss in fp32 any scale is fine."""
-    engine = make_engine({"fp16": {"mode": "naive", "hysteresis": 1}}, model=OwnLoss())
-    skipped = []
-    for _ in range(3):
-        engine.backward(engine(X, Y)["loss"])
-        skipped.append(engine.step().skipped)
-    assert (skipped, engine.loss_scale) == ([True, False, False], 2.0**15)
-    config = {"fp16": {"mode": "naive", "loss_scale": 65536.0}}
-    engine = make_engine(config, model=OwnLoss())
-    with pytest.raises(InputError, match=r"the static loss_scale 65536 is too large.* largest .* 32768.*fp32"):
-        engine(X, Y)
-    with torch.no_grad():
-        engine(X, Y)
-    engine = make_engine(config)
-    assert not step_on(engine, X, Y).skipped
-    with pytest.raises(InputError, match="the static loss_scale 65536 is too large"):
-        engine.backward(engine.criterion(engine(X), Y).half())
-
-
 @pytest.mark.parametrize(
     ("loss", "reduction", "message"),
     [
-        (lambda o, y: nn.functional.cross_entropy(o, y, reduction="none"), "mean", r"scalar loss, .* is \(8,\)"),
-        (lambda o, y: 1.0, "mean", "takes the loss tensor, but got a float"),
-        (lambda o, y: (o.sum(), 8), "mean", r"a tuple; if the criterion returns \(sum, weight\)"),
-        (lambda o, y: o.sum().detach(), "mean", "the loss has no graph to run backward through"),
+        (lambda o, y: nn.functional.cross_entropy(o, y, reduction="none"), "mean", r"but got shape \(8,\)"),
+        (lambda o, y: (o.sum(), 8), "mean", r"got tuple; .* returns \(sum, weight\)"),
         (lambda o, y: o.sum(), "weighted", r"takes \(sum, weight\) from the criterion, but got a Tensor"),
     ],
 )
@@ -206,5 +113,140 @@ def test_misuse_of_the_engine():
     ]:
         with pytest.raises(InputError, match=message):
             call()
-    with pytest.raises(TypeError, match="initialize returns one Engine"):
-        _, *_ = engine
+
+
+def full(*_, **__):
+    raise torch.OutOfMemoryError("too much")
+
+
+class Full(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(full)
+
+
+class FullMLP(MLP):
+    """Has too little memory in its forward, or backward."""
+
+    where = ""
+
+    def forward(self, x):
+        if self.where == "forward":
+            full()
+        return Full.apply(super().forward(x)) if self.where == "backward" else super().forward(x)
+
+
+@pytest.mark.parametrize("where", ["forward", "criterion", "backward", "step"])
+def test_it_says_what_the_plan_needs_and_what_finds_less(where):
+    model, optimizer = FullMLP(), type("FullSGD", (torch.optim.SGD,), {"step": full} if where == "step" else {})
+    model.where = where
+    criterion = full if where == "criterion" else nn.CrossEntropyLoss()
+    config = {"fp16": {"mode": "naive", "loss_scale": 8.0}}
+    engine = make_engine(config, model=model, optimizer=lambda p: optimizer(p, lr=0.1), criterion=criterion)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(engine)
+    (note,) = raised.value.__notes__
+    assert note.startswith("This engine needs 6.2 KiB per rank without activations: parameters 1.0 KiB, ")
+    assert "`halfmesh plan`" in note
+
+
+Z = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+APEX: dict[str, Any] = {level: {"fp16": {"mode": "apex", "opt_level": level}} for level in ("O1", "O2")}
+
+
+class AutoEncoder(nn.Module):
+    """`decode` uses a parameter of the model itself, and `generate` calls forward several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(8, 4)
+        self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 8)
+        self.shift = nn.Parameter(torch.full((8,), 0.5))
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(z).tanh()) + self.shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encoder(x))
+
+    def generate(self, x: torch.Tensor, steps: int = 2) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
+def auto_encoder(config: dict[str, Any] | None = None) -> Any:
+    return make_engine(config, model=AutoEncoder(), criterion=nn.functional.mse_loss)
+
+
+def check_methods(rank: int, world_size: int, configs: list[dict[str, Any]]) -> None:
+    """Methods train and compute as forward does."""
+    for config in configs:
+        engines = [auto_encoder(config), auto_encoder(config)]
+        size = len(X) // engines[0].context.dp_size
+        own, found = here(X[engines[0].context.dp_rank * size :][:size]), []
+        for engine, by_methods in zip(engines, (True, False), strict=True):
+            for _ in range(2):
+                engine.zero_grad()
+                output = engine.call("decode", engine.call("encoder", own)) if by_methods else engine(own)
+                engine.backward(engine.criterion(output, own))
+                engine.step()
+            found.append(engine.full_state_dict(rank0_only=False))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4, msg=str(config))
+        plain, engine = AutoEncoder(), engines[0].eval()
+        plain.load_state_dict(found[0])
+        with torch.no_grad():
+            outputs = engine.call("decode", here(Z)), engine.call("generate", here(X), steps=3), engine(here(X))
+            expected = here((plain.decode(Z), plain.generate(X, 3), plain(X)))
+        assert len({output.dtype for output in outputs}) == 1, "outputs are cast as those of forward"
+        close = 1e-5 if "parallel" in config and len(config) == 1 else 1e-2
+        torch.testing.assert_close(outputs, expected, rtol=close, atol=close, check_dtype=False, msg=str(config))
+        for engine in engines:
+            engine.close()
+
+
+def test_methods_compute_in_the_mode():
+    check_methods(0, 1, [{}, FP16_TORCH, BF16_TORCH, FP16_NAIVE, APEX["O1"], APEX["O2"]])
+
+
+METHOD_LAYOUTS: list[dict[str, Any]] = [
+    {"parallel": {"data": "fsdp"}, **FP16_NAIVE},
+    {"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise", "second": "rowwise"}}}},
+]
+
+
+@pytest.mark.distributed
+def test_methods_compute_as_in_one_process():
+    run_ranks(check_methods, 2, METHOD_LAYOUTS)
+
+
+def before_forward(rank: int, world_size: int) -> tuple[Any, str, str]:
+    """A method is called first. Under context methods evaluate, and do not train; a stage of a pipeline has none."""
+    decoded = []
+    for parallel in ({"data": "fsdp"}, {"context": {"size": 2}}):
+        engine = auto_encoder({"parallel": parallel})
+        with torch.no_grad():
+            decoded.append(engine.eval().call("decode", here(Z)))
+    engine.train()
+    under_context = said(lambda: engine.call("decode", here(Z)))
+    pipeline = {"size": 2, "partition": ["1"], "microbatches": 2}
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    piped = make_engine({"parallel": {"pipeline": pipeline}}, model=layers)
+    return decoded, under_context, said(lambda: piped.call("decode", here(Z)))
+
+
+@pytest.mark.distributed
+def test_what_context_and_pipelines_cannot_do_is_said():
+    for decoded, context, pipeline in run_ranks(before_forward, 2):
+        torch.testing.assert_close(decoded, [AutoEncoder().decode(Z).detach()] * 2)
+        assert "under parallel.context only forward can be trained" in context
+        assert "engine.call('decode'): under parallel.pipeline this rank holds one stage" in pipeline
+
+
+def test_what_the_model_does_not_have():
+    engine = auto_encoder(FP16_NAIVE)
+    with pytest.raises(AttributeError, match="'AutoEncoder' object has no attribute 'decod'"):
+        engine.call("decod", Z)
+    engine.close()
+    with pytest.raises(InputError, match="this engine is closed"):
+        engine.call("decode", Z)

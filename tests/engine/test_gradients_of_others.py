@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +15,18 @@ from tests.support.models import (
     FP16_TORCH,
     MLP,
     MODES,
+    TOLERANCES,
     difference,
     full_weights,
     make_data,
     make_engine,
     reference,
+    said,
+    sgd,
     step_on,
+    summed_loss,
 )
+from tests.support.ranks import here, run_ranks
 
 X, Y = make_data(8)
 SCALED = [FP16_TORCH, FP16_NAIVE]
@@ -30,10 +35,6 @@ STATIC = {"fp16": {"mode": "naive", "loss_scale": 1.0}}
 
 def backward(engine: halfmesh.Engine) -> None:
     engine.backward(engine.criterion(engine(X), Y))
-
-
-def own_loss(engine: halfmesh.Engine) -> torch.Tensor:
-    return engine.criterion(engine(X), Y)
 
 
 @pytest.mark.promise(
@@ -45,7 +46,7 @@ def own_loss(engine: halfmesh.Engine) -> torch.Tensor:
 @pytest.mark.parametrize("config", SCALED)
 def test_a_loss_backward_before_the_first_of_an_update_is_rejected_under_a_scale(config):
     engine = make_engine(config)
-    own_loss(engine).backward()
+    engine.criterion(engine(X), Y).backward()
     with pytest.raises(InputError, match=r"first.weight, .* direct loss.backward\(\).*divide them by the loss scale"):
         backward(engine)
     engine.zero_grad()
@@ -53,50 +54,8 @@ def test_a_loss_backward_before_the_first_of_an_update_is_rejected_under_a_scale
     assert difference(full_weights(engine), reference([(X, Y)])) < 4e-4, "as if nothing had been"
 
 
-@pytest.mark.parametrize("config", [{}, STATIC])
-def test_without_a_scale_it_counts_and_is_told_once(config, caplog):
-    engine = make_engine(config)
-    for _ in range(2):
-        own_loss(engine).backward()
-        step_on(engine, X, Y)
-    assert caplog.text.count("They count in this update as they are") == 1
-    twice = reference([(X, Y)] * 2, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
-    assert difference(full_weights(engine), twice) < (4e-4 if config else 1e-5)
-
-
-@pytest.mark.parametrize("config", SCALED)
-def test_a_loss_backward_beside_the_engines_is_told_under_a_scale(config, caplog):
-    engine = make_engine(config | {"gradient_accumulation": 2})
-    for _ in range(2):
-        backward(engine)
-        own_loss(engine).backward()
-        engine.step()
-    assert caplog.text.count("multiplied by the loss scale") == 1
-    assert "Replace any loss.backward() by engine.backward(loss)" in caplog.text
-
-
 def warned(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
-@pytest.mark.parametrize("config", SCALED)
-def test_two_engines_whose_losses_cross(config, caplog):
-    ours, theirs = (make_engine(config, model=nn.Linear(8, 4)) for _ in range(2))
-    p, q = ours(X), theirs(X)
-    ours.backward((p + q).float().square().mean(), retain_graph=True)
-    with pytest.raises(InputError, match=r"weight, bias already have gradients .* another engine"):
-        theirs.backward((p - q).float().square().mean())
-    theirs.zero_grad()
-    theirs.backward((p - q).float().square().mean())
-    ours.step()
-    theirs.step()
-    assert caplog.text.count("were changed between engine.backward and engine.step") == 1, (
-        "those of the first engine, by the second one's backward"
-    )
-
-
-def exchanges(model):
-    model.last.bias.grad = model.last.bias.grad * 0.5
 
 
 def clips(model):
@@ -109,45 +68,26 @@ def clips_data(model):
         param.grad.data.mul_(min(1.0, 0.1 / (param.grad.data.norm().item() + 1e-6)))
 
 
-CHANGED = "were changed between engine.backward and engine.step"
-
-
-@pytest.mark.parametrize("change", [exchanges, clips, clips_data])
+@pytest.mark.parametrize("change", [clips, clips_data])
 def test_changed_gradients_are_told_under_a_scale_and_right_without(change, caplog):
-    for config in (*SCALED, {}, MODES["naive_bf16"], STATIC):
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), Y).backward()
+        change(model)
+        optimizer.step()
+    for config in (*SCALED, {}, STATIC):
         engine = make_engine(config)
         for _ in range(2):
             backward(engine)
             change(engine.model)
             engine.step()
-        told = [text for text in warned(caplog) if CHANGED in text]
+        told = [text for text in warned(caplog) if "were changed between engine.backward and engine.step" in text]
         assert len(told) == (config in SCALED)
-        assert all("multiplied by the loss scale. To clip them, set clip_grad_norm" in text for text in told)
+        assert all("multiplied by the loss scale. To clip them, call engine.clip" in text for text in told)
+        assert config or difference(full_weights(engine), model) < 1e-6
         caplog.clear()
-    engine, model = make_engine(), MLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    nn.functional.cross_entropy(model(X), Y).backward()
-    change(model)
-    optimizer.step()
-    backward(engine)
-    change(engine.model)
-    engine.step()
-    assert difference(full_weights(engine), model) < 1e-6
-
-
-@pytest.mark.parametrize("config", SCALED)
-def test_changes_beside_updates_that_overflow_are_told(config, caplog):
-    """They are none of the first, in which changes through `data` are seen."""
-    key = "initial_scale" if config is FP16_NAIVE else "init_scale"
-    engine = make_engine({"fp16": config["fp16"] | {key: 2.0**30, "growth_interval": 100}})
-    results = []
-    for _ in range(30):
-        backward(engine)
-        if len(results) > 3 and not results[-1].skipped:
-            clips_data(engine.model)
-        results.append(engine.step())
-    assert sum(result.skipped for result in results[:4]) == 4
-    assert caplog.text.count(CHANGED) == 1
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------
@@ -159,7 +99,7 @@ def same(*args):
 
 
 HOOKS = {
-    "first.weight, last.bias": lambda model: [p.register_hook(same) for p in (model.first.weight, model.last.bias)],
+    "first.weight": lambda model: model.first.weight.register_hook(same),
     "last.weight": lambda model: model.last.weight.register_post_accumulate_grad_hook(lambda param: None),
     "tied": lambda model: model.tied.register_full_backward_pre_hook(same),
     "the model": lambda model: model.register_full_backward_hook(lambda module, given, grads: None),
@@ -181,46 +121,183 @@ def test_hooks_that_see_scaled_gradients_are_told_once(name, caplog):
             step_on(engine, X, Y)
         (text,) = [text for text in warned(caplog) if "see gradients multiplied" in text]
         assert text.startswith(f"hooks on {name} see gradients multiplied by the loss scale"), config
-        assert "multiply the bounds (or the noise) in the hook by engine.loss_scale" in text
         caplog.clear()
 
 
-@pytest.mark.parametrize("config", [{}, MODES["naive_bf16"], STATIC, *SCALED])
-def test_hooks_are_right_without_a_scale_and_with_bounds_that_are_multiplied_by_it(config, caplog):
-    """As the warning says. Hooks stay where the weights are cast."""
-    engine, model = make_engine(config), MLP()
-    engine.model.last.weight.register_hook(lambda g: g.clamp(-0.02 * engine.loss_scale, 0.02 * engine.loss_scale))
-    model.last.weight.register_hook(partial(torch.clamp, min=-0.02, max=0.02))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    nn.functional.cross_entropy(model(X), Y).backward()
-    assert model.last.weight.grad.abs().max() == 0.02, "there was something to clamp"
-    optimizer.step()
-    step_on(engine, X, Y)
-    assert difference(full_weights(engine), model) < (4e-3 if "bf16" in config else 4e-4)
-    assert any("hooks" in text for text in warned(caplog)) == (config in SCALED)
+def clip_each(params: Any) -> None:
+    """DINO's: per parameter, through `.data`."""
+    for param in params:
+        norm = param.grad.data.norm(2)
+        if norm > 0.02:
+            param.grad.data.mul_(0.02 / (norm + 1e-6))
 
 
-@pytest.mark.parametrize("config", [{}, *SCALED])
-def test_a_gradient_dropped_before_the_step_is_left_out(config, caplog):
-    engine = make_engine(config)
-    before = full_weights(engine)
-    backward(engine)
-    engine.model.first.weight.grad = None
-    engine.step()
-    after = full_weights(engine)
-    assert torch.equal(after["first.weight"], before["first.weight"])
-    assert not torch.equal(after["last.weight"], before["last.weight"])
-    assert warned(caplog) == []
+def clip_all(params: Any) -> None:
+    nn.utils.clip_grad_norm_(list(params), 0.05)
 
 
-@pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16", "apex_o1"])
-def test_several_backwards_of_an_update_are_nobodys_business(mode, caplog):
-    losses = {"num_losses": 2} if mode.startswith("apex") else {}
-    config = {kind: options | losses for kind, options in MODES[mode].items()}
-    engine = make_engine(config | {"gradient_accumulation": 2, "clip_grad_norm": 1.0})
-    for _ in range(4):
-        loss = own_loss(engine)
-        engine.backward(loss, retain_graph=True)
-        engine.backward(loss, loss_id=len(losses))
-        engine.step()
-    assert warned(caplog) == []
+def by_hand(change: Any) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    """A plain fp32 loop; the model, and the gradients before each change."""
+    model, seen = MLP(), []
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X.roll(step, 0)), Y.roll(step, 0)).backward()
+        seen.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        change(model.parameters())
+        optimizer.step()
+    return model, seen
+
+
+def train(engine: Any, change: Any, parts: int = 1) -> Any:
+    """This rank's samples, in `parts` microbatches of an update. Returns the gradients before each change, and the
+    weights."""
+    seen, context = [], engine.context
+    for step in range(3):
+        engine.zero_grad()
+        x, y = (here(full.roll(step, 0).chunk(context.dp_size)[context.dp_rank]) for full in (X, Y))
+        for number, piece in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+            assert number == 0 or engine.step() is None
+            engine.backward(engine.criterion(engine(piece[0]), piece[1]))
+        engine.unscale_gradients()
+        held = {name: param.grad for name, param in engine.model.named_parameters() if param.grad is not None}
+        seen.append(
+            {name: getattr(grad, "full_tensor", lambda grad=grad: grad)().cpu().clone() for name, grad in held.items()}
+        )
+        change(engine.model.parameters())
+        assert not engine.step().skipped
+    return seen, {name: value.cpu() for name, value in engine.full_state_dict(rank0_only=False).items()}
+
+
+def check(trained: Any, mode: str, change: Any) -> None:
+    model, expected = by_hand(change)
+    close = 1e-6 if TOLERANCES[mode] == 1e-5 else 2e-2 if "bf16" in mode else 2e-3
+    for found, right in zip(trained[0], expected, strict=True):
+        torch.testing.assert_close(found, {name: right[name] for name in found}, rtol=0, atol=close)
+    assert difference(trained[1], model) < TOLERANCES[mode]
+
+
+@pytest.mark.promise("unscaling before you clip or change gradients")
+@pytest.mark.parametrize(
+    ("mode", "change", "config", "criterion"),
+    [
+        *((mode, clip_each, {}, nn.functional.cross_entropy) for mode in MODES),
+        ("naive_fp16", clip_all, {}, nn.functional.cross_entropy),
+        ("naive_fp16", clip_all, {"gradient_accumulation": 2, "loss_reduction": "weighted"}, summed_loss),
+    ],
+)
+def test_changes_have_the_effect_of_fp32(mode, change, config, criterion, caplog):
+    engine = make_engine(MODES[mode] | config, criterion=criterion)
+    check(train(engine, change, config.get("gradient_accumulation", 1)), mode, change)
+    assert "were changed" not in caplog.text
+
+
+CELLS: list[tuple[dict[str, Any], str]] = [
+    ({}, "naive_fp16"),
+    ({"data": "fsdp"}, "none"),  # gradients are DTensors, whose norms are of all ranks
+    ({"pipeline": {"size": 2, "microbatches": 2, "partition": ["last"]}}, "naive_fp16"),
+]
+
+
+def in_layouts(rank: int, world_size: int) -> None:
+    for parallel, mode in CELLS:
+        engine = make_engine({"parallel": parallel} | MODES[mode])
+        check(train(engine, clip_each), mode, clip_each)
+        engine.close()
+
+
+@pytest.mark.distributed
+def test_layouts_with_whole_gradients():
+    run_ranks(in_layouts, 2)
+
+
+WITHOUT: list[tuple[dict[str, Any], str]] = [
+    ({"parallel": {"data": "zero1"}}, "parallel.data='zero1'"),
+    ({"parallel": {"data": "fsdp"}} | FP16_TORCH, "parallel.data='fsdp'"),
+    ({"parallel": {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}}, "parallel.tensor"),
+]
+
+
+def rejected(rank: int, world_size: int) -> list[str]:
+    found = []
+    for config, _ in WITHOUT:
+        engine = make_engine(config)
+        engine.backward(engine.criterion(engine(here(X)), here(Y)))
+        found.append(said(engine.unscale_gradients))
+        assert not engine.step().skipped, "the update can be taken"
+        engine.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_layouts_without():
+    for found in run_ranks(rejected, 2):
+        for (_, where), message in zip(WITHOUT, found, strict=True):
+            assert f"under {where} each rank holds only a part" in message
+            assert "clip_grad_norm in the config" in message
+
+
+# -- inf and nan, and the order of calls ------------------------------------------------------------------------------
+
+
+def test_a_clip_by_value_hides_no_overflow():
+    engine = make_engine({"fp16": FP16_NAIVE["fp16"] | {"hysteresis": 1}})
+    before, scale = engine.full_state_dict(), engine.loss_scale
+    engine.backward(engine.criterion(engine(X * 1e30), Y) * torch.inf)
+    engine.unscale_gradients()
+    for param in engine.model.parameters():
+        param.grad.nan_to_num_(0.0, 0.0, 0.0)
+    assert engine.step().skipped
+    assert engine.loss_scale < scale
+    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
+
+
+def test_the_norm_is_of_what_step_uses():
+    engine = make_engine(FP16_NAIVE)
+    engine.backward(engine.criterion(engine(X), Y))
+    before = engine.clip_grad_norm_(1e9)
+    engine.unscale_gradients()
+    engine.unscale_gradients()  # the same
+    grads = [param.grad for param in engine.model.parameters()]
+    torch.testing.assert_close(nn.utils.get_total_norm(grads), before.float(), rtol=1e-5, atol=0)
+    for grad in grads:
+        grad.zero_()
+    assert engine.step().grad_norm == 0
+    engine.backward(engine.criterion(engine(X), Y))  # scaled again
+    assert engine.model.last.bias.grad.norm() > 10 * engine.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("call", ["unscale", "clip"])
+def test_the_last_batch_of_ones_own_loader_ends_a_cycle(call):
+    """Three batches, two in a cycle: as each cycle alone."""
+    engine = make_engine({"gradient_accumulation": 2})
+    model = MLP()
+    optimizer = sgd(model.parameters())
+    for count in (2, 1):
+        optimizer.zero_grad()
+        for number in range(count):
+            x, y, last = X[number::4], Y[number::4], number == count - 1
+            (nn.functional.cross_entropy(model(x), y) / count).backward()
+            engine.backward(engine.criterion(engine(x), y))
+            if last and call == "unscale":
+                engine.unscale_gradients(last=True)
+                clip_all(engine.model.parameters())
+            elif last:
+                engine.clip_grad_norm_(0.05, last=True)
+            assert (engine.step() is not None) == last, "step knows"
+        clip_all(model.parameters())
+        optimizer.step()
+    assert difference(engine.full_state_dict(), model) < TOLERANCES["none"]
+
+
+def test_the_order_of_calls():
+    engine = make_engine({"gradient_accumulation": 2})
+    engine.backward(engine.criterion(engine(X), Y))
+    for call in (engine.unscale_gradients, lambda: engine.clip_grad_norm_(0.05)):
+        with pytest.raises(
+            InputError, match=r"before the last .*after microbatch 1 of 2.*or with last=True to end the"
+        ):
+            call()
+    engine.unscale_gradients(last=True)
+    with pytest.raises(InputError, match=r"after engine.unscale_gradients\(\) of the same update"):
+        engine.backward(engine.criterion(engine(X), Y))

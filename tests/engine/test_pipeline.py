@@ -1,38 +1,24 @@
-"""Losses and outputs under a pipeline: in training, in evaluation, and read by some ranks only."""
+"""Training and evaluation under a pipeline: losses and outputs, random numbers, ragged batches, and what is sent."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.support.models import CLASSES, FEATURES, make_data, said
-from tests.support.pipeline_parts import Deep, make, pipe, step
-from tests.support.ranks import here, run_ranks
+from tests.support.models import CLASSES, FEATURES, make_data, make_loader, said
+from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe, step
+from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.whole import close_whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
-
-
-def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
-
-
-def double_losses(rank: int, world_size: int) -> list[torch.Tensor]:
-    x, y = make_data(8)
-    engine = make(pipe() | {"loss_reduction": "weighted"}, Deep().double(), criterion=weighted)
-    total, weight = step(engine, x.double(), y)[1].value()
-    mean = step(make(model=Deep().double()), x.double(), y)[1].value()
-    return [mean, total / weight, step(make(), x, y)[1].value()]
-
-
-def test_a_loss_in_float64_stays_in_float64():
-    model, (x, y) = Deep().double(), make_data(8)
-    expected = nn.functional.cross_entropy(model(x.double()), y).item()
-    for *wide, narrow in run_ranks(double_losses, 2):
-        assert [loss.item() for loss in wide] == [pytest.approx(expected, rel=1e-14)] * 2
-        assert [loss.dtype for loss in (*wide, narrow)] == [torch.float64, torch.float64, torch.float32]
 
 
 def readings(rank: int, world_size: int) -> dict[str, Any]:
@@ -62,75 +48,322 @@ def test_reading_on_one_rank_does_not_hang():
 
 # -- what the model returns ------------------------------------------------------------------------------------------
 
-WEIGHT = torch.arange(1.0, CLASSES + 1)
-
-
-class Several(nn.Linear):
-    """A stage that returns several things, not all of them tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(16, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        scores = super().forward(x)
-        return {"scores": scores, "rounded": (scores * 10).long(), "extra": (scores.detach().sum(1), 7)}
-
-
-def several() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), Several())
-
-
-def returned(rank: int, world_size: int) -> Any:
-    """A loss whose criterion has an argument that is not split; and outputs of training and evaluation."""
-
-    def criterion(output: Any, target: torch.Tensor, weight: torch.Tensor) -> Any:
-        loss = nn.functional.cross_entropy(output["scores"], target, weight=weight, reduction="sum")
-        return loss, weight[target].sum()
-
-    config = pipe(keep_outputs=True, eval_outputs="all", non_split=("weight",)) | {"loss_reduction": "weighted"}
-    engine = make(config, several(), criterion=criterion)
-    x, y = here(make_data(8))
-    output = engine(x)
-    loss = engine.criterion(output, y, weight=here(WEIGHT))
-    engine.backward(loss)
-    total, weight = loss.value()
-    return total / weight, output.value(), engine.eval()(x)
-
-
-def test_outputs_of_all_kinds_and_a_criterion_with_an_argument_that_is_not_split():
-    x, y = make_data(8)
-    expected = several()(x)
-    wanted = nn.functional.cross_entropy(expected["scores"], y, weight=WEIGHT)
-    for loss, *outputs in run_ranks(returned, 2):
-        torch.testing.assert_close((loss, *outputs), (wanted, expected, expected), check_device=False)
-
 
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluations(rank: int, world_size: int, outputs: str) -> tuple[Any, Any]:
+def evaluations(rank: int, world_size: int) -> list[Any]:
     """An output, or what is said of it; and the criterion of it."""
-    engine = make(pipe(eval_outputs=outputs))
+    engine = make(pipe(eval_outputs="last")).eval()
     x, y = here(make_data(5))
-    engine.eval()
-    found = []
-    for use in (lambda output: output.argmax(1), lambda output: engine.criterion(output, y)):
-        output = engine(x)
-        has_it = outputs == "all" or engine.context.is_last_stage
-        found.append(use(output).detach() if has_it else said(use, output))
-    engine.train()
-    step(engine, *make_data(8))
-    return tuple(found)
+    uses = (lambda output: output.argmax(1), lambda output: engine.criterion(output, y))
+    return [use(engine(x)).detach() if engine.context.is_last_stage else said(use, engine(x)) for use in uses]
 
 
-@pytest.mark.parametrize("outputs", ["all", "last"])
-def test_evaluation_gives_outputs_at_once(outputs):
-    first, second = run_ranks(evaluations, 2, outputs)
+def test_evaluation_gives_the_last_stage_its_outputs_at_once():
+    first, second = run_ranks(evaluations, 2)
     model, (x, y) = Deep(), make_data(5)
-    expected = model(x).argmax(1), nn.functional.cross_entropy(model(x), y).detach()
+    expected = [model(x).argmax(1), nn.functional.cross_entropy(model(x), y).detach()]
     torch.testing.assert_close(second, expected)
-    if outputs == "all":
-        torch.testing.assert_close(first, expected)
-    else:
-        assert all("only the ranks with the last stage have the output" in message for message in first)
+    assert all("only the ranks with the last stage have the output" in message for message in first)
+
+
+ROWS = 7, 1
+
+
+def evaluated(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
+    """The outputs under every schedule, and the messages of one evaluation on the last stage alone."""
+    found, messages = [], []
+    for schedule, options in SCHEDULES.items():
+        engine = make(pipe(microbatches=4, schedule=schedule, eval_outputs="all", **options)).eval()
+        found.append([engine(here(make_data(rows)[0])) for rows in ROWS])
+        engine.close()
+    engine, x = make(pipe(microbatches=4)).eval(), here(make_data(7)[0])
+    engine(x)  # compares what ranks were given
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("send", "recv", "broadcast", "all_reduce", "all_gather_object", "broadcast_object_list"):
+            inner = getattr(dist, name)
+            patch.setattr(
+                dist, name, lambda *args, name=name, inner=inner, **more: messages.append(name) or inner(*args, **more)
+            )
+        engine(x)
+    engine.close()
+    return found, messages
+
+
+@pytest.mark.promise("arguments without a batch dimension, outputs on request")
+def test_evaluation_gives_the_outputs_of_one_process_and_sends_activations_alone():
+    (found, sent), (others, received) = run_ranks(evaluated, 2)
+    with torch.no_grad():
+        expected = [Deep()(make_data(rows)[0]) for rows in ROWS]
+    torch.testing.assert_close([found, others], [[expected] * len(SCHEDULES)] * 2)
+    assert (sent, received) == (["send"], ["recv"])
+
+
+class Recorded(nn.Dropout):
+    """Keeps its masks."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.masks: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if type(x) is torch.Tensor:  # not a tensor without memory
+            self.masks.append((output != 0).detach())
+        return output
+
+
+def masks(rank: int, world_size: int) -> dict[str, Any]:
+    """Of this rank's dropout in two updates: 2 stages x 2 ranks, each with dropout of the same shape; one rank draws
+    numbers of its own between."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), Recorded(), nn.Linear(16, 16), Recorded(), nn.Linear(16, CLASSES))
+    engine = make(pipe(partition=("2",)) | {"seed": 3}, model)
+    torch.manual_seed(7)
+    for _ in range(2):
+        if rank == 1:
+            torch.rand(5, device=rank_device())
+        step(engine, *make_data(8))
+    found = (model[1] if engine.context.pp_rank == 0 else model[3]).masks
+    outside = torch.rand(3, device=rank_device())
+    torch.manual_seed(7)
+    return {"masks": found, "as from the start": torch.equal(outside, torch.rand(3, device=rank_device()))}
+
+
+def test_every_microbatch_stage_and_data_rank_drops_otherwise():
+    results = run_ranks(masks, 4)
+    flat = [mask.flatten().tolist() for result in results for mask in result["masks"]]
+    assert len(flat) == 4 * 2 * 2
+    assert all(first != second for i, first in enumerate(flat) for second in flat[:i])
+    # What the user draws does not depend on the model.
+    assert [result["as from the start"] for result in results] == [True, False, True, True]
+
+
+class Jumps(nn.Module):
+    """Draws of every kind."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.seen: list[tuple[float, float]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = random.random(), float(np.random.rand())
+        self.seen.append(drawn)
+        return x + self.factor * (sum(drawn) + torch.rand_like(x))
+
+
+def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    random.random(), np.random.rand()
+    return nn.functional.cross_entropy(output + 0.01 * torch.randn_like(output), target)
+
+
+def draws(rank: int, world_size: int) -> dict[str, Any]:
+    model = Deep(Jumps(0.1))
+    engine = make(pipe() | {"seed": 7}, model, criterion=noisy)
+    x, y = here(make_data(8))
+    engine.model.eval()
+    model[3].train()  # as Monte Carlo dropout
+    with torch.no_grad():
+        engine(x)
+    engine.train()
+    model[3].seen.clear()
+    for _ in range(3):
+        step(engine, x, y)
+    saved = engine.state_dict()["random"]["host"]
+    outside = torch.rand(2, device=rank_device()).tolist(), random.random(), float(np.random.rand())
+    return {"outside": outside, "seen": list(model[3].seen), "saved": saved is not None}
+
+
+def test_what_a_stage_or_the_criterion_draws_does_not_part_the_ranks():
+    first, second = run_ranks(draws, 2)
+    assert first["outside"] == second["outside"]
+    assert first["saved"]
+    assert second["saved"]
+    [seen] = [result["seen"] for result in (first, second) if len(set(result["seen"])) > 1]
+    assert len(set(seen)) == len(seen) == 3 * 2  # each microbatch draws anew
+
+
+# -- ragged batches
+
+
+def tails(rank: int, world_size: int, config: Any) -> dict[str, Any]:
+    loaders = {"loader": make_loader(22, 8), "eval_dataloader": make_loader(22, 5)}
+    engine = make(config | {"gradient_accumulation": 2}, **loaders)
+    losses = [step(engine, x, y)[1].item() for _ in range(2) for x, y in engine.dataloader]
+    engine.eval()
+    outputs = [engine(x) for x, _ in engine.eval_dataloader]
+    seen = engine.context.all_reduce(here(torch.tensor(sum(map(len, outputs)) if engine.context.is_last_stage else 0)))
+    return {"losses": losses, "seen": int(seen), "weights": close_whole(engine)}
+
+
+@pytest.mark.promise(
+    "batches that microbatches do not divide",
+    "run in other microbatches, or rejected",
+    of="SageMaker",
+    page="pipeline.md",
+)
+@pytest.mark.parametrize("schedule", [name for name in ("1f1b", "interleaved", "zbv") if name in SCHEDULES])
+def test_ragged_last_batches_are_run_in_other_microbatches_or_rejected(schedule):
+    expected = tails(0, 1, {"parallel": {}})
+    assert expected["seen"] == 22
+    for found in run_ranks(tails, 2, pipe(microbatches=4, schedule=schedule, **SCHEDULES[schedule])):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# After batches of 8 in 4 microbatches, rows of a batch and into how many microbatches it is split, none larger.
+
+
+# After batches of 8 in 4 microbatches, rows of a batch and into how many microbatches it is split.
+COUNTS = {
+    "1f1b": {8: 4, 6: 6, 10: 5, 3: 3, 1: None},
+    "interleaved": {8: 4, 6: 6, 5: None},
+    "1f1b with BatchNorm": {8: 4, 6: 3, 5: None},  # which needs two samples at a time
+}
+
+
+def splits(rank: int, world_size: int) -> dict[str, dict[int, tuple[str, list[int]]]]:
+    """What is said of each batch, and the rows that the criterion sees."""
+    found: dict[str, dict[int, tuple[str, list[int]]]] = {}
+    x, y = make_data(10)
+    for name, counts in COUNTS.items():
+        schedule, _, norm = name.partition(" ")
+        calls: list[int] = []
+
+        def criterion(output: torch.Tensor, target: torch.Tensor, calls: Any = calls) -> torch.Tensor:
+            calls.append(len(target))
+            return nn.functional.cross_entropy(output, target)
+
+        config = pipe(microbatches=4, schedule=schedule, **SCHEDULES[schedule])
+        engine = make(config, Deep(nn.BatchNorm1d(16)) if norm else None, criterion=criterion)
+        found[name] = {rows: (said(step, engine, x[:rows], y[:rows]), calls.copy()) for rows in counts}
+        engine.close()
+    return found
+
+
+def test_a_batch_that_the_microbatches_do_not_divide():
+    for found in run_ranks(splits, 2):
+        for name, counts in COUNTS.items():
+            seen = 0
+            for rows, count in counts.items():
+                text, calls = found[name][rows]
+                rejected = f"a batch of {rows} samples cannot be split into 4 microbatches"
+                assert ("nothing" if count else rejected) in text
+                if calls and count:  # on the last stage; of the first batch the whole loss is computed, too
+                    assert calls[seen : seen + count] == [rows // count] * count
+                seen = len(calls)
+        assert "drop_last=True" in found["interleaved"][5][0]
+        assert "2 samples or more in each, which BatchNorm needs" in found["1f1b with BatchNorm"][5][0]
+
+
+def joins_later(start: Any) -> Any:
+    """The middle layer is trained from the third update on, in a group of its own."""
+    model, batch = Deep(), make_data(8)
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[-1].parameters()], lr=0.01)
+    engine = start(model, optimizer=optimizer)
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+        yield step(engine, *batch)[1].item()
+    yield engine
+
+
+def run_loop(rank: int, world_size: int, loop: Any, config: Any) -> list[Any]:
+    """Losses, weights, and the optimizer's state and groups by names of parameters."""
+    *losses, engine = loop(partial(make, config))
+    full = engine.full_state_dict(optimizer=True, rank0_only=False)
+    optimizer = full["optimizer"]
+    return [losses, full["model"], optimizer["state"], [group["params"] for group in optimizer["param_groups"]]]
+
+
+def test_what_changes_on_the_way_changes_as_in_one_process():
+    *expected, groups = run_loop(0, 1, joins_later, {})
+    for *found, ours in run_ranks(run_loop, 2, joins_later, pipe(partition="auto")):
+        assert ours == groups
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+class Residual(nn.Module):
+    """Its sum is in fp32 under autocast. `rounds`: at the end, as a stage that sends it in bf16."""
+
+    def __init__(self, rounds: bool) -> None:
+        super().__init__()
+        self.layer, self.rounds = nn.Linear(FEATURES, FEATURES), rounds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layer(x).tanh()
+        return x.bfloat16().float() if self.rounds else x
+
+
+def residuals(cuts: Sequence[str] = ()) -> nn.Module:
+    """Three of them, of which those before a cut round."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual(str(after) in cuts) for after in (1, 2, 3)), nn.Linear(FEATURES, CLASSES))
+
+
+def trained_residuals(rank: int, world_size: int, config: Any, cuts: Sequence[str] = ()) -> tuple[Any, Any]:
+    """The weights after four updates of two microbatches, and the output of an evaluation."""
+    x, y = make_data(8)
+    engine = make(config, residuals(cuts))
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])] if engine.config.gradient_accumulation == 2 else [(x, y)]
+    for batch in batches * 4:
+        step(engine, *batch)
+    weights = engine.full_state_dict(rank0_only=False)
+    engine.eval()
+    with torch.no_grad():
+        output = engine(here(x))
+    return weights, output.cpu() if engine.context.is_last_stage else None
+
+
+AUTOCAST = {"bf16": {"mode": "torch"}}
+
+
+@pytest.mark.not_simulated("one process, on the CPU, whose autocast casts other operations")
+def test_activations_sent_in_autocasts_dtype_are_rounded_once_at_each_cut():
+    """As in one process that rounds there, and the gradients with it; by default nothing is rounded."""
+    cuts, weights = ("1", "2", "3"), []
+    for send_dtype, rounded in (("same", ()), ("compute", cuts)):
+        expected = trained_residuals(0, 1, AUTOCAST | {"gradient_accumulation": 2}, rounded)
+        weights.append(expected[0])
+        config = pipe(send_dtype=send_dtype, schedule="interleaved", chunks=2, partition=cuts) | AUTOCAST
+        for found in run_ranks(trained_residuals, 2, config):
+            there = expected if found[1] is not None else (expected[0], None)
+            torch.testing.assert_close(found, there, rtol=1e-6, atol=1e-7, check_device=False)
+    same, compute = weights
+    assert any((same[name] - compute[name]).abs().max() > 1e-5 for name in same)
+
+
+CALLS = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list")
+
+
+def traffic(rank: int, world_size: int) -> tuple[list[int], list[list[tuple[str, int]]]]:
+    """Bytes of the gradients; and the collectives of each batch of an update of two."""
+    config = pipe(microbatches=4) | {"clip_grad_norm": 1.0, "gradient_accumulation": 2}
+    config["parallel"]["data"] = {"bucket_mb": 1e-4}  # a bucket for each parameter
+    engine = make(config)
+    batch, found = make_data(8), []
+    step(engine, *batch), step(engine, *batch)
+    with pytest.MonkeyPatch.context() as patch:
+        for call in CALLS:
+            inner = getattr(dist, call)
+
+            def record(tensor: Any, *args: Any, call: Any = call, inner: Any = inner, **options: Any) -> Any:
+                found[-1].append((call, tensor.numel() * tensor.element_size()))
+                return inner(tensor, *args, **options)
+
+            patch.setattr(dist, call, record)
+        for _ in range(2):
+            found.append([])
+            step(engine, *batch)[1].item()
+    return [4 * p.numel() for p in engine.model.parameters()], found
+
+
+def test_gradients_are_reduced_in_the_last_backward_once_per_update():
+    """Each with zeros up to 32 bytes, and a flag whether it is there. The last bucket waits for the end of backward."""
+    for grads, (first, second) in run_ranks(traffic, 4):
+        assert first == [("broadcast", 16)]
+        *reduced, loss, last, verdict = second
+        assert {call for call, _ in (*reduced, last)} == {"all_reduce"}
+        assert sorted(size for _, size in (*reduced, last)) == sorted(-(-grad // 32) * 32 + 4 for grad in grads)
+        assert (loss, verdict) == (("broadcast", 16), ("all_reduce", 8))

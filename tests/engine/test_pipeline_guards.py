@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import pickle
 from typing import Any
 
@@ -46,36 +44,14 @@ class KeepsTerm(nn.Module):
         return x
 
 
-class Gives(nn.Linear):
-    """A stage that returns something beside its output."""
-
-    def __init__(self, beside: Any) -> None:
-        super().__init__(FEATURES, 16)
-        self.beside = beside
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = super().forward(x)
-        return x, self.beside(x)
-
-
-class Takes(nn.Linear):
-    def forward(self, pair: Any) -> torch.Tensor:
-        return super().forward(pair[0])
-
-
 NO_DATA = "the model's forward failed on the tensors without data"
 MODELS: list[tuple[Any, str]] = [
     (
         lambda: nn.Sequential(deep(), Apply(lambda x: x.square().mean())),
-        "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage",
+        "the model returns its own loss, but a pipeline computes that of each microbatch on its last stage",
     ),
     (lambda: deep(Apply(lambda x: x * 2 if x.sum() > 0 else x)), NO_DATA),
-    (lambda: deep(nn.Linear(5, 5)), NO_DATA),
     (lambda: deep(KeepsTerm()), "2.term is kept on the model with its graph"),
-    (
-        lambda: nn.Sequential(Gives(lambda x: x * 1j), Takes(16, CLASSES)),
-        "complex tensors cannot be sent through a pipeline; send their real and imaginary parts as two tensors",
-    ),
 ]
 
 
@@ -99,19 +75,15 @@ def in_the_loop(rank: int, world_size: int) -> list[str]:
     output = engine(x)
     loss = engine.criterion(output, y)
     told("engine.step() was called before engine.backward(loss)", engine.step)
-    words = "backward under a pipeline takes what engine.criterion(output, ...) returned, but got a Tensor"
+    words = "under a pipeline backward takes the loss of engine.criterion(...), not a Tensor"
     told(words, engine.backward, here(torch.ones((), requires_grad=True)))
-    told("but got a PipelineOutput; compute the loss in the criterion", engine.backward, output)
+    told("not a PipelineOutput; compute the loss in the criterion", engine.backward, output)
     told("To change the loss (scale it, add to it), do so in the criterion", lambda: engine.backward(loss / 2))
-    told("retain_graph=True cannot be used under a pipeline", lambda: engine.backward(loss, retain_graph=True))
     told("engine.criterion(...): target has 5 rows, and the batch has 8", engine.criterion, output, y[:5])
     words = "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split along their first dim"
     told(words, engine, x, here(torch.ones(3, 2)))
-    words = "engine.criterion(...): weight has 8 items, one for each row of the batch"
-    told(words, engine.criterion, output, y, [str(number) for number in range(8)])
-    boxes = here([torch.ones(i % 3, 4) for i in range(8)])
     words = "target has 8 items, one for each row of the batch, but is not a tensor"
-    told(words, engine.criterion, output, boxes)
+    told(words, engine.criterion, output, [str(number) for number in range(8)])
     told("engine(...) got no tensor with a batch dim", engine)
     assert "the model itself was called, but this rank holds only stage" in said(engine.model, x)
     engine.model.load_state_dict(deep().state_dict())  # of a whole one each rank takes its part
@@ -148,17 +120,9 @@ def of_models(rank: int, world_size: int) -> list[str]:
         engine.close()
     model = deep()
     engine = make(model=model)
-    told("model: another engine sharded it, and this rank holds only a part", make, model=model)
+    told("model: another engine sharded it", make, model=model)
     told("a sharded model cannot be pickled; save engine.state_dict()", pickle.dumps, model)
-    assert [n for n, _ in copy.deepcopy(model).named_parameters()] == [n for n, _ in model.named_parameters()]
     told("the 2 ranks of a pipeline got different inputs", engine, x + rank)
-    engine.close()
-    engine = make(model=deep(nn.BatchNorm1d(16)))
-    plain = dict(deep(nn.BatchNorm1d(16)).state_dict())  # without versions, as of a file
-    told("nothing", engine.model.load_state_dict, plain)
-    engine.close()
-    engine = make(model=deep(), criterion=None)
-    told("no criterion was given to initialize", engine.criterion, engine(x), y)
     engine.close()
     return told.messages
 
@@ -193,24 +157,6 @@ def test_batches_that_part_later_are_noticed():
             assert f"10: the 2 ranks of a pipeline got different {changed}" in found[changed]
 
 
-def grows(rank: int, world_size: int) -> None:
-    """Layers and parameters that come after initialize."""
-    told = Told()
-    x, y = make_data(8)
-    model = deep()
-    engine = make(model=model)
-    step(engine, x, y)
-    model.append(here(nn.Linear(CLASSES, CLASSES)))
-    told("3: these modules were added or removed after initialize", step, engine, x, y)
-    engine.optimizer.add_param_group({"params": list(model[-1].parameters())})
-    del model[-1]
-    told("joined the optimizer after initialize", step, engine, x, y)
-
-
-def test_layers_that_come_after_initialize():
-    run_ranks(grows, 2)
-
-
 def goes_on(rank: int, world_size: int) -> None:
     """A loop that leaves out batches with errors; the second has a word that there is not."""
     engine = make(model=nn.Sequential(nn.Embedding(4, 8), nn.Flatten(), nn.Linear(16, CLASSES)))
@@ -231,15 +177,6 @@ def penalty(rank: int, world_size: int) -> None:
     step(make(model=model, criterion=criterion), *make_data(8))
 
 
-def raises(rank: int, world_size: int) -> None:
-    """The criterion fails on the last stage, of which the first hears when the connection closes."""
-
-    def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        raise LookupError("no such class")
-
-    step(make(criterion=criterion), *make_data(8))
-
-
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
@@ -248,46 +185,9 @@ def raises(rank: int, world_size: int) -> None:
             r"stopped this pipeline in the middle of a batch \(IndexError",
             marks=pytest.mark.on_cpu("on a GPU a word that there is not ends the process"),
         ),
-        (raises, r"LookupError: no such class"),
         (penalty, "the criterion uses more of the model than its output"),
     ],
 )
 def test_loops_that_end_on_all_ranks(loop, message):
     with pytest.raises(RankError, match=message):
         run_ranks(loop, 2)
-
-
-def clips(rank: int, world_size: int) -> list[str]:
-    """torch's own clipping, of each stage by itself."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("halfmesh").addHandler(handler)
-    engine = make()
-    x, y = here(make_data(8))
-    step(engine, x, y)
-    engine.backward(engine.criterion(engine(x), y))
-    nn.utils.clip_grad_norm_(engine.model.parameters(), 1e-3)
-    engine.step()
-    engine.close()
-    return [line for line in lines if "engine.clip_grad_norm_(max_norm)" in line]
-
-
-def test_clipping_of_one_stage_by_itself_is_told():
-    told = run_ranks(clips, 2)
-    assert "each rank holds only its shards of them" in told[0][0]
-
-
-def changes_modes(rank: int, world_size: int) -> None:
-    """One rank freezes the norm that it holds, as by a loop over modules that have parameters here."""
-    x, y = here(make_data(8))
-    engine = make(model=deep(nn.BatchNorm1d(16)))
-    step(engine, x, y)
-    if rank == engine.context.pp_size - 1:
-        engine.model[2].eval()
-    for _ in range(2):
-        step(engine, x, y)
-
-
-def test_a_mode_that_one_rank_changes():
-    run_ranks(changes_modes, 2)

@@ -48,19 +48,3 @@ def test_torch_that_counts_weights_twice_is_rejected(monkeypatch):
         (found,) = check(load_config(config_of(schedule)), 2, "cpu")
         assert "torch 2.12.1+cpu counts weights that a stage uses several times" in found.message
     assert check(load_config(config_of("interleaved")), 2, "cpu") == []
-
-
-@pytest.mark.parametrize(
-    ("schedule", "options", "where", "words"),
-    [
-        ("zbv", {"chunks": 3}, "chunks", "has two chunks per rank, not 3; use chunks=2"),
-        ("zbv", {"chunks": 1}, "chunks", "use chunks=2"),
-        ("dualpipev", {"chunks": 2, "microbatches": 3}, "microbatches", "3 is fewer than the 4 stages"),
-        ("zero_bubble", {"chunks": 2, "microbatches": 3}, "microbatches", "is not a multiple of the 2 ranks"),
-        ("zero_bubble", {"chunks": 1}, "chunks", "leaves nothing to interleave"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_rejected(schedule, options, where, words):
-    found = check(load_config(pipe(**{"microbatches": 4, "schedule": schedule, **options})), 2, "cpu")
-    assert [finding.where for finding in found] == [f"parallel.pipeline.{where}"]
-    assert words in found[0].message

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 import halfmesh
-from halfmesh.errors import IncompatibleConfigError
+from tests.composition.workloads import criterion, find_workload
 from tests.support.models import (
     CLASSES,
     FEATURES,
-    adamw,
     make_data,
     make_engine,
     said,
     step_on,
 )
+from tests.support.proofs import FormatAlone, Row, rows
 from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -70,58 +70,47 @@ def test_targets_are_compared_over_a_tensor_group():
         assert {text for text in found if differs not in text} == {"nothing"}
 
 
-class PerHead(Divisible):
-    """A whole layer on each half of the features, which no plan speaks of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.each = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = nn.functional.gelu(self.up(x)).unflatten(-1, (-1, 8))
-        return self.head(self.norm(self.down(self.each(heads).flatten(-2))))
-
-
-class Lamb(torch.optim.SGD):
-    """Clips by the norm of all gradients."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            norm = torch.stack([param.grad.norm() for param in group["params"]]).norm()
-            for param in group["params"]:
-                param.data.sub_(param.grad / norm, alpha=group["lr"])
-
-
 def rejections(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
-    model, (x, y) = here((Divisible(), make_data(64)))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(IncompatibleConfigError) as caught:
-        make(tensor_config(), model=model, optimizer=lambda params: Lamb(params, lr=0.1))
-    found["optimizer"] = str(caught.value)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    engine = make(tensor_config(), optimizer=adamw)
+    x, y = here(make_data(64))
+    engine = make(tensor_config())
     step_on(engine, x, y)
-    found["second engine"] = said(make, {}, model=engine.model)
-    optimizer = adamw(model.parameters())
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    found["whole state"] = said(engine.optimizer.load_state_dict, optimizer.state_dict())
-    found["undeclared"] = said(step_on, make(tensor_config(), model=PerHead()), x, y)
     divided = {"parallel": {"tensor": {"size": 2, "plan": {**PLAN, "head": "colwise"}}}}
-    found["divided output"] = said(step_on, make(divided), x, y)
-    return found
+    return {"second engine": said(make, {}, model=engine.model), "divided output": said(step_on, make(divided), x, y)}
 
 
 def test_what_would_be_silently_wrong_is_rejected():
     words = {
-        "optimizer": "Lamb steps each parameter with values from others",
-        "second engine": "model: another engine sharded it, and this rank holds only a part",
-        "whole state": "has 'exp_avg' of shape (16, 8), but this rank holds (8, 8) of the parameter",
-        "undeclared": "the gradients of each.weight, each.bias differ",
+        "second engine": "model: another engine sharded it",
         "divided output": "the model's output differs between the ranks of a tensor group",
     }
     for found in run_ranks(rejections, 2):
         assert found.keys() == words.keys()
         for case, message in found.items():
             assert words[case] in message, case
+
+
+GPT_PLAN = {"*": "auto", "head": "vocab_parallel"}
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2}}
+
+
+def gpt() -> Any:
+    workload = find_workload("gpt")
+    return workload.make(), workload.data(), criterion
+
+
+def config(sequence_parallel: bool = False, axes: Any = None, **more: Any) -> dict[str, Any]:
+    tensor = {"size": 2, "plan": GPT_PLAN, "sequence_parallel": sequence_parallel}
+    return {"parallel": {"tensor": tensor, **(axes or {})}, **more}
+
+
+@pytest.mark.promise(
+    "a vocabulary larger than the hidden states", "logits stay sharded", of="SageMaker", page="tensor-parallel.md"
+)
+@rows(
+    Row("tensor", gpt, config()),
+    Row("accumulated, bf16", gpt, config(bf16={"mode": "torch"}, gradient_accumulation=2), work=FormatAlone),
+    Row("context", gpt, config(axes={"context": 2}), 4),
+    Row("pipeline", gpt, config(axes=PIPELINE), 4),
+)
+def test_gpt_is_verified(row):
+    row.prove()

@@ -13,9 +13,8 @@ from torch import nn, optim
 
 import halfmesh
 from halfmesh.parallel import whole_steps
-from tests.support.models import BF16_NAIVE, MLP, make_data, make_engine, step_on
-from tests.support.nano_gpt import GPT
-from tests.support.optimizers import Whitened, muon_and_adamw, of_timm
+from tests.support.models import make_data, make_engine, step_on
+from tests.support.optimizers import Whitened
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -60,7 +59,6 @@ def go_on(rank: int, world_size: int, make: Any, parallel: Any, saved: Any, fold
 @pytest.mark.parametrize(
     ("make", "parallel"),
     [
-        (partial(of_timm, "Lamb", lr=0.01, max_grad_norm=None), {"data": "zero1"}),
         (partial(optim.Adafactor, lr=0.01), {"data": "fsdp"}),
         (partial(Whitened, lr=0.01), TENSOR),
     ],
@@ -71,65 +69,6 @@ def test_state_is_resharded(make, parallel, tmp_path):
     by_rank = run_ranks(go_on, 2, make, parallel, tmp_path / "one", tmp_path / "many")
     for found in (*by_rank, go_on(0, 1, make, {}, tmp_path / "many", tmp_path / "again")):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-
-
-def with_state(rank: int, world_size: int, parallel: Any, half: bool) -> dict[str, torch.Tensor]:
-    """An optimizer that has stepped before it is given; of a model in half precision its state is cast."""
-    model = MLP().to(torch.bfloat16 if half else torch.float32)
-    optimizers = muon_and_adamw(model.parameters())
-    for param in model.parameters():
-        param.grad = param.detach().sin()
-    for optimizer in optimizers:
-        optimizer.step()
-    engine = start(optimizers, parallel, model=model, config=BF16_NAIVE if half else {})
-    assert all(v.dtype == torch.float32 for state in engine.optimizer.state.values() for v in state.values())
-    train(engine, [0])
-    return engine.full_state_dict(rank0_only=False)
-
-
-@pytest.mark.parametrize(("parallel", "half", "close"), [(TENSOR, False, 2e-3), ({"data": "zero1"}, True, 2e-2)])
-def test_state_that_was_given_goes_to_the_owners(parallel, half, close):
-    """Muon rounds to bf16, which makes more of a last bit that differs."""
-    expected = with_state(0, 1, {}, half)
-    for found in run_ranks(with_state, 2, parallel, half):
-        torch.testing.assert_close(found, expected, rtol=0, atol=close)
-
-
-def in_a_loop(rank: int, world_size: int, parallel: Any, folder: Any) -> dict[str, torch.Tensor]:
-    """A group is added, and its state saved after its first step and loaded before it; a frozen parameter is trained
-    from then on; and a hook of the user's fails."""
-    found = list[Any]()
-    for loads in (False, True):
-        model = MLP()
-        late = [model.last.weight, model.first.weight]
-        late[0].requires_grad_(False)
-        others = [param for param in model.parameters() if all(param is not one for one in late)]
-        engine = start(Whitened(others, lr=0.01), parallel, model=model)
-        train(engine, [] if loads else [0])
-        engine.optimizer.add_param_group({"params": late})
-        if loads:
-            engine.load(folder)
-        else:
-            train(engine, [1])
-            engine.save(folder)
-        late[0].requires_grad_(True)
-        train(engine, [2])
-        hook = engine.optimizer.register_step_post_hook(lambda *_: [][0])
-        with pytest.raises(IndexError):
-            train(engine, [3])
-        hook.remove()
-        train(engine, [4])
-        full = engine.full_state_dict(optimizer=True, rank0_only=False)
-        found.append([full["model"], full["optimizer"]["state"]])
-        engine.close()
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    return found[0][0]
-
-
-def test_groups_are_followed_and_a_failed_step_keeps_the_state(tmp_path):
-    expected = in_a_loop(0, 1, {}, tmp_path / "one")
-    for found in run_ranks(in_a_loop, 2, TENSOR, tmp_path / "two"):
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
 # -- what each rank holds and sends ------------------------------------------------------------------------------------
@@ -164,22 +103,3 @@ def test_owners_have_equal_shares_and_slices_are_sent_once():
     widths = [8, 8, 24, 8, 8, 8, 8, 8, 8]
     assert run_ranks(held_and_sent, 4, {"data": "zero1"}, widths) == [(192, 0)] * 4
     assert run_ranks(held_and_sent, 4, {"data": "fsdp"}, widths) == [(192, 3 * 192 * 3 // 4)] * 4
-
-
-def test_a_matrix_that_would_be_mostly_padding_is_cut_and_put_together():
-    """One matrix for 4 ranks: a chunk of it for each would send 4 times as much."""
-    found = run_ranks(held_and_sent, 4, {"data": "zero1"}, [8, 8])
-    assert sorted(found) == [(0, 2 * 16), (0, 2 * 16), (0, 2 * 16), (64, 3 * 16)]
-
-
-def tied_slice(rank: int, world_size: int) -> list[int]:
-    pipeline = {"size": 2, "microbatches": 2, "partition": ["transformer.h.1"]}
-    engine = start(muon_and_adamw, {"data": "zero1", "pipeline": pipeline}, model=GPT())
-    shards = engine._update.master_weights.shards
-    return [shard.param.numel() for shard in shards if shard.name in ("lm_head.weight", "transformer.wte.weight")]
-
-
-def test_stages_that_share_a_parameter_cut_it_in_the_same_way():
-    """Their gradients are summed slice by slice, and each stage has other loads to balance."""
-    numel = GPT().lm_head.weight.numel()
-    assert run_ranks(tied_slice, 4) == [[numel // 2]] * 4

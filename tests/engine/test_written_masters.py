@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from halfmesh.engine.convert_to_amp import convert_to_amp
+import halfmesh
+from halfmesh.errors import InputError
 from tests.support.models import (
     MLP,
     MODES,
@@ -24,7 +25,7 @@ from tests.support.models import (
     sgd,
     step_on,
 )
-from tests.support.ranks import here, run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 X, Y = make_data(8)
 NAIVE = MODES["naive_bf16"]
@@ -34,11 +35,6 @@ NAIVE = MODES["naive_bf16"]
 def fill(params: Any) -> None:
     for number, param in enumerate(params):
         param.fill_(0.01 * (number + 1))
-
-
-@torch.no_grad()
-def foreach(params: Any) -> None:
-    torch._foreach_mul_(list(params), 0.5)
 
 
 def as_vector(params: Any) -> None:
@@ -73,10 +69,9 @@ def by_hand(write: Any, steps: int = 1) -> nn.Module:
 @pytest.mark.parametrize(
     ("mode", "write", "steps"),
     [
-        *(("naive_bf16", write, 1) for write in (fill, foreach, as_vector, last)),
-        ("naive_bf16", as_vector, 0),
+        *(("naive_bf16", write, 1) for write in (fill, as_vector, last)),
         ("naive_fp16", fill, 0),
-        ("apex_o2", foreach, 1),
+        ("apex_o2", as_vector, 1),
     ],
 )
 def test_the_model_computes_with_it(mode, write, steps):
@@ -97,17 +92,9 @@ def test_the_model_computes_with_it(mode, write, steps):
     assert difference(full_weights(engine), by_hand(write, steps)) < 2 * TOLERANCES[mode]
 
 
-def resumed(folder: Path) -> dict[str, torch.Tensor]:
-    again = make_engine(NAIVE)
-    again.load(folder)
-    return full_weights(again)
-
-
 SAVES = {
     "model.state_dict": lambda engine, path: engine.model.state_dict(),
-    "state_dict": lambda engine, path: engine.state_dict()["model"],
     "save_weights": lambda engine, path: (engine.save_weights(path, format="torch"), torch.load(path))[1],
-    "save": lambda engine, path: (engine.save(path.parent), resumed(path.parent))[1],
     "close": lambda engine, path: (engine.close(), engine.model.state_dict())[1],
     "eval": lambda engine, path: full_weights(engine.eval()),
 }
@@ -122,32 +109,6 @@ def test_it_is_saved(save, tmp_path):
     found = SAVES[save](engine, tmp_path / "weights.pt")
     names = [name for name, _ in MLP().named_parameters()]
     assert all(torch.equal(found[name], master) for name, master in zip(names, held, strict=True))
-
-
-def test_an_average_includes_it():
-    engine = make_engine(NAIVE)
-    fill(engine.master_params())
-    average = engine.averaged_model(0.5)
-    last(engine.master_params())
-    with average.applied():
-        assert torch.equal(engine.model.last.bias, torch.full((4,), 0.09).bfloat16())
-    assert torch.equal(engine.model.last.bias, torch.full((4,), 0.125).bfloat16())
-
-
-def test_what_an_optimizer_writes_into_masters_without_gradients():
-    """As Lookahead does in its step, for all parameters."""
-
-    class Halves(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            foreach(self.param_groups[0]["params"])
-
-    engine = make_engine(NAIVE, optimizer=lambda params: Halves(params, lr=0.1))
-    before = full_weights(engine)["last.bias"]
-    engine.model.last.bias.requires_grad_(False)
-    step_on(engine, X, Y)
-    engine.eval()
-    assert torch.equal(engine.model.last.bias, (before / 2).bfloat16())
 
 
 def test_both_written():
@@ -165,62 +126,23 @@ def test_both_written():
     assert engine.model.last.bias[0].item() == 0.125, "closed, with the masters"
 
 
-@pytest.mark.parametrize(
-    ("of", "then"), [("model", "evaluation"), ("masters", "evaluation"), ("masters", "state_dict")]
-)
-def test_writes_that_torch_does_not_count_are_told(of, then, caplog):
+def test_writes_that_torch_does_not_count_are_told(caplog):
     engine = make_engine(NAIVE)
     step_on(engine, X, Y)
-    use = partial(engine.eval(), X) if then == "evaluation" else engine.state_dict  # written after eval(), too
-    engine(X)
-    engine.train()
-    step_on(engine, X, Y)
-    engine.eval()
-    for param in list(engine.model.parameters() if of == "model" else engine.master_params())[-1:]:
+    for param in list(engine.master_params())[-1:]:
         param.data.mul_(2)
-    assert "differ: one was written through `.data`" not in caplog.text
     for _ in range(2):
-        use()
+        engine.state_dict()
     assert caplog.text.count("last.bias in the model and their fp32 master weights differ") == 1
-
-
-def test_an_average_of_the_users_in_the_model_leaves_masters_as_they_are():
-    """Written into the model for an evaluation, and taken back: no master is rounded."""
-    engine = make_engine(NAIVE)
-    step_on(engine, X, Y)
-    held, kept = full_weights(engine), [param.detach().clone() for param in engine.model.parameters()]
-    fill(engine.model.parameters())
-    engine.eval()(X)
-    with torch.no_grad():
-        torch._foreach_copy_(list(engine.model.parameters()), kept)
-    engine.train()(X)
-    torch.testing.assert_close(full_weights(engine), held, rtol=0, atol=0)
-
-
-def test_convert_to_amp():
-    plain = MLP()
-    model, optimizer, _ = convert_to_amp(plain, sgd(plain.parameters()), None, "naive", dtype="bfloat16")
-    fill(optimizer.master_params())
-    model(X)
-    assert [round(float(param.flatten()[0]), 2) for param in plain.parameters()] == [0.01 * (n + 1) for n in range(9)]
-    last(optimizer.master_params())
-    assert float(optimizer.state_dict()["masters"]["last.bias"][0]) == float(plain.last.bias[0]) == 0.125
-    copied = copy.deepcopy(model)
-    last(optimizer.master_params())
-    assert torch.equal(copied(X), model(X))
-    optimizer.close()
-    assert float(plain.last.bias[0]) == 0.125
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
-GATHERED = {"data": {"strategy": "fsdp", "reshard_after_forward": False}}
 CELLS: list[tuple[dict[str, Any], str, Any]] = [
-    *(({"data": "zero1"}, mode, write) for mode in ("none", "naive_bf16") for write in (foreach, as_vector, last)),
-    *(({"data": "fsdp"}, mode, write) for mode in ("none", "naive_bf16") for write in (fill, as_vector)),
-    *((GATHERED, "none", write) for write in (foreach, as_vector)),
+    *(({"data": "zero1"}, mode, write) for mode, write in (("none", as_vector), ("naive_bf16", last))),
+    *(({"data": "fsdp"}, mode, write) for mode, write in (("none", as_vector), ("naive_bf16", fill))),
+    ({"data": {"strategy": "fsdp", "reshard_after_forward": False}}, "none", as_vector),
     ({"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}, "naive_bf16", as_vector),
-    ({"pipeline": {"size": 2, "microbatches": 2, "partition": ("last",)}}, "naive_bf16", foreach),
 ]
 
 
@@ -253,3 +175,103 @@ def test_layouts_train_on_as_one_process(tmp_path):
     found = run_ranks(in_layouts, 2, tmp_path, timeout=120)[0]
     for (parallel, mode, write), weights in zip(CELLS, found, strict=True):
         assert difference(weights, by_hand(write)) < 2 * TOLERANCES[mode], (parallel, mode, write)
+
+
+SEEDED = torch.Generator().manual_seed(0)
+IDS, LABELS = torch.randint(12, (3, 8, 3), generator=SEEDED), torch.randint(4, (3, 8), generator=SEEDED)
+SAME = "copy", "other memory", "data", "pre-hook"
+UNLIKE = {"max_norm": "rows", "from the batch": "weight"}
+BF16 = {"bf16": {"mode": "naive"}}
+
+
+class Writing(nn.Module):
+    """Its forward writes into `weight`, or into `rows` those that a batch looks up."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.rows, self.weight = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(4, 8))
+        if how == "pre-hook":
+            self.register_forward_pre_hook(lambda module, _: module.clamp())
+
+    def clamp(self) -> None:
+        self.weight.data.clamp_(-0.5, 0.5)
+
+    @torch.no_grad()
+    def write(self, ids: torch.Tensor) -> None:
+        if self.how == "copy":
+            self.weight.copy_(torch.renorm(self.weight, 2, 0, 0.5))
+        elif self.how == "other memory":
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        elif self.how == "data":
+            self.clamp()
+        elif self.how == "from the batch":
+            self.weight.mul_(1 + 0.1 * ids.float().mean())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.write(ids)
+        rows = F.embedding(ids, self.rows, max_norm=0.5 if self.how == "max_norm" else None)
+        return F.linear(rows.mean(1), self.weight)
+
+
+def make(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Writing(how), nn.Linear(4, 4))
+
+
+def start(model: nn.Module, config: dict[str, Any]) -> halfmesh.Engine:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), None, config, device=rank_device())
+
+
+def train(model: nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor] | str:
+    """The trained weights, or the rejection."""
+    engine = start(model, config)
+    size, rank = engine.context.dp_size, engine.context.dp_rank
+    try:
+        for ids, labels in zip(IDS, LABELS, strict=True):
+            engine.zero_grad()
+            step_on(engine, ids.chunk(size)[rank], labels.chunk(size)[rank])
+        return engine.full_state_dict(rank0_only=False)
+    except InputError as error:
+        return f"step {engine.global_step + 1}: {error}"
+    finally:
+        engine.close()
+
+
+def writing_by_hand(model: nn.Module) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for ids, labels in zip(IDS, LABELS, strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids), labels).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero1": {"parallel": {"data": "zero1"}},
+    "naive": BF16,
+    "fsdp": {"parallel": {"data": "fsdp"}},
+    "naive fsdp": {"parallel": {"data": "fsdp"}, **BF16},
+}
+
+
+def on_data_ranks(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
+    return {(how, name): train(make(how), config) for how in (*SAME, *UNLIKE) for name, config in LAYOUTS.items()}
+
+
+@pytest.mark.distributed
+def test_data_ranks_keep_the_same_writes_and_reject_others():
+    for found in run_ranks(on_data_ranks, 2):
+        for (how, layout), result in found.items():
+            if "fsdp" in layout:  # gathered weights are not kept
+                name = UNLIKE.get(how, "weight")
+                assert result.startswith(f"step 1: the model's forward writes into 0.{name}, but under "), result
+            elif how in UNLIKE:
+                assert result.startswith(f"step 1: the weights 0.{UNLIKE[how]} differ between ranks"), result
+            elif layout == "naive" and how in ("data", "pre-hook"):
+                assert "wrote into 0.weight through .data, which bypasses the fp32 masters" in result, result
+            else:
+                close = 2e-2 if layout == "naive" else 1e-6
+                torch.testing.assert_close(result, writing_by_hand(make(how)), rtol=close, atol=close)

@@ -62,10 +62,10 @@ DATA_FAULTS = (
     fault(
         "The gradients of a cycle's first microbatches are cleared",
         Text(
-            ACCUMULATION,
-            "        self.index += self.has_backward\n",
-            "        self.index += self.has_backward\n"
-            "        for param in () if self.is_last_microbatch else self.update.master_weights.grad_params:\n"
+            "engine/engine.py",
+            "        accumulation.has_backward = False\n",
+            "        accumulation.has_backward = False\n"
+            "        for param in () if updates else accumulation.update.master_weights.grad_params:\n"
             "            param.grad = None\n",
         ),
         In(TWICE, (GRADIENT, "rejected *gradients of this update are gone*")),

@@ -9,11 +9,6 @@ import torch
 from torch import nn
 
 import halfmesh
-from halfmesh.config.schema import ParallelConfig
-from halfmesh.engine.parallelize import reject_common_splits
-from halfmesh.parallel.axis import AppliedAxis
-from halfmesh.parallel.mesh import ParallelContext
-from halfmesh.parallel.shard_spec import Split
 from tests.support.example_runs import ROOT
 from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.tensor_parity import rejection
@@ -93,16 +88,3 @@ def test_parity():
 def test_inputs_that_differ_over_either_axis_are_rejected():
     for messages in run_ranks(train_on_different_inputs, 4):
         assert all("wide group" in message for message in messages)
-
-
-def test_two_axes_that_split_one_parameter_are_rejected():
-    context = ParallelContext(ParallelConfig().dims(1), torch.device("cpu"))
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    one, other = AppliedAxis(context, "tp"), AppliedAxis(context, "pp")
-    one.split(optimizer, model.weight, Split())
-    other.split(optimizer, model.bias, Split())
-    reject_common_splits({"tensor": one, "wide": other})
-    other.split(optimizer, model.weight, Split())
-    with pytest.raises(halfmesh.InputError, match=r"parallel.tensor and parallel.wide both split 1 parameter; "):
-        reject_common_splits({"tensor": one, "wide": other})

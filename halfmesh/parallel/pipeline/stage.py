@@ -27,13 +27,13 @@ class ForwardContext:
 
     Attributes:
         autocast: around each forward.
-        settle: called before each forward, and before the criterion: a backward may have ended early.
+        settles: called before each forward, and before the criterion: a backward may have ended early.
         saving: around each forward, for the tensors that autograd saves.
         sent: the dtype in which fp32 activations are sent; None: as they are.
     """
 
     autocast: Scope
-    settle: Callable[[], None]
+    settles: Sequence[Callable[[], None]]
     saving: Scope
     sent: torch.dtype | None = None
 
@@ -81,7 +81,8 @@ class StageModule(nn.Module):
     def compute(self, call: Call, activations: Any) -> Any:
         """Run the stage's forward. Returns the input of the next stage, or the model's output."""
         call, context = Call(call.args, call.kwargs), self._context  # without results of `once` of other stages
-        context.settle()
+        for settle in context.settles:
+            settle()
         with context.autocast(), context.saving():
             for piece in self.pieces:
                 activations = piece.run(self._model[0], call, activations)
@@ -98,7 +99,8 @@ class StageModule(nn.Module):
         activations = self.compute(batch.calls[number], activations)
         if self.is_last:
             # float64 holds any loss and gradient without rounding.
-            self._context.settle()
+            for settle in self._context.settles:
+                settle()
             loss = batch.finish(activations, number)
             return require_gradients([loss.double().reshape(1)], link)
         return require_gradients(pack(activations, batch.metadata[self.index], self.sent), link)

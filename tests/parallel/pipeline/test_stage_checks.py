@@ -164,7 +164,7 @@ def test_a_tensor_without_data_that_is_kept_in_a_global_is_rejected():
         return x + KEPT.setdefault(len(x), torch.ones(len(x), 1))
 
     piece = Piece("all", (), lambda model, call, x: keep(call.args[0]))
-    stage = StageModule(nn.Linear(1, 1), [piece], 0, 1, ForwardContext(nullcontext, nullcontext, nullcontext))
+    stage = StageModule(nn.Linear(1, 1), [piece], 0, 1, ForwardContext(nullcontext, (), nullcontext))
     with shapes_only():
         keep(torch.ones(2, 1))
     with pytest.raises(InputError, match="keeps a tensor outside the model"):
