@@ -12,13 +12,13 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from ..errors import ConfigError, cut, did_you_mean, shorten, show
-from .config import OWN_NAMES, Config, build
+from ..errors import ConfigError, cut, shorten, show
+from .config import Config, build
 from .schema import Settings
 from .text import UnreadableError, as_json, read_json, read_value, read_yaml
 
@@ -45,11 +45,10 @@ def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequ
     """
     if isinstance(source, Config) and not overrides:
         return source
-    raw, hint = read_raw(source)
-    name = str(source) if isinstance(source, (str, Path)) else "the config"
+    raw, name = read_raw(source), str(source) if isinstance(source, (str, Path)) else "the config"
     if overrides:
         raw, name = override(raw, overrides), f"{name} with {', '.join(overrides)}"
-    return build(raw, name, hint)
+    return build(raw, name)
 
 
 def tell_checked(config: Config, name: str) -> str:
@@ -61,7 +60,9 @@ def find_unchecked(config: Config, source: object) -> str | None:
     """A warning if `halfmesh run` has checked a config with other keys than `config`, which the script got from
     `source`; None if it is the same, or none was checked. Constants do not count: a script may change them. Once
     the checked config is used, further engines of the script may have others."""
-    if not (checked := json.loads(os.environ.get(CHECKED) or "null")):
+    try:
+        checked = json.loads(os.environ[CHECKED])
+    except (KeyError, ValueError):  # none, or text of another program
         return None
     own = json.loads(json.dumps(_settings(config)))
     keys = [key for key in Settings.model_fields if own[key] != checked["keys"].get(key)]
@@ -79,34 +80,27 @@ def _settings(config: Config) -> dict[str, Any]:
     return dict(as_json(config.model_dump(exclude=set(config.user))))
 
 
-def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
-    """The keys and values, and a hint how this kind of source names constants and helpers."""
+def read_raw(source: object) -> Mapping[Any, Any]:
+    """The keys and values of a file, a dict or a Config."""
     if isinstance(source, Config):
-        return source.to_dict(), OWN_NAMES
+        return source.to_dict()
     if isinstance(source, Mapping):
-        return source, OWN_NAMES
+        return source
     if not isinstance(source, (str, Path)):
         kinds = f"a path ({', '.join(_READERS)}), a dict ({{}} trains in fp32) or a Config"
         raise ConfigError([f"a {type(source).__name__} was given, but a config must be {kinds}"])
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
+    if suffix not in _READERS:
+        raise UnreadableError(f"its suffix is {show(path.suffix)}; allowed: {', '.join(_READERS)}", str(source))
     try:
-        if suffix not in _READERS:
-            allowed = ", ".join(_READERS)
-            what = "it is a directory" if path.is_dir() else f"its suffix is {show(path.suffix)}"
-            raise UnreadableError(f"{what}; allowed: {allowed}", str(source))
         content = _READERS[suffix](path)
-    except FileNotFoundError:
-        place = path.resolve().parent
-        beside = [other.name for other in place.iterdir() if other.suffix in _READERS] if place.is_dir() else []
-        problem = f"there is no such file in {place}{did_you_mean(path.name, beside)}"
-        raise UnreadableError(problem, str(source)) from None
     except OSError as error:
-        raise UnreadableError(f"{type(error).__name__}: {error}", str(source)) from error
+        raise UnreadableError(error.strerror or str(error), str(source)) from None
     if not isinstance(content, Mapping):
         problem = f"its top level is of type {type(content).__name__}, but a config must map keys to values"
         raise UnreadableError(problem, str(source))
-    return content, f"{OWN_NAMES}, and begin helpers with an underscore" if suffix == ".py" else OWN_NAMES
+    return content
 
 
 def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]:
@@ -119,19 +113,15 @@ def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]
     Raises:
         ConfigError: one has no `=`, a value that is not YAML, or a path into something that is not a dict.
     """
-    found, problems = dict(raw), list[str]()
+    found = dict(raw)
     for text in overrides:
         path, separator, value = text.partition("=")
-        keys = path.strip().split(".")
-        if not separator or not all(keys):
-            problems.append(f"{show(text)}: an override is key=value, such as parallel.tensor=2 or fp16.mode=naive")
-            continue
         try:
-            _set(found, keys, read_value(value))
+            if not separator:
+                raise ValueError("an override is key=value, such as parallel.tensor=2 or fp16.mode=naive")
+            _set(found, path.strip().split("."), read_value(value))
         except ValueError as error:
-            problems.append(f"{text}: {error}")
-    if problems:
-        raise ConfigError(problems, "the overrides")
+            raise ConfigError([f"{text}: {error}"], "the overrides") from None
     return found
 
 
@@ -187,11 +177,7 @@ def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
 
     module.__file__ = str(path)
     vars(module)["__builtins__"] = {**vars(builtins), "__import__": find}
-    sys.modules[module.__name__] = module  # a dataclass looks up its module when it is defined
-    try:
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
-    finally:
-        sys.modules.pop(module.__name__, None)
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     return module
 
 
@@ -204,6 +190,4 @@ def _describe(error: BaseException, files: Mapping[Path, ModuleType]) -> str:
     return f"{lines[-1] if lines else ''}{type(error).__name__}: {cut(str(error))}"
 
 
-_READERS: Mapping[str, Callable[[Path], Any]] = MappingProxyType(
-    {".py": run_config, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}
-)
+_READERS = {".py": run_config, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}

@@ -152,13 +152,13 @@ class ScriptRun:
 
     # -- in place of halfmesh's own ----------------------------------------------------------------------------
 
-    def build(self, raw: Any, source: str = "the config", hint: str = building.OWN_NAMES) -> Config:
+    def build(self, raw: Any, source: str = "the config") -> Config:
         """The script's config, below the one that is verified, which alone decides precision and layout."""
         if source == "config.replace()":
-            return self._build(raw, source, hint)
+            return self._build(raw, source)
         others = {key: value for key, value in raw.items() if key not in ("fp16", "bf16", "fp8", "parallel")}
-        merged = load.override({**others, **load.read_raw(self.script.config)[0]}, self.script.overrides)
-        config = self._build({**merged, "parallel": self.case.config.to_dict().get("parallel", {})}, source, hint)
+        merged = load.override({**others, **load.read_raw(self.script.config)}, self.script.overrides)
+        config = self._build({**merged, "parallel": self.case.config.to_dict().get("parallel", {})}, source)
         config = config.model_copy(update=layout.QUIET)
         return layout.reference(config, config.gradient_accumulation) if self.calls else config
 

@@ -10,7 +10,6 @@ from benchmarks.contenders import Setup, make_halfmesh, make_loop
 from benchmarks.counts import ReadCounter, StorageTracker, count_bytes, count_reads
 from benchmarks.harness import DTYPES, find_difference, make_comparable, warm_up
 from benchmarks.peers import make_accelerate, make_fabric
-from benchmarks.save_ranks import time_saves
 from benchmarks.works import WORKS
 
 PEERS = {"accelerate": make_accelerate, "lightning_fabric": make_fabric}
@@ -81,26 +80,6 @@ def test_counted_bytes():
     # weight, gradient and two moments of 4 bytes; and the step of each of 8 tensors, of 4224 numbers in all
     assert kept == pytest.approx(16 + 8 * 4 / 4224)
     assert peak > kept
-
-
-def test_only_the_first_save_sends_what_ranks_hold(tmp_path):
-    timed = time_saves(size=8, parameters=3, saves=3, folder=str(tmp_path))
-    assert [sent for _, sent in timed] == [True, False, False]
-
-
-# -- the long run ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_short_soak_holds():
-    logs = soak.run(150, 20)
-    problems = [problem for problem in soak.find_problems(logs) if "objects" not in problem]
-    assert problems == []
-    assert [log.skipped for log in logs] == [log.injected for log in logs]
-    assert logs[0].skipped > 1
-    assert logs[0].losses[-1] < logs[0].losses[0]
-    assert "Everything held." in soak.render(logs, 150, 20, [])
 
 
 def test_what_grows_is_found():

@@ -1,11 +1,8 @@
 """The page of a GPU, rehearsed on the CPU."""
 
-import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.harness import Row
-from benchmarks.prediction import Limits
 
 
 def test_a_rehearsal(tmp_path, monkeypatch, capsys):
@@ -33,22 +30,6 @@ def test_a_case_that_fails_or_comes_too_late_is_said(tmp_path, monkeypatch):
     assert f"| {said[1]} |" in page.read_text()
 
 
-def test_contenders_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch):
-    """As on a device with as much memory as one of them takes."""
-    at_once = []
-
-    def measure(makers, *_):
-        at_once.append(len(makers))
-        return [gpu.Measured(1.0, "-", "-", *(Row(name, [1.0, 1.0]) for _ in range(2))) for name, _ in makers]
-
-    monkeypatch.setattr(gpu, "measure_together", measure)
-    for room, expected in ((10**12, [4]), (10**5, [1] * 4)):
-        monkeypatch.setattr(gpu, "memory_of", lambda device, room=room: room)
-        at_once.clear()
-        rows = gpu.measure((gpu.TINY[1], gpu.MODES[0], False), torch.device("cpu"), 2, Limits(1e9, 1e9))
-        assert (at_once, len(rows)) == (expected, 4)
-
-
 def test_what_an_h100_is_predicted_to_take(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu", "--predict", "798", "3.0", "--out", str(tmp_path / "gpu.md")])
     monkeypatch.setattr(
@@ -63,16 +44,3 @@ def test_what_an_h100_is_predicted_to_take(tmp_path, monkeypatch):
     ):
         assert row in text, text
     assert "Nothing was measured. Predicted with 798 TFLOP/s and 3 TB/s" in text
-
-
-def test_modes_that_cannot_be_compiled_have_no_such_case():
-    cases = gpu.all_cases(gpu.TINY, gpu.MODES, (False, True))
-    assert len(cases) == len(gpu.TINY) * (2 * len(gpu.MODES) - 1)
-    assert "tiny GPT, APEX O1, yes" not in {", ".join(gpu.name_of(case)) for case in cases}
-
-
-def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["gpu"])
-    with pytest.raises(SystemExit, match="no CUDA device here: nothing was measured"):
-        gpu.main()

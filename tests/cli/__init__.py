@@ -1,0 +1,12 @@
+from typer.testing import CliRunner, Result
+
+from halfmesh.cli import app
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, args)])
+
+
+def words(text: str) -> str:
+    """The text without the frames and line breaks of usage errors."""
+    return " ".join(text.replace("│", " ").split())

@@ -34,15 +34,13 @@ SMALL = {"initial_scale": 64.0}
     ("config", "overflows", "expected"),
     [
         (fp16("torch"), "1", [2.0**15]),
-        (fp16("torch", init_scale=64.0, growth_interval=2), "0000", [64, 128, 128, 256]),
-        (fp16("torch", init_scale=64.0, growth_interval=1, growth_factor=4.0), "0", [256]),
+        (fp16("torch", init_scale=64.0, growth_interval=2, growth_factor=4.0), "000", [64, 256, 256]),
         (fp16("torch", init_scale=64.0, backoff_factor=0.25), "1", [16]),
         (fp16("torch", enabled=False), "1", [1]),
         (fp16("naive"), "111", [2.0**16, 2.0**15, 2.0**14]),
         (fp16("naive", loss_scale=128.0), "101", [128] * 3),
         (fp16("naive", **SMALL, hysteresis=3), "1111", [64, 64, 32, 16]),
-        (fp16("naive", **SMALL, growth_interval=2), "00", [64, 128]),
-        (fp16("naive", **SMALL, growth_interval=1, growth_factor=8.0), "0", [512]),
+        (fp16("naive", **SMALL, growth_interval=2, growth_factor=8.0), "00", [64, 512]),
         (fp16("naive", **SMALL, backoff_factor=0.125), "11", [64, 8]),
         (fp16("naive", **SMALL, min_scale=32.0), "1111", [64, 32, 32, 32]),
         (fp16("naive", **SMALL, max_scale=128.0, growth_interval=1), "000", [128] * 3),
@@ -60,19 +58,12 @@ def test_keys_of_the_loss_scale(config, overflows, expected):
     assert found == expected
 
 
-def test_a_first_scale_outside_its_bounds_is_rejected():
-    for options in ({"initial_scale": 2.0, "min_scale": 4.0}, {"initial_scale": 2.0**20, "max_scale": 2.0**10}):
-        with pytest.raises(ConfigError, match=r"initial_scale=.* must lie between min_scale=.* and max_scale="):
-            make_engine(fp16("naive", **options))
-
-
 def test_log_num_zeros_in_grad():
-    for asked, expected in ((True, 16), (False, None)):
-        engine = make_engine(fp16("naive", log_num_zeros_in_grad=asked))
-        x, y = make_data(8)
-        x[:, 0] = 0  # the first layer's weight has zero gradients for this feature
-        engine.backward(engine.criterion(engine(x), y))
-        assert engine.step().num_zeros == expected
+    engine = make_engine(fp16("naive", log_num_zeros_in_grad=True))
+    x, y = make_data(8)
+    x[:, 0] = 0  # the first layer's weight has zero gradients for this feature
+    engine.backward(engine.criterion(engine(x), y))
+    assert engine.step().num_zeros == 16
 
 
 def test_clip_grad_norm_and_its_norm_type():
@@ -93,12 +84,8 @@ def test_clip_grad_norm_and_its_norm_type():
 def test_gradient_dtype(dtype, expected):
     """Many small gradients on top of a large one: lost in bf16, kept in fp32."""
     config = {"bf16": {"mode": "naive"}, "gradient_dtype": dtype, "gradient_accumulation": 64, "loss_reduction": "sum"}
-    engine = make_engine(
-        config,
-        model=nn.Linear(1, 1, bias=False),
-        optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
-        criterion=lambda o: o.sum(),
-    )
+    keys = {"optimizer": lambda p: torch.optim.SGD(p, lr=1.0), "criterion": lambda o: o.sum()}
+    engine = make_engine(config, model=nn.Linear(1, 1, bias=False), **keys)
     before = full_weights(engine)["weight"].item()
     for step in range(64):
         engine.backward(engine.criterion(engine(torch.full((1, 1), 512.0 if step == 0 else 1.0))))
@@ -106,13 +93,12 @@ def test_gradient_dtype(dtype, expected):
     assert before - full_weights(engine)["weight"].item() == pytest.approx(expected)
 
 
-def test_fused():
+def test_fused_on_nonfinite_and_track_grad_norm():
     for fused, expected in (("auto", True), (False, None)):
         assert make_engine({"fused": fused}, optimizer=adamw).optimizer.param_groups[0]["fused"] is expected
-
-
-def test_on_nonfinite():
-    engine = make_engine({"on_nonfinite": "skip"})
+    engine = make_engine({"on_nonfinite": "skip", "track_grad_norm": True})
+    backward(engine)
+    assert engine.step().grad_norm > 0
     backward(engine, math.nan)
     assert engine.step().skipped
     engine = make_engine({"on_nonfinite": "raise"})
@@ -138,11 +124,6 @@ def test_a_static_scale_of_naive_skips_as_colossalai_does_and_one_of_apex_steps_
     assert all(value.isfinite().all() for value in full_weights(engine).values()) == skips
 
 
-def test_track_grad_norm():
-    assert train(make_engine(), max_batches=1)[0].grad_norm is None
-    assert train(make_engine({"track_grad_norm": True}), max_batches=1)[0].grad_norm > 0
-
-
 def test_each_half_precision_changes_the_weights():
     """By more than rounding in fp32 explains: a mode that does nothing would pass every test of parity."""
     expected = reference(make_loader())
@@ -153,18 +134,11 @@ def test_each_half_precision_changes_the_weights():
         assert max((weights[n] - w).abs().max().item() for n, w in expected.state_dict().items()) > 1e-6
 
 
-def _updates(config, **layout):
+def updates(rank, world_size, config):
     """The engine's cycle, the plan's row, and how many updates 8 batches of 8 make on each data rank."""
-    engine = make_engine(config | {"parallel": layout}, loader=make_loader(64, 8))
-    updates = sum(result is not None for result in train(engine))
-    found = engine.config.gradient_accumulation, engine.plan.rows["batch"], updates
-    engine.close()
-    return found
-
-
-def global_batches(rank, world_size):
-    cut = {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}
-    return _updates({"global_batch_size": 32}), _updates({"global_batch_size": 16}, **cut)
+    engine = make_engine(config, loader=make_loader(64, 8))
+    count = sum(result is not None for result in train(engine))
+    return engine.config.gradient_accumulation, engine.plan.rows["batch"], count
 
 
 @pytest.mark.promise(
@@ -175,32 +149,24 @@ def global_batches(rank, world_size):
 )
 @pytest.mark.distributed
 def test_global_batch_size():
-    """Of all data ranks, which are 1, 2, and 1 where two ranks are a tensor group."""
-    text = "8 per rank x {} x {} accumulated = {} samples per update (global_batch_size)"
-    assert _updates({"global_batch_size": 16}) == (2, text.format("1 data rank", 2, 16), 4)
-    assert _updates({"global_batch_size": 8, "gradient_accumulation": 1}) == (1, text.format("1 data rank", 1, 8), 8)
-    for found in run_ranks(global_batches, 2):
-        assert found == ((2, text.format("2 data ranks", 2, 32), 2), (2, text.format("1 data rank", 2, 16), 4))
+    text = "8 per rank x {} x 2 accumulated = {} samples per update (global_batch_size)"
+    assert updates(0, 1, {"global_batch_size": 16}) == (2, text.format("1 data rank", 16), 4)
+    expected = (2, text.format("2 data ranks", 32), 2)
+    assert run_ranks(updates, 2, {"global_batch_size": 32}) == [expected] * 2
 
 
 @pytest.mark.parametrize(
     ("config", "loader", "words"),
     [
-        (
-            {"global_batch_size": 20},
-            make_loader(),
-            "20 is not a multiple of batch size 8 x 1 data rank = 8; set it to ",
-        ),
-        ({"global_batch_size": 4}, make_loader(), "set it to 8, or change the batch size"),
+        ({"global_batch_size": 20}, make_loader(), "20 is not a multiple of batch size 8 x 1 data rank; change one"),
         (
             {"global_batch_size": 32, "gradient_accumulation": 2},
             make_loader(),
-            "x gradient_accumulation=2 makes 16 samples; remove one of the two keys, or set gradient_accumulation=4",
+            "32 with batch size 8 x 1 data rank means gradient_accumulation=4, not 2; remove one of the two keys",
         ),
         ({"global_batch_size": 32}, make_loader(batch_size=None), "the loader has no batch_size"),
     ],
 )
 def test_a_global_batch_size_that_does_not_fit(config, loader, words):
-    model = MLP()
     with pytest.raises(ConfigError, match=f"global_batch_size: .*{words}"):
-        make_engine(config, model=model, loader=loader)
+        make_engine(config, model=MLP(), loader=loader)

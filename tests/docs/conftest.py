@@ -13,11 +13,8 @@ from tests.support.pages import snippet, stand_ins
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`run(page, *snippets)` executes snippets of a page, one after the other, in a folder of their own.
-
-    `files`: snippets that are written there first. `given`: names they start with; what the page supposes a user to
-    have where it is left out. Returns the names that they leave.
-    """
+    """`run(page, *snippets)` executes snippets of a page in a folder, into which it writes `files` first, with names
+    `given`; by default those that the page supposes a user to have. Returns the names that they leave."""
     monkeypatch.chdir(tmp_path)
 
     def run(page: str, *names: str, files: tuple[str, ...] = (), given: dict[str, Any] | None = None) -> dict[str, Any]:

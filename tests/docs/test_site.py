@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_tools import public_names
+from docs_tools import promises, public_names
 from tests.support.pages import DOCS, ROOT, find_blocks
 
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
@@ -35,45 +35,9 @@ def test_the_site_is_built(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    for page in (tmp_path / "site").rglob("*.html"):
-        loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?://[^\" >]+)", page.read_text())
-        assert [address for address in loaded if "example" not in address] == [], f"{page} loads from elsewhere"
-    training = (tmp_path / "site" / "api" / "training" / "index.html").read_text()
-    calls = ("Engine.__call__", "Engine.backward", "Engine.step", "Engine.loss_scale", "Engine.save")
-    places = [training.index(f'id="halfmesh.engine.engine.{name}"') for name in calls if name != "Engine.loss_scale"]
-    assert places == sorted(places), "members of a class stand in the order of its source"
-    assert "Engine.loss_scale" in training
-    for path in (tmp_path / "site" / "api").glob("*/index.html"):
-        page = path.read_text()
-        assert page.count('class="source"') == len(re.findall(r'class="doc doc-object doc-(?:class|function)"', page))
-        for file, line in re.findall(r'class="source"><a href="https://.*?/blob/main/(halfmesh/.*?)#L(\d+)"', page):
-            assert re.match(r" *(@|class |def )", (ROOT / file).read_text().splitlines()[int(line) - 1]), (file, line)
     entries = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
     assert not [entry["location"] for entry in entries if entry["location"].startswith("repository/")]
-    assert {entry["location"].split("#")[0] for entry in entries if "OOM" in entry.get("tags", [])} == {
-        "troubleshooting/"
-    }
     assert {page for page in (*BOOSTS, *WORDS) if not (DOCS / page).exists()} == set()
-    loop = (tmp_path / "site" / "loop" / "index.html").read_text()
-    assert '<span class="filename">train.py</span>' in loop
-
-
-def test_links_of_the_site():
-    pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
-    from docs_tools.site_links import rewrite
-
-    known = {"loop.md", "assets/inside.svg", "repository/CONTRIBUTING.md", "repository/benchmarks/RESULTS.md"}
-    for page, given, expected in [
-        ("benchmarks.md", "[table](../benchmarks/RESULTS.md#x)", "[table](repository/benchmarks/RESULTS.md#x)"),
-        ("repository/README.md", "[loop](docs/loop.md#x)", "[loop](../loop.md#x)"),
-        (
-            "repository/README.md",
-            "in [gpt.py](examples/gpt.py)",
-            "in [gpt.py](https://host/source/blob/main/examples/gpt.py)",
-        ),
-        ("inside.md", "```\n[a](../b.md)\n```", "```\n[a](../b.md)\n```"),
-    ]:
-        assert rewrite(given, page, known, "https://host/source") == expected, given
 
 
 def test_a_version_is_the_same_everywhere():
@@ -112,24 +76,6 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)
     assert broken == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_nothing_is_bold_by_accident(page):
-    """Two powers in a paragraph, 2**16 and 2**24, are the marks of bold text."""
-    text = re.sub(r"(`+)[^`].*?\1", "", FENCE.sub("", page.read_text()), flags=re.DOTALL)
-    assert re.findall(r"\w+\*\*\d\w*", text) == []
-
-
-def test_messages_name_pages_by_the_title_that_they_have():
-    """Of an installed halfmesh, which has no docs/."""
-    titles = set(re.findall(r"^ +- \"?(.*?)\"?: [\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    for path in (ROOT / "halfmesh").rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        named = {call.args[0].value for call in calls if isinstance(call.func, ast.Name) and call.func.id == "page"}
-        assert named <= titles, path
-        strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-        assert not [text for text in strings if re.search(r"\bdocs/[\w-]+\.md", str(text))], path
 
 
 def test_files_and_commands_that_pages_name_exist():
@@ -186,3 +132,16 @@ def test_public_names_and_their_signatures_are_frozen():
     frozen, now = public_names.FROZEN.read_text().splitlines(), public_names.render().splitlines()
     difference = "\n".join(difflib.unified_diff(frozen, now, "frozen", "now", "", "", 1, ""))
     assert not difference, f"{difference}\n\nIf that is what you want: python -m docs_tools.public_names"
+
+
+def test_the_page_of_promises_is_what_the_marks_say():
+    assert promises.PAGE.read_text() == promises.render(), "make promises"
+    assert [promise.what for promise in promises.read_promises() if not (DOCS / promise.page).is_file()] == []
+
+
+def test_tests_that_pages_name_exist():
+    for page in PAGES[:-1]:
+        text = page.read_text()
+        named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", text)
+        assert [f"{path}::{name}" for path, name in named if f"\ndef {name}(" not in (ROOT / path).read_text()] == []
+        assert [path for path in re.findall(r"`(tests/[\w/.]+)`", text) if not (ROOT / path).exists()] == []

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 import typer
 
 import halfmesh
 from halfmesh import hooks
-from halfmesh.amp.plugin import PRECISIONS
-from halfmesh.amp.recipe import FP32
 from halfmesh.cli import app
 from halfmesh.config import schema
 from halfmesh.config.schema import Settings, parallel_config
@@ -20,11 +17,9 @@ from halfmesh.parallel.context.axis import ContextOptions
 from halfmesh.parallel.sharding.fsdp import FSDPOptions
 from halfmesh.parallel.sharding.zero1 import Zero1Options
 from halfmesh.report.run import FILES
-from tests.support.models import make_engine
-from tests.support.pages import DOCS, check, defaults, find_rows, read_page, shown_commands, stand_ins
+from tests.support.pages import check, defaults, find_rows, read_page, shown_commands
 
 AMP = halfmesh.AMP_PLUGINS
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", None: "fp32"}
 PARALLEL = parallel_config({"context", "expert"})
 """It gets these fields when a config has the keys, as those of axes of other packages."""
 SHORT_FORMS = {
@@ -54,13 +49,6 @@ def test_the_tables_of_defaults(table):
     assert defaults(*table) == {key: default for options in expected for key, default in options.items()}
 
 
-def test_the_dicts_that_the_page_of_keys_shows():
-    for options in (schema.ClipConfig(), schema.ActivationCheckpointConfig(every=1), schema.CompileConfig()):
-        first = next(iter(options.model_dump()))
-        (shown,) = re.findall(rf"`(dict\({first}=.*?\))`", read_page("config.md"))
-        assert eval(shown) == options.model_dump()
-
-
 def default_of(path):
     model, value = Settings, None
     for part in path.split("."):
@@ -85,43 +73,6 @@ def test_the_table_of_modes():
         assert eval(f"dict({keys.strip('`')})") == AMP.get(mode.strip("`")).options().model_dump(), mode
 
 
-def recipe_of(words):
-    if words == "none":
-        return FP32
-    mode, variant = words.replace("`", "").split()
-    plugin = AMP.get(mode)
-    options = plugin.options(opt_level=variant) if mode == "apex" else plugin.options()
-    return plugin.recipe(options, getattr(torch, PRECISIONS.get(variant, "float16")))
-
-
-def test_the_table_of_recipes():
-    rows = find_rows(read_page("precision.md"), "| parameters")
-    names = ["none", "`torch` fp16", "`torch` bf16", "`naive` fp16", "`naive` bf16"]
-    assert [row[0] for row in rows] == names
-    for name, parameters, computes, masters, scale, batchnorm, output in rows:
-        recipe = recipe_of(name)
-        assert parameters == SHORT[recipe.param_dtype], name
-        assert computes.endswith(SHORT[recipe.compute_dtype]), name
-        assert computes.startswith("autocast") == recipe.autocast, name
-        assert masters == ("yes" if recipe.master_weights else "no"), name
-        moves = recipe.loss_scale is not None and recipe.loss_scale.dynamic
-        assert scale == ("dynamic" if moves else "off"), name
-        assert batchnorm == ("fp32" if recipe.keep_batchnorm_fp32 else SHORT[recipe.param_dtype]), name
-        assert output == ("as it comes" if recipe.output_dtype is None else SHORT[recipe.output_dtype]), name
-
-
-def test_the_table_of_apexs_levels():
-    rows = find_rows(read_page("migration/apex.md"), "| parameters")
-    assert [row[0].strip("`") for row in rows] == ["O0", "O1", "O2", "O3"]
-    for level, parameters, computes, masters, batchnorm, scale in rows:
-        recipe = recipe_of(f"apex {level.strip('`')}")
-        assert parameters == SHORT[recipe.param_dtype]
-        assert computes.startswith("fp16") == (recipe.compute_dtype == torch.float16)
-        assert masters == ("yes" if recipe.master_weights else "no")
-        assert batchnorm == ("fp16" if parameters == "fp16" and not recipe.keep_batchnorm_fp32 else "fp32")
-        assert scale == ("dynamic" if recipe.skips else "1")
-
-
 def test_the_table_of_schedules():
     rows = {row[0].strip("`"): row[1:] for row in find_rows(read_page("pipeline.md"), "schedule | order")}
     assert rows.keys() == set(halfmesh.SCHEDULES.names())
@@ -144,24 +95,6 @@ def test_the_tables_of_names():
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", read_page("trainer.md"), re.MULTILINE)
     assert {name for names, _ in rows for name in re.findall(r"`(\w+)`", names)} == set(halfmesh.HOOKS.names())
     assert {name for _, classes in rows for name in re.findall(r"`(\w+)\(", classes)} == set(hooks.__all__)
-    page = read_page("api/extending.md")
-    for name, kind, group in re.findall(r"^\| `(\w+)` \| (.*?) \| `(.*?)` \|$", page, re.MULTILINE):
-        assert getattr(halfmesh, name).entry_point_group == group, kind
-
-
-def test_the_figures_of_benchmarks_are_those_of_the_results():
-    measured = {
-        " ".join(re.findall(r"\d\.\d\d\d(?= )", " ".join([default, fused, peer])))
-        for _, default, fused, _, peer, *_ in find_rows(read_page("benchmarks/RESULTS.md"), "workload")
-    }
-    for row in find_rows(read_page("benchmarks.md"), "one process on a CPU, clipped at 1"):
-        assert " ".join(row[1:]) in measured
-
-
-def test_the_values_of_activation_checkpoint():
-    values = [eval(row[0].strip("`")) for row in find_rows(read_page("memory.md"), "value")]
-    enabled = [Settings(activation_checkpoint=value).activation_checkpoint.enabled for value in values]
-    assert enabled == [True] * 4 + [False]
 
 
 def test_the_options_of_each_command():
@@ -196,20 +129,3 @@ def test_what_the_page_of_commands_shows(run):
     run("cli.md", files=("config.py",))
     for command, expected in shown_commands("cli.md"):
         assert check(command) == expected
-
-
-@pytest.mark.parametrize(
-    "page", ["loop.md", *(f"migration/{path.name}" for path in sorted((DOCS / "migration").glob("*.md")))]
-)
-def test_methods_that_a_page_names_exist(page):
-    given = stand_ins()
-    model, optimizer, _ = halfmesh.convert_to_amp(given["model"], given["optimizer"])
-    engine = make_engine({"fp16": {"mode": "apex"}} if page.endswith("apex.md") else {})
-    owners = {"engine": engine, "engine.context": engine.context, "halfmesh": halfmesh}
-    owners |= {"optimizer": optimizer, "model": model} if page.endswith("apex.md") else {}
-    words = "|".join(re.escape(owner) for owner in sorted(owners, key=len, reverse=True))
-    named = set(re.findall(rf"(?<![\w./])({words})\.([a-z]\w+)(?!\w*[./])", read_page(page)))
-    theirs = {"execute_schedule", "global_steps", "cur_scale", "get_global_grad_norm", "save_checkpoint", "train_batch"}
-    theirs |= {"is_gradient_accumulation_boundary", "migration"}  # of the library that one comes from
-    assert named
-    assert [f"{owner}.{name}" for owner, name in named if name not in theirs and name not in dir(owners[owner])] == []

@@ -80,11 +80,11 @@ def test_which_modules_are_computed_again(form, expected):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ("Full", r"'Full' does not say .* use 'full', 'selective', dict\(every=2\), .*; did you mean 'full'\?"),
+        ("Full", r"'Full' does not say .* use 'full', 'selective', dict\(every=2\), "),
         (2, r"2 does not say what to recompute"),
-        ({"patterns": "blocks"}, r"activation_checkpoint.patterns: expected a tuple, got 'blocks'"),
+        ({"patterns": "blocks"}, r"activation_checkpoint.patterns: expected a valid tuple, got 'blocks'"),
         ({"pattern": ["blocks"]}, r"activation_checkpoint.pattern: unknown key; did you mean 'patterns'\?"),
-        ({"every": 0}, r"activation_checkpoint.every: expected 1 or more, got 0"),
+        ({"every": 0}, r"activation_checkpoint.every: expected greater than or equal to 1, got 0"),
         ({"every": 2, "patterns": ["a"]}, r"every and patterns both choose modules"),
     ],
 )
@@ -134,8 +134,8 @@ def test_modules_that_no_stage_calls_as_a_whole():
 @pytest.mark.parametrize(
     ("form", "config", "message"),
     [
-        ("selective", {"activation_offload": True}, "cannot be moved"),
-        ("selective", {"compile": True}, "one by one; use 'full'"),
+        ("selective", {"activation_offload": True}, "torch cannot move the tensors"),
+        ("selective", {"compile": True}, "compiled code does not call; use 'full'"),
         ("full", {"compile": {"scope": "model"}}, "use 'blocks'"),
         ({"patterns": ["*.mlp"]}, {"compile": {"backend": "eager"}}, "would be inside compiled code"),
     ],

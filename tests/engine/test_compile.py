@@ -181,7 +181,7 @@ PIPE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
         ({"fp16": {"mode": "apex"}}, {}, "compile: O1's casts have no effect in compiled code; use mode='torch'"),
         ({"fp16": {"mode": "apex", "opt_level": "O2", "backend": "apex"}}, {}, "compile: compiled code does not call"),
         ({}, {"backend": "eager", "mode": "max-autotune"}, "compile.mode: only backend='inductor' has modes"),
-        (PIPE, {"scope": "model"}, "compile.scope: 'model' is not possible under a pipeline"),
+        (PIPE, {"scope": "model"}, "compile.scope: 'model' is not possible with a pipeline"),
         ({"parallel": {"tensor": 2}}, {"fullgraph": True}, "compile.fullgraph: sharded layers wait for other ranks"),
         *(
             (config, value, f"compile.{key}: {value[key]!r} makes CUDA graphs, and with {why} > 1 the next call")

@@ -229,7 +229,7 @@ def test_misuse():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"mode": "apx"}, ConfigError, "mode='apx' is not a registered mode; allowed: 'torch', 'naive', 'apex'"),
+        ({"mode": "apx"}, ConfigError, "no AMP mode named 'apx'; did you mean 'apex'? Registered: torch, naive, apex"),
         ({"amp_config": {"init_scal": 2.0}}, ConfigError, "fp16.init_scal: unknown key; did you mean 'init_scale'?"),
         ({"mode": "apex", "dtype": "bfloat16"}, IncompatibleConfigError, "apex has no bf16; use bf16 = dict(mode="),
         ({"dtype": "fp16"}, InputError, "dtype='fp16' is not the dtype of a precision; allowed: 'float16', 'bfloat16'"),

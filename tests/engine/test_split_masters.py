@@ -251,9 +251,9 @@ def test_convert_to_amp():
         (
             {"fp16": {"mode": "naive", "masters": "split"}},
             IncompatibleConfigError,
-            "fp16.masters: 'split' needs weights that are the upper",
+            "fp16.masters: 'split' needs bf16 weights",
         ),
-        ({"bf16": {"mode": "torch", "masters": "split"}}, ValueError, "mode 'naive' has it"),
+        ({"bf16": {"mode": "torch", "masters": "split"}}, ValueError, "bf16.masters: unknown key"),
         ({"bf16": {"mode": "naive", "masters": "both"}}, ValueError, "'float32' or 'split'"),
     ],
 )

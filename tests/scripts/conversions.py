@@ -1,7 +1,4 @@
-"""How many lines a conversion changes, as `git diff --stat` counts them.
-
-`python -m tests.scripts.conversions` writes them into benchmarks/results/conversions.md; a test compares.
-"""
+"""Writes how many lines a conversion changes, as git counts them, into benchmarks/results/conversions.md."""
 
 from __future__ import annotations
 
@@ -22,10 +19,6 @@ def figures(name: str) -> tuple[int, int, int, int]:
     added, removed, _ = subprocess.run(command, capture_output=True, text=True).stdout.split(maxsplit=2)
     sizes = [len(path.read_text().splitlines()) for path in (before, after)]
     return sizes[0], sizes[1], int(added), int(removed)
-
-
-def committed_figures() -> dict[str, tuple[int, ...]]:
-    return {name: tuple(map(int, rest)) for name, *rest in ROW.findall(PAGE.read_text())}
 
 
 def main() -> None:
