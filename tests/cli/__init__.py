@@ -8,5 +8,4 @@ def run(*args: object) -> Result:
 
 
 def words(text: str) -> str:
-    """The text without the frames and line breaks of usage errors."""
     return " ".join(text.replace("│", " ").split())

@@ -15,7 +15,6 @@ from tests.cli import words
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the command; gives its result, and what torchrun is given."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "config.py").write_text("parallel = dict(tensor=2)\n")
@@ -81,7 +80,7 @@ def test_torchruns_end_is_a_status_without_a_traceback(run, monkeypatch, end, st
         (["other.py"], "None", "checked other.py, but this script trains with no config (they differ in: seed);"),
         (["own.py"], "'own.py'", ""),
         (["other.py", "--set", "seed=3", "--set", "EPOCHS=2"], "c", ""),
-        ([], "'own.py'", ""),  # the variable is empty: not checked
+        ([], "'own.py'", ""),  # the variable holds no JSON
     ],
 )
 def test_a_script_that_trains_with_another_config_than_the_checked_one(

@@ -17,7 +17,6 @@ print("the import")
 
 class Model(nn.Linear):
     def forward(self, x):
-        print("a call")
         os.write(1, b"a write")
         x = super().forward(x)
         return x - x.mean(0) if self.out_features == 4 else x
@@ -47,9 +46,7 @@ GIVEN = ["config.py", "--world-size", "2"]
         (GIVEN, "give either --model or --script"),
         (["config.py", "--model", "a:b"], "give --world-size"),
         ([*GIVEN, "--model", "a:b", "--quick"], "--quick works only without a config"),
-        ([*GIVEN, "--model", "a:b", "--", "--lr"], "--lr: only a --script takes arguments"),
         ([*GIVEN, "--script", "t.py", "--optimizer", "a:b"], "a script builds its own"),
-        ([*GIVEN, "--model", "a:b", "--device", "tpu"], "--device tpu: use cpu or cuda"),
     ],
 )
 def test_usage(run, args, said):

@@ -99,9 +99,6 @@ def test_a_launch_under_slurm(run, monkeypatch):
         assert (launch.rank, launch.world_size, launch.config.GLOBAL_BATCH) == (0, 1, 8)
 
 
-# --- snippets that run as they stand, or on an engine ----------------------------------------------------------------
-
-
 def with_engine(config=None, evaluates=False, **more):
     names = stand_ins()
     options = {"eval_dataloader": names["eval_dataloader"]} if evaluates else {}
@@ -213,9 +210,6 @@ def test_it_runs(page, name, holds, given, needs, run):
     assert holds(run(page, name, given=given and given()))
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------
-
-
 def test_checkpoints_by_hand(run):
     first, again = engine_of(stand_ins()), engine_of(stand_ins())
     train(first)
@@ -235,9 +229,6 @@ def test_weights_of_a_checkpoint_in_plain_pytorch(run):
     run("checkpoints.md", "weights.py")
     loaded = run("checkpoints.md", "plain.py")["model"].state_dict()
     torch.testing.assert_close(dict(loaded), trained.full_state_dict(), rtol=0, atol=0)
-
-
-# --- logging, profiles, report, health ------------------------------------------------------------------------------
 
 
 def test_logging(run):

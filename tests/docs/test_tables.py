@@ -1,4 +1,4 @@
-"""Tables of the documentation are what the code says: keys with their defaults, recipes, names, methods."""
+"""Tables of the documentation are what the code says: keys with their defaults, names, options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.support.pages import check, defaults, find_rows, read_page, shown_com
 
 AMP = halfmesh.AMP_PLUGINS
 PARALLEL = parallel_config({"context", "expert"})
-"""It gets these fields when a config has the keys, as those of axes of other packages."""
 SHORT_FORMS = {
     "activation_checkpoint": "enabled",
     "compile": "enabled",
@@ -98,7 +97,6 @@ def test_the_tables_of_names():
 
 
 def test_the_options_of_each_command():
-    """docs/cli.md has a section for each command, with its arguments, its options and their defaults."""
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", read_page("cli.md"), re.DOTALL | re.MULTILINE))
     commands = typer.main.get_command(app).commands
     assert list(sections) == list(commands)
@@ -112,7 +110,7 @@ def test_the_options_of_each_command():
         expected = [(name_of_option(option), default_of_option(option)) for option in command.params]
         assert {(option, found and found[1]) for option, found in shown} == {*expected}
         assert len(shown) == len(expected)
-        assert re.search(rf"^(?:\$ )?halfmesh {name}\b", sections[name], re.MULTILINE), "an example"
+        assert re.search(rf"^(?:\$ )?halfmesh {name}\b", sections[name], re.MULTILINE)
 
 
 def name_of_option(option):

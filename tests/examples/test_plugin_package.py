@@ -25,7 +25,6 @@ def python(*args, path, cwd):
 
 
 def add_package(site, name, entry_points):
-    """What pip writes of an installed package, so that its entry points (by group) are found in the folder `site`."""
     info = site / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -64,7 +63,6 @@ def fit(hooks):
 
 
 def ask(code, path, tmp_path):
-    """The value of an expression, or of several, in a process in which these packages are installed."""
     done = python("-c", f"{ANSWERS}\nprint('=', json.dumps({code}))", path=path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("= ")[2])
@@ -101,7 +99,6 @@ def test_names_of_packages_are_registered_and_a_broken_one_breaks_nothing_else(t
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_installed_by_pip_it_works_and_its_own_tests_pass(tmp_path):
-    """They train in one process, on two ranks with parity, and with the hook by its name."""
     if find_spec("pip") is None:
         pytest.skip("pip is not installed")
     source = shutil.copytree(PACKAGE, tmp_path / "source")  # pip writes into the folder that it builds

@@ -47,8 +47,6 @@ def test_all_examples_are_known():
     named = set(re.findall(r"`([\w/]+\.(?:py|ipynb))`", page))
     assert {*SMALL, "notebook.ipynb"} <= named
     assert {name for name in named if not (EXAMPLES / name).exists()} == set()
-    gallery = (ROOT / "docs" / "examples.md").read_text()
-    assert {name for name in SMALL if "/" not in name} <= set(re.findall(r"\(\.\./examples/([\w/]+\.py)\)", gallery))
 
 
 @pytest.mark.slow
@@ -145,8 +143,6 @@ def test_trainer():
     assert numbers(r"accuracy ([\d.]+),", launch("trainer.py", 2)[0])[0] > 0.8
 
 
-# --- the notebook ---------------------------------------------------------------------------------------------------
-
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
 
 
@@ -164,5 +160,3 @@ def test_the_notebook_runs(monkeypatch, tmp_path):
     assert "apex fp16 x tensor: each rank of apex decides alone" in printed
     first, last = map(float, re.search(r"loss (\S+) -> (\S+), gradient norm", printed).groups())
     assert last < first / 2
-    assert "precision report: float16, dynamic loss scale 1024" in printed
-    assert float(re.search(r"'eval_loss': ([\d.]+)", printed).group(1)) < 0.5
