@@ -49,7 +49,7 @@ def test_a_version_is_the_same_everywhere():
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r": ([\w./-]+\.md)$", nav, re.MULTILINE)
-    assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} == set(listed), "nav of mkdocs.yml"
+    assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} <= set(listed), "nav of mkdocs.yml"
 
 
 def anchors(text):
