@@ -182,7 +182,7 @@ def costs(candidate: Candidate, update: Update) -> Iterator[str]:
     for axis, (key, cost) in used.items():
         if sent := [figures.sent[axis] for figures in run.ranks.values() if axis in figures.sent]:
             most = max(sent, key=lambda traffic: traffic.bytes)
-            yield f"{key}: a rank sends {readable(most.bytes)} in {most.messages} messages per update; {cost}"
+            yield f"{key}: {readable(most.bytes)} in {counted(most.messages, 'message')} per rank and update; {cost}"
     if run.bubble:
         yield f"bubble: a stage waits for {run.bubble:.0%} of a step; more rows per update reduce it"
     for change in candidate.changes:
