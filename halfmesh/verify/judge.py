@@ -43,11 +43,12 @@ def judge(
         overflows: the update whose gradients are inf.
         is_complete: these are all ranks, and their runs have ended.
     """
-    distances = differences(store, measures, limits.updates)
-    distances |= _factors(store, measures, distances)
+    distances, order = differences(store, measures, limits.updates), {key: n for n, key in enumerate(store.tensors)}
     if is_complete:
-        distances |= {key: {rank.rank: 1.0 for rank in measures} for key in _missing(store, distances)}
-    order = {key: number for number, key in enumerate(store.index)}
+        norms = {key: float(grad.double().norm()) for key, grad in store.tensors.items() if key.what == "gradient"}
+        for key, norm in norms.items():
+            if key not in distances and norm > FLOOR * max(norms.values()):
+                distances[key] = {rank.rank: 1.0 for rank in measures}  # a gradient that no rank has
     largest: dict[str, float] = {}
     found = [*_copies(measures, order), *_figures(store, measures, limits, reduction, overflows)]
     for key, by_rank in distances.items():
@@ -62,11 +63,10 @@ def judge(
     found = [one for one in found if one.key.update != overflows or one.key.what not in INFINITE]
     found.sort(key=lambda one: (*_when(one), one.order))
     same = [one.key for one in found if _when(one) == _when(found[0]) and not one.text]
-    first = explain(store, measures, limits, found[0], same) if found else None
+    first = explain(store, measures, found[0], same) if found else None
     skipped = {
         f"{key.what} of {key.name or 'the model'}": why for rank in measures for key, why in rank.skipped.items()
     }
-    skipped |= {f"output of {name}": "several stages call it" for name in sorted(_in_several_stages(measures))}
     return Phase("", "", first is None, first, len(distances), skipped, largest)
 
 
@@ -78,66 +78,24 @@ def differences(store: Store, measures: Sequence[Measures], updates: float) -> d
     """By key and rank, how far a tensor is from the reference's, relative. Of several ways to cut that, the one which
     fits all ranks best. `updates`: what is allowed of them."""
     found: dict[Key, dict[int, Measure]] = {}
-    several = _in_several_stages(measures)
-    for key in dict.fromkeys(key for rank in measures for key in rank.tensors if key.name not in several):
-        ranks = {rank.rank: ways for rank in measures if (ways := rank.tensors.get(key)) is not None}
-        common = set.intersection(*map(set, ranks.values()))
-        if common:
+    largest: dict[tuple[int, str], float] = defaultdict(float)
+    for key in dict.fromkeys(key for rank in measures for key in rank.tensors):
+        ranks = {rank.rank: rank.tensors[key] for rank in measures if key in rank.tensors}
+        if common := set.intersection(*map(set, ranks.values())):
             way = min(common, key=lambda way: max(ratio(ways[way]) for ways in ranks.values()))
             found[key] = {rank: ways[way] for rank, ways in ranks.items()}
-    wholes: dict[Key, dict[Any, float]] = defaultdict(dict)
-    for rank in measures:
-        for key, measure in rank.parameters.items():
-            found.setdefault(key, {})[rank.rank] = measure
-            wholes[key][tuple(box for box, _ in rank.digests.get(key, ()))] = measure.norm
-    largest: dict[tuple[int, str], float] = defaultdict(float)
+            norms = [m.norm for m in found[key].values() if math.isfinite(m.norm)]
+            largest[key.update, key.what] = max([largest[key.update, key.what], *norms])
+    distances: dict[Key, dict[int, float]] = {}
     for key, by_rank in found.items():
-        norms = [m.norm for m in by_rank.values() if math.isfinite(m.norm)]
-        largest[key.update, key.what] = max([largest[key.update, key.what], *norms])
-
-    def relative(key: Key, measure: Measure) -> float:
         if key.what in ("update", "begin"):
-            return math.sqrt(measure.error) / max(_way(store, key, updates), 1e-300)
-        # Of a gradient the whole: a part may be small beside what the rounding of the others' sums was.
-        whole = sum(wholes[key].values()) if key.what == "gradient" else 0.0
-        return ratio(measure, max(FLOOR**2 * largest[key.update, key.what], whole))
-
-    return {key: {rank: relative(key, m) for rank, m in by_rank.items()} for key, by_rank in found.items()}
-
-
-def _in_several_stages(measures: Sequence[Measures]) -> set[str]:
-    """Modules, but for the model itself, that ranks of several stages call: which of the reference's calls theirs are
-    is not known."""
-    stages: dict[str, set[int]] = defaultdict(set)
-    for rank in measures:
-        for key in rank.tensors:
-            stages[key.name].add(rank.stage)
-    return {name for name, found in stages.items() if name and len(found) > 1}
-
-
-def _factors(store: Store, measures: Sequence[Measures], distances: Mapping[Key, Any]) -> dict[Key, dict[int, float]]:
-    """Gradients of outputs which are another multiple of the reference's on this rank than on the rank that comes first
-    in the backward of their call, as where a gradient is scaled on its way from stage to stage."""
-    order, found = {key: number for number, key in enumerate(store.index)}, dict[Key, dict[int, float]]()
-    several = _in_several_stages(measures)
-    for call in dict.fromkeys(call for rank in measures for call in rank.factors):
-        ranks = {rank.rank: rank.factors[call] for rank in measures if call in rank.factors}
-        ranks = {rank: item for rank, item in ranks.items() if item[0].name not in several}
-        if not ranks:
-            continue
-        _, first = min(ranks.values(), key=lambda item: order[item[0]])
-        for rank, (key, factor) in ranks.items():
-            by_rank = found.setdefault(key, dict(distances.get(key, {})))
-            by_rank[rank] = max(by_rank.get(rank, 0.0), abs(factor / first - 1) if first else 0.0)
-    return found
-
-
-def _missing(store: Store, distances: Mapping[Key, Any]) -> Iterator[Key]:
-    """Gradients that the reference has, and no rank."""
-    tensors = {key: store.get(key) for key in store.index if key.what == "gradient"}
-    norms = {key: float(tensor.double().norm()) for key, tensor in tensors.items() if tensor is not None}
-    most = max(norms.values(), default=0.0)
-    return (key for key, norm in norms.items() if key not in distances and norm > FLOOR * most)
+            way_length = max(_way(store, key, updates), 1e-300)
+            distances[key] = {rank: math.sqrt(m.error) / way_length for rank, m in by_rank.items()}
+        else:  # of a gradient the whole: a part may be small beside what the rounding of the others' sums was
+            whole = float(store.tensors[key].double().norm()) ** 2 if key.what == "gradient" else 0.0
+            floor = max(FLOOR**2 * largest[key.update, key.what], whole)
+            distances[key] = {rank: ratio(m, floor) for rank, m in by_rank.items()}
+    return distances
 
 
 def _figures(
@@ -195,23 +153,27 @@ def _copies(measures: Sequence[Measures], order: Mapping[Key, int]) -> Iterator[
 def _turned(store: Store, limits: Limits, key: Key) -> float:
     """How far elements whose gradients are within their noise may go the other way, relative: Adam steps by the sign of
     a gradient, and a single one of a small layer is far above what a perturbed reference shows of the others."""
-    way, turned, updates = _way(store, key, limits.updates), 0.0, key.update + (key.what == "update")
-    for update in range(updates):
+    way, turned = _way(store, key, limits.updates), 0.0
+    for update in range(key.update + (key.what == "update")):
         at = Key(update, 0, "gradient", key.name)
-        grad, now, last = store.get(at), *(store.get(Key(u, 0, "update", key.name)) for u in (update, update - 1))
+        grad, now, last = (store.tensors.get(k) for k in (at, _after(key, update), _after(key, update - 1)))
         if grad is not None and now is not None and last is not None:
             grad, noise = grad.double().abs(), limits.allowed(at) * grad.double().square().mean().sqrt()
             turned += 2 * float((now.double() - last.double())[(grad > 0) & (grad <= noise)].norm())
     return turned / way if way else 0.0
 
 
+def _after(key: Key, update: int) -> Key:
+    return Key(update, 0, "update", key.name)
+
+
 def _way(store: Store, key: Key, updates: float) -> float:
     """How far an update, and all until then, moved a parameter."""
     update = key.update - (key.what == "begin")
-    now, last, start = (store.get(Key(u, 0, "update", key.name)) for u in (update, update - 1, -1))
+    now, last, start = (store.tensors.get(_after(key, at)) for at in (update, update - 1, -1))
     if now is None or start is None:
         return 0.0
-    eps = torch.finfo(store.index[key][0]).eps / 2  # masters that differ a little may be rounded to other weights
+    eps = torch.finfo(store.tensors[key].dtype).eps / 2  # masters that differ a little may round to other weights
     now, start = now.double(), start.double()
     ways = [float((now - start).norm()), ROUNDINGS * eps / updates * float(now.norm())]
     return max([*ways, float((now - last.double()).norm())] if last is not None else ways)
@@ -226,10 +188,14 @@ def estimates(store: Store, moved: Measures, updates: float, reduction: str) -> 
         norms = [run.figures.get((update, 0, "grad_norm")) or 0.0 for run in (moved, store)]
         losses = [loss_of([run], update, reduction) for run in (moved, store)]
         found[Key(update, 0, "norm", "")], found[Key(update, 0, "loss", "")] = _distance(*norms), _distance(*losses)
-    for key in found if moved.figures.get((0, 0, "bends")) else ():
-        if key in store.index and key.what not in ("input", "output"):
-            found[key] = max(found[key], math.sqrt(FLIPS / max(1, store.index[key][1].numel())) / 10)
-    for key in found if moved.figures.get((0, 0, "rounds")) else ():
-        if key.what in ("update", "begin") and len(store.index[key][1]) == 2:
+    for key, tensor in store.tensors.items():
+        if key in found and moved.figures.get((0, 0, "bends")) and key.what not in ("input", "output"):
+            found[key] = max(found[key], math.sqrt(FLIPS / max(1, tensor.numel())) / 10)
+        if (
+            key in found
+            and moved.figures.get((0, 0, "rounds"))
+            and key.what in ("update", "begin")
+            and tensor.dim() == 2
+        ):
             found[key] = max(found[key], ORTHOGONALISED / 10)
     return found

@@ -27,11 +27,7 @@ def shrink(setup: Setup) -> Setup:
     parallel, data = config.parallel, config.parallel.data
     changed: dict[str, Any] = {}
     for key, size in parallel.sizes.items():
-        options = getattr(parallel, key)
-        fewer: dict[str, Any] = {"size": min(size, 2)}
-        if key == "pipeline" and options.microbatches is not None and size > 2:
-            fewer["microbatches"] = max(2, options.microbatches * 2 // size)
-        changed[key] = options.model_copy(update=fewer)
+        changed[key] = getattr(parallel, key).model_copy(update={"size": min(size, 2)})
     shared = DATA_STRATEGIES.get(data.strategy).ranks_of_copy(data, ranks)
     copies = ranks // shared
     dp = min(shared, 2) * min(copies, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -79,40 +78,26 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(position_ids))))
 
 
-def _mlp() -> nn.Sequential:
-    up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-    return nn.Sequential(OrderedDict(up=up, act=nn.GELU(), down=down))
-
-
 def criterion(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Of logits in the last dim."""
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
-def _with_words(*mlps: nn.Module) -> tuple[nn.Module, Any, Any]:
+def _build(*mlps: nn.Module) -> tuple[nn.Module, Any, Any]:
     words = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return Transformer(*mlps), (words[:, :-1].contiguous(), words[:, 1:].contiguous()), criterion
 
 
 def transformer() -> tuple[nn.Module, Any, Any]:
-    """A builder, as are the others: the model, (inputs, targets) and the criterion."""
-    return _with_words(*(_mlp() for _ in range(4)))
+    """A builder, as is the other: the model, (inputs, targets) and the criterion."""
+    return _build(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
 
 
 def mixture() -> tuple[nn.Module, Any, Any]:
-    return _with_words(*(Mixture() for _ in range(4)))
+    return _build(*(Mixture() for _ in range(4)))
 
 
-_ATTENTION = {"*.attention": "heads(num_heads)", "*.qkv": "fused_colwise(3)", "*.out": "rowwise"}
-_WORDS = {"tokens": "vocab", "head": "vocab"}
-PLANS = {
-    transformer: _WORDS | _ATTENTION | {"*up": "colwise", "*down": "rowwise"},
-    mixture: _WORDS | _ATTENTION,
-}
-SEQUENCE = {
-    "blocks.0": "sequence_begin",
-    "norm": "sequence_end",
-    "*.norm?": "sequence",
-    **dict.fromkeys(("*attention", "*mlp"), "region"),
-}
-"""Further entries of a transformer's plan, to divide the sequence."""
+PLAN = {"tokens": "vocab", "head": "vocab", "*.attention": "heads(num_heads)", "*.qkv": "fused_colwise(3)"}
+PLAN |= {"*.out": "rowwise"}
+MLP = {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}
+"""Also of a transformer."""

@@ -1,11 +1,10 @@
-"""A training run, tensor by tensor: hooks on modules, gradients and weights hand it to a sink; and the
-file to which a reference writes it."""
+"""A training run, tensor by tensor: hooks on modules, gradients and weights hand it to a sink; and what a
+reference writes to a file."""
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +17,7 @@ from ..debug.probes import Probes, Visit
 from ..engine.engine import Engine
 from ..nn.loss import CHUNK
 from ..parallel.shard_spec import Placement, whole
-from ..utils.tensors import as_bytes, count_rows, map_named, parameter_names, position_names
+from ..utils.tensors import count_rows, map_named, parameter_names, position_names
 
 
 class Key(NamedTuple):
@@ -47,6 +46,8 @@ class Sink(Protocol):
 
     names: dict[str, list[str]]
     """By module, what the arguments of its forward are called in the whole model."""
+    figures: dict[tuple[int, int, str], Any]
+    """By update, call and kind: loss, or norm, skipped, scale and lr of an update."""
 
     def begin(self, engine: Engine) -> None:
         """What comes is computed by this engine; else by a plain loop."""
@@ -57,65 +58,38 @@ class Sink(Protocol):
     def parameter(self, key: Key, tensor: torch.Tensor, placement: Placement) -> None:
         """This rank's part of a parameter, its gradient, or a buffer."""
 
-    def figure(self, update: int, call: int, what: str, value: Any) -> None:
-        """A number: loss, or norm, skipped, scale and lr of an update."""
-
 
 class Store:
-    """A file of tensors, written once in time order and then read by mmap, with what else is known of the run.
+    """The tensors of a run in time order, with what else is known of it; written once to a file, and read by mmap.
 
     Attributes:
-        index: dtype, shape and place of each tensor, in the order in which they were written.
-        figures: by update, call and kind.
-        names: see `Sink`.
+        tensors: not to be written.
+        figures, names: see `Sink`.
         callers: for a module's call (name and nth) the name of the module that called it.
     """
 
-    def __init__(self, path: Path, write: bool = False) -> None:
-        self._path = path
-        self.index: dict[Key, tuple[torch.dtype, torch.Size, int]] = {}
+    def __init__(self, path: Path | None = None) -> None:
+        self.tensors: dict[Key, torch.Tensor] = {}
         self.figures: dict[tuple[int, int, str], Any] = {}
         self.names: dict[str, list[str]] = {}
         self.callers: dict[tuple[str, int], str | None] = {}
-        if write:
-            self._file = path.open("wb")
-        else:
-            vars(self).update(pickle.loads(path.with_suffix(".index").read_bytes()))
-            size = path.stat().st_size
-            self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        if path is not None:
+            vars(self).update(torch.load(path, mmap=True, weights_only=False))
 
-    def close(self) -> None:
+    def write(self, path: Path) -> None:
         """The run has ended."""
-        self._file.close()
-        kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        self._path.with_suffix(".index").write_bytes(pickle.dumps(kept))
-
-    def get(self, key: Key) -> torch.Tensor | None:
-        """A tensor in the file's memory, not to be written; None if there is none."""
-        if key not in self.index:
-            return None
-        dtype, shape, at = self.index[key]
-        count = shape.numel() * dtype.itemsize
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return self._bytes[at : at + count].view(dtype).view(shape)
+        torch.save(vars(self), path)
 
     def begin(self, engine: Engine) -> None:
         """See `Sink`."""
 
     def tensor(self, key: Key, tensor: torch.Tensor, microbatch: int = 0) -> None:
         """See `Sink`."""
-        self._file.write(b"\0" * (-self._file.tell() % 64))
-        self.index[key] = tensor.dtype, tensor.shape, self._file.tell()
-        self._file.write(as_bytes(tensor).numpy().data)
+        self.tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
 
     def parameter(self, key: Key, tensor: torch.Tensor, placement: Placement) -> None:
         """See `Sink`; of one process, which holds all of it."""
         self.tensor(key, tensor.reshape(placement.shape))
-
-    def figure(self, update: int, call: int, what: str, value: Any) -> None:
-        """See `Sink`."""
-        self.figures[update, call, what] = value
 
 
 class Recorder(Probes):
@@ -131,6 +105,21 @@ class Recorder(Probes):
         """A call of the model, or of what makes a chunk of the batch, begins."""
         self.update, self.call = update, call
         self._counts.clear()
+
+    @torch.no_grad()
+    def weights(self, what: str, update: int) -> None:
+        """Record weights, and after an update the buffers."""
+        for name, held, placement in self.held(what):
+            if held.is_floating_point():
+                self.sink.parameter(Key(update, 0, what, name), held.detach(), placement)
+        first = {} if self._parallel is None else self._parallel.first_names(self._model)
+        for name, buffer in self._model.named_buffers() if what == "update" else ():
+            if buffer.is_floating_point():
+                self.sink.parameter(Key(update, 0, "buffer", first.get(name, name)), buffer, whole(buffer.shape))
+
+    def held(self, what: str) -> Iterator[tuple[str, torch.Tensor, Placement]]:
+        """Names, parts of parameters, and which these are."""
+        return ((name, param, whole(param.shape)) for name, param in self._model.named_parameters())
 
     def entered(self, visit: Visit) -> None:
         """See `Probes`."""
@@ -195,7 +184,7 @@ class EngineRecorder(Recorder):
                 self.weights("begin", self.update)
             self._position = index
             self.begin(self.update, index * context.dp_size + context.dp_rank)
-            self.sink.figure(self.update, self.call, "rows", count_rows((args, kwargs)))
+            self.sink.figures[self.update, self.call, "rows"] = count_rows((args, kwargs))
 
     def before_backward(self, loss: Any) -> None:
         """See `EngineHook`."""
@@ -217,40 +206,21 @@ class EngineRecorder(Recorder):
     def after_step(self, result: StepResult) -> None:
         """See `EngineHook`."""
         for call, loss in self._losses:
-            self.sink.figure(self.update, call, "loss", loss_value(loss))
+            self.sink.figures[self.update, call, "loss"] = loss_value(loss)
         for what in ("skipped", "loss_scale", "grad_norm", "lr"):
-            self.sink.figure(self.update, 0, what, getattr(result, what))
+            self.sink.figures[self.update, 0, what] = getattr(result, what)
         self.weights("update", self.update)
         self.update, self._position, self._losses = self.update + 1, -1, []
 
-    @torch.no_grad()
-    def weights(self, what: str, update: int) -> None:
-        """Record what the optimizer holds, and the buffers; or, to "begin" with, the weights that the model computes
-        with. (A state dict would let fsdp free what it gathered.)"""
-        parallel_model, masters = self._engine._parallel, self._engine._update.master_weights
+    def held(self, what: str) -> Iterator[tuple[str, torch.Tensor, Placement]]:
+        """What the optimizer holds; or, to "begin" with, the weights that the model computes with. (A state dict would
+        let fsdp free what it gathered.)"""
         for shard, name in self._state.names():
-            held = masters.value(shard)
+            held = self._engine._update.master_weights.value(shard)
             if what == "begin":
                 shard = shard if shard.source is None or shard.original is not None else shard.source
-                held = shard.param.detach()
-            if held.is_floating_point():
-                self.sink.parameter(Key(update, 0, what, name), held, parallel_model.placement(shard))
-        if what == "begin":
-            return
-        first = parallel_model.first_names(self._engine.model)
-        for name, buffer in self._engine.model.named_buffers():
-            if buffer.is_floating_point():
-                self.sink.parameter(Key(update, 0, "buffer", first.get(name, name)), buffer, whole(buffer.shape))
-
-
-@torch.no_grad()
-def record_weights(model: nn.Module, sink: Sink, update: int, what: str) -> None:
-    """As `EngineRecorder.weights`, of a plain model."""
-    for name, param in model.named_parameters():
-        sink.parameter(Key(update, 0, what, name), param.detach(), whole(param.shape))
-    for name, buffer in model.named_buffers() if what == "update" else ():
-        if buffer.is_floating_point():
-            sink.parameter(Key(update, 0, "buffer", name), buffer.detach(), whole(buffer.shape))
+                held = shard.param
+            yield name, held, self._engine._parallel.placement(shard)
 
 
 def loss_value(loss: Any) -> tuple[float, float]:

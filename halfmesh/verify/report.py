@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..distributed.env import list_ranks
 from ..errors import counted, page, shorten
-from .compare import FLOOR, Limits, Measures, ratio
+from .compare import Measures
 from .record import Key, Store
 
 
@@ -82,9 +82,7 @@ class Phase:
         if self.equal and self.largest:
             what, share = max(self.largest.items(), key=lambda item: item[1])
             text += f"; largest difference: {what}, {share:.1g} of what is allowed"
-        by_why: dict[str, list[str]] = {}
-        for name, why in self.skipped.items():
-            by_why.setdefault(why, []).append(name)
+        by_why = {why: [name for name in self.skipped if self.skipped[name] == why] for why in self.skipped.values()}
         lines = (f"skipped: {shorten(names)}: {why}" for why, names in by_why.items())
         return "\n  ".join([text, *lines, *(f"note: {note}" for note in self.notes)])
 
@@ -126,61 +124,34 @@ class VerifyReport:
 
 # -- a difference in words -------------------------------------------------------------------------------------------
 
+CAUSES = """
+gradient update | copies | an all-reduce or a broadcast between these ranks is missing, or uses other ranks |
+gradient | factor | a sum or mean over ranks or microbatches is taken twice or not at all (x {factor:.4g}), or the \
+loss is a sum over samples | set loss_reduction='sum', or return a mean
+loss gradient | all rows | the criterion is not a mean over samples (different numbers of ignored targets, or samples \
+compared with each other) | return (sum, weight) and set loss_reduction='weighted'; if it should compare the samples \
+of one rank's batch, prove the rest with --accumulated (accumulated=True)
+output | cp | tokens are combined outside attention, or positions start from 0 on each rank |
+output | ep | tokens reach other experts, or the model combines rows of the batch | compute each row on its own
+output | tp | the model combines features that are split over tensor ranks, or a style or size is wrong | {plan}
+output | rows | the model combines rows of the batch, keeps state from an earlier call, draws random numbers, or uses \
+the rank | compute each row on its own; to combine rows of all ranks, use engine.context.all_reduce
+grad_output | tp | a gradient is summed over the tensor ranks twice, or not at all | {plan}
+grad_output | rows | a backward or a hook combines rows, or an activation was computed or saved differently |
+gradient | tp | a gradient of a part of the activations is not summed (style 'partial'), or summed twice |
+gradient | rows | something (a hook?) changes or drops gradients before they are averaged over ranks |
+norm | | a part or a copy of a parameter counts twice in the norm, or not at all |
+overflow | | the ranks disagree on an overflow, or the loss scale changes at another update |
+update | | new weights do not reach all ranks, or the optimizer needs whole tensors | set its unit='matrix'
+buffer | | each data rank updates it from its own batches | all-reduce it in the model, or accept it
+loss | | the criterion is not a mean over samples, or counts other targets | set loss_reduction
+"""
+"""What differs first, the signs that must all be present, the likely cause, and what to try. The first row that fits
+is taken. Signs: "copies" of a parameter on several ranks differ; "all" gradients differ; by the same "factor"; and what
+ranks share: "tp", "cp", "ep", and "rows" of a batch."""
 _PLAN = (
     f"leave these layers out of the plan, or give sizes as -1 or by 'heads(name)' (see {page('Tensor parallelism')})"
 )
-_BY_ROW = "compute each row on its own; to combine rows of all ranks, use engine.context.all_reduce"
-_COPIES = "an all-reduce or a broadcast between these ranks is missing, or uses other ranks"
-_TWICE = "a sum or mean over ranks or microbatches is taken twice or not at all (x {factor:.4g})"
-_SUM = "set loss_reduction='sum', or return a mean"
-_NO_MEAN = (
-    "the criterion is not a mean over samples (different numbers of ignored targets, or samples compared with each "
-    "other): the result equals that of one process that accumulates the ranks' batches"
-)
-_ACCUMULATED = (
-    "return (sum, weight) and set loss_reduction='weighted'; or, if it should compare the samples of one rank's batch, "
-    "prove the rest with --accumulated (accumulated=True)"
-)
-CAUSES = (
-    ("gradient update", "copies", _COPIES, ""),
-    ("loss gradient", "accumulated factor", "the loss is a sum over samples, and ranks average theirs", _SUM),
-    ("loss gradient", "accumulated", _NO_MEAN, _ACCUMULATED),
-    ("gradient", "factor", _TWICE, ""),
-    ("output", "drawn", "the model draws random numbers ({drawn})", "draw them outside the model"),
-    (
-        "output",
-        "later",
-        "the module keeps state from an earlier call (an attribute, a cache)",
-        "keep no state of a batch",
-    ),
-    ("output", "cp", "tokens are combined outside attention, or positions start from 0 on each rank", ""),
-    ("output", "ep", "tokens reach other experts, or the model combines rows of the batch", _BY_ROW),
-    (
-        "output",
-        "tp",
-        "the model combines features that are split over tensor ranks, or a style or size is wrong",
-        _PLAN,
-    ),
-    ("output", "rows", "the model combines rows of the batch, or uses the rank or the number of ranks", _BY_ROW),
-    ("grad_output", "tp", "a gradient is summed over the tensor ranks twice, or not at all", _PLAN),
-    (
-        "grad_output",
-        "rows",
-        "a backward or a hook combines rows, or an activation was computed or saved differently",
-        "",
-    ),
-    ("gradient", "tp", "a gradient of a part of the activations is not summed (style 'partial'), or summed twice", ""),
-    ("gradient", "rows", "something (a hook?) changes or drops gradients before they are averaged over ranks", ""),
-    ("norm", "", "a part or a copy of a parameter counts twice in the norm, or not at all", ""),
-    ("overflow", "", "the ranks disagree on an overflow, or the loss scale changes at another update", ""),
-    ("update", "", "new weights do not reach all ranks, or the optimizer needs whole tensors", "set its unit='matrix'"),
-    ("buffer", "", "each data rank updates it from its own batches", "all-reduce it in the model, or accept it"),
-    ("loss", "", "the criterion is not a mean over samples, or counts other targets", "set loss_reduction"),
-)
-"""What differs first, the signs that must all be present, the likely cause, and what to try. The first row that fits
-is taken. Signs: "copies" of a parameter on several ranks differ; the gradients are those of a process that has
-"accumulated" the ranks' batches; all are the reference's times a "factor"; the model has "drawn" random numbers; this
-is "later" than the first call of a rank; and what ranks share: "tp", "cp", "ep", and "rows" of a batch."""
 
 
 class Finding(NamedTuple):
@@ -199,51 +170,46 @@ class Finding(NamedTuple):
     text: str = ""
 
 
-def explain(
-    store: Store, measures: Sequence[Measures], limits: Limits, finding: Finding, same: Sequence[Key]
-) -> Difference:
+def explain(store: Store, measures: Sequence[Measures], finding: Finding, same: Sequence[Key]) -> Difference:
     """The difference in words. `same`: all keys that differ at this point."""
-    key, drawn = finding.key, drawn_in(store)
+    key, signs, names = finding.key, {"copies"}, {k.name for k in same}
     factor = None if finding.text else _common_factor(measures, key.update)
     what, module, where = _where(store, key, same, factor)
-    where = finding.text or f"{where} by {finding.distance:.1e} (allowed {finding.allowed:.0e})"
+    if finding.text:
+        where = finding.text
+    else:
+        where += f" by {finding.distance:.1e} (allowed {finding.allowed:.0e})"
+        has_all = what == "loss" or names >= {k.name for k in store.tensors if k.what == "gradient"}
+        signs = {*measures[0].shares, *(["factor"] if factor else []), *(["all"] if has_all else [])}
     if finding.ranks:
         where += f" on {list_ranks(finding.ranks)}"
-    signs = {"copies"}
-    if not finding.text:
-        known = {
-            "accumulated": _equals_accumulated(measures, limits),
-            "factor": factor is not None,
-            "drawn": bool(drawn),
-            "later": key.update > 0 or _is_later(measures, limits, key),
-        }
-        signs = {*measures[0].shares, *(sign for sign, is_there in known.items() if is_there)}
-    rows = (row[2:] for row in CAUSES if what in row[0].split() and signs.issuperset(row[1].split()))
-    cause, advice = next(rows, ("", ""))
-    cause = cause.format(factor=factor, drawn=", ".join(drawn))
+    rows = ([cell.strip() for cell in row.split("|")] for row in CAUSES.strip().splitlines())
+    fits = (texts for kinds, needed, *texts in rows if what in kinds.split() and signs.issuperset(needed.split()))
+    cause, advice = (text.format(factor=factor, plan=_PLAN) for text in next(fits, ("", "")))
     return Difference(key.update, what, module, finding.distance, finding.allowed, finding.ranks, where, cause, advice)
 
 
 def _where(store: Store, key: Key, same: Sequence[Key], factor: float | None) -> tuple[str, str, str]:
     """The kind of difference, the module or parameter, and the place in words."""
-    events, name = list(store.index), _named(key.name)
+    events, name = list(store.tensors), key.name or "the model"
     total = sum((k.update, k.what) == (key.update, key.what) for k in events)
     some = f"{len({k.name for k in same})} of {total} parameters"
     match key.what:
         case "input":
-            caller = store.callers.get((key.name, key.nth))
+            caller = store.callers.get((key.name, key.nth)) or ""
             done = [k.name for k in events[: events.index(key)] if (k.update, k.what) == (key.update, "output")]
             after = f"between {done[-1]} and" if done and done[-1] else "before"
-            text = f"forward of {_named(caller)}, in its own code {after} {name}, whose input {key.slot!r} differs"
-            return "output", caller or "", text
+            text = (
+                f"forward of {caller or 'the model'}, in its own code {after} {name}, whose input {key.slot!r} differs"
+            )
+            return "output", caller, text
         case "output":
             return "output", key.name, f"forward of {name}: its inputs agree, its output differs"
         case "grad_output":
-            user = _next_module(key, events)
+            user, text = _next_module(key, events), f"the gradient of the output of {name} differs"
             if user is None:
-                return "loss", key.name, f"backward of the loss: the gradient of the output of {name} differs"
-            text = f"backward of {_named(user)}, or of the code before it: the gradient of the output of {name} differs"
-            return "grad_output", user, text
+                return "loss", key.name, f"backward of the loss: {text}"
+            return "grad_output", user, f"backward of {user or 'the model'}, or of the code before it: {text}"
         case "gradient" if factor is not None:
             return "gradient", key.name, f"gradients of {some}, first {name}, are {factor:.4g} x the reference's,"
         case "gradient":
@@ -255,10 +221,6 @@ def _where(store: Store, key: Key, same: Sequence[Key], factor: float | None) ->
     return key.what, key.name, f"{key.what} of {name} differs"
 
 
-def _named(name: str | None) -> str:
-    return name if name else "the model"
-
-
 def _next_module(key: Key, events: Sequence[Key]) -> str | None:
     """The module that is called next after the one of `key` has returned; None if there is none in this call."""
     returned = key._replace(what="output")
@@ -268,26 +230,7 @@ def _next_module(key: Key, events: Sequence[Key]) -> str | None:
 
 def _common_factor(measures: Sequence[Measures], update: int) -> float | None:
     """Which all gradients are of the reference's, if it is not 1."""
-    parameters = (item for rank in measures for item in rank.parameters.items())
-    factors = [m.factor for k, m in parameters if (k.update, k.what) == (update, "gradient") and m.norm]
+    found = (item for rank in measures for item in rank.tensors.items())
+    factors = [m[""].factor for k, m in found if (k.update, k.what) == (update, "gradient") and m[""].norm]
     is_common = factors and max(factors) - min(factors) <= 1e-6 * max(map(abs, factors))
     return factors[0] if is_common and abs(factors[0] - 1) > 1e-5 else None
-
-
-def _equals_accumulated(measures: Sequence[Measures], limits: Limits) -> bool:
-    """Return True if the gradients of the first update are those of a process that accumulates."""
-    found = [(key, m) for rank in measures for key, m in rank.accumulated.items() if key.update == 0]
-    floor = FLOOR**2 * max((m.norm for _, m in found), default=0.0)
-    return bool(found) and all(ratio(m, floor) <= limits.allowed(key) for key, m in found)
-
-
-def _is_later(measures: Sequence[Measures], limits: Limits, key: Key) -> bool:
-    """Return True if each rank agrees in its first part of the batch."""
-    firsts = [rank.firsts[key].values() for rank in measures if key in rank.firsts]
-    return all(min(map(ratio, ways)) <= limits.allowed(key) for ways in firsts)
-
-
-def drawn_in(store: Store) -> tuple[str, ...]:
-    """The functions that drew random numbers."""
-    names = (name for (_, _, what), drawn in store.figures.items() if what == "drawn" for name in drawn)
-    return tuple(dict.fromkeys(names))

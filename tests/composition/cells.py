@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -66,17 +66,7 @@ class Pipe:
         return self.size * self.chunks
 
     def config(self, partition: Any) -> dict[str, Any]:
-        if self.size == 1:
-            return {}
-        return {
-            "pipeline": {
-                "size": self.size,
-                "schedule": self.schedule,
-                "microbatches": self.microbatches,
-                "chunks": self.chunks,
-                "partition": partition,
-            }
-        }
+        return {"pipeline": asdict(self) | {"partition": partition}} if self.size > 1 else {}
 
     def __str__(self) -> str:
         chunks = f"v{self.chunks}" if self.chunks > 1 else ""
@@ -250,17 +240,27 @@ def few() -> tuple[Cell, ...]:
 
 @cache
 def covering() -> tuple[Cell, ...]:
-    """Few allowed combinations in which every possible pair of values of two axes occurs; and each mode with each model
-    where a tensor group divides it, each with each where a pipeline cuts it, each mode with each strategy over data
-    ranks, and each mode where all three kinds of parallelism meet."""
+    """Few allowed combinations in which every pair of values of two axes occurs that is possible on 4 ranks; and each
+    mode with each model where a tensor group divides it, each with each where a pipeline cuts it, each mode with each
+    strategy over data ranks. On 8 ranks each mode where all three kinds of parallelism meet, and any two axes once of
+    which some values need so many."""
 
     def wanted(cell: Cell) -> set[tuple[Any, ...]]:
-        found, kinds = groups(cell, 2), cell.kinds
-        found |= {(kind, cell.mode, cell.model) for kind in ("tensor", "pipeline") if kind in kinds}
-        found |= {("data", cell.mode, cell.strategy)} if cell.data > 1 else set()
-        return found | ({("3d", cell.mode)} if cell.data > 1 and {"tensor", "pipeline"} <= {*kinds} else set())
+        found = groups(cell, 2) | {
+            (kind, cell.mode, cell.model) for kind in ("tensor", "pipeline") if kind in cell.kinds
+        }
+        return found | ({("data", cell.mode, cell.strategy)} if cell.data > 1 else set())
 
-    return tuple(sorted((*_choose(product(), wanted), *EXPERTS), key=lambda cell: cell.world_size))
+    small = tuple(cell for cell in product() if cell.world_size <= 4)
+    known = {pair for cell in small for pair in groups(cell, 2)}
+
+    def large(cell: Cell) -> set[tuple[Any, ...]]:
+        found: set[tuple[Any, ...]] = {(one, other) for (one, _), (other, _) in groups(cell, 2) - known}
+        return found | ({("3d", cell.mode)} if cell.data > 1 and {"tensor", "pipeline"} <= {*cell.kinds} else set())
+
+    done = {each for cell in few() if cell not in EXPERTS for each in wanted(cell)}
+    chosen = (*few(), *_choose(small, lambda cell: wanted(cell) - done), *_choose(product(), large), *EXPERTS)
+    return tuple(sorted(dict.fromkeys(chosen), key=lambda cell: cell.world_size))
 
 
 @cache

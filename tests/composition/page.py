@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from halfmesh.compat import render_table
+from halfmesh.compat import Row, check, get_columns, get_rows, render_table
+from halfmesh.config.composition import Finding
+from halfmesh.config.load import load_config
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
-from .cells import MODES, MOST_RANKS, covering, few, product
+from .cells import MODES, MOST_RANKS, covering, every, few, product
 from .parity import MOVEMENT, NORM
-from .rejections import messages
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
 
@@ -44,7 +46,7 @@ def _trained() -> Iterator[str]:
         ("command", "cells that it trains"),
         (
             ("`make test`", f"{len(few())}: every value, each mode and model in each kind of layout"),
-            ("`make test-all`", f"{len({*covering()} - {*few()})} more: every pair of values"),
+            ("`make test-all`", f"{len({*covering()} - {*few()})} more: every pair of values that fits on 4 ranks"),
             (
                 "`make test-composition`",
                 "about 2,000: all without a pipeline, and every triple of values with one; 40 minutes on two cores",
@@ -88,6 +90,28 @@ def _rejected() -> Iterator[str]:
         names.setdefault(key, []).extend([name[0]] if name else [])
     rows = ((where, _or(given) + rest) for (where, rest), given in names.items())
     yield _table(("combination", "message"), rows)
+
+
+def findings_of_table(row: Row, column: str) -> list[Finding]:
+    """What halfmesh has against the smallest config with this row and column of the composition table."""
+    axes = {name: {name: 2} for name in ("tensor", "context", "expert")} | {
+        "pipeline": {"pipeline": {"size": 2, "microbatches": 2}}
+    }
+    config = {"parallel": axes.get(column, {"data": column})} | ({row.key: {"mode": row.mode}} if row.key else {})
+    return check(load_config(config), 2, "cpu")
+
+
+def messages() -> dict[str, list[str]]:
+    """Each message, and what it is an answer to."""
+    found: dict[str, list[str]] = defaultdict(list)
+    everything = [
+        finding for row in get_rows() for column in get_columns() for finding in findings_of_table(row, column)
+    ]
+    everything += [finding for cell in every() for finding in cell.findings()]
+    for finding in everything:
+        if finding.where not in found[finding.message]:
+            found[finding.message].append(finding.where)
+    return dict(found)
 
 
 def _or(names: list[str]) -> str:

@@ -42,19 +42,18 @@ class Differences:
 
     def see(self, store: Store, measures: Sequence[Measures]) -> None:
         """What the ranks have measured."""
-        last = max(key.update for key in store.index if key.what == "update")
+        last = max(key.update for key in store.tensors if key.what == "update")
         kept = {
             key.name: (value.double(), start.double())
-            for key in store.index
+            for key, value in store.tensors.items()
             if (key.update, key.what) == (last, "update")
-            and (value := store.get(key)) is not None
-            and (start := store.get(key._replace(update=-1))) is not None
+            and (start := store.tensors.get(key._replace(update=-1))) is not None
         }
         largest = max(value.abs().max().item() for value, _ in kept.values())
         for rank in measures:
-            for key, measure in rank.parameters.items():
+            for key, ways in rank.tensors.items():
                 if (key.update, key.what) == (last, "update"):
-                    (value, start), apart = kept[key.name], math.sqrt(measure.error)
+                    (value, start), apart = kept[key.name], math.sqrt(ways[""].error)
                     self.weights = max(self.weights, apart / largest)
                     way = (value - start).norm().item()
                     if way > STILL * value.numel() ** 0.5:

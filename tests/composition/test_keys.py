@@ -74,12 +74,10 @@ def run(rank: int, world_size: int, cell: KeyCell) -> tuple[dict[str, torch.Tens
 
 PARTS = ("blocks.*.mlp", "blocks.0.attention", "blocks.1.norm?")
 PIPE = Pipe(2, "1f1b", 4)
-SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 LAYOUTS = [
-    KeyCell("none", "gpt", **SEQUENCE),
+    KeyCell("none", "gpt", tensor=2, sequence_parallel=True),
     KeyCell("none", "gpt", pipeline=PIPE),
     pytest.param(KeyCell("naive_bf16", "gpt", data=2, strategy="fsdp"), marks=pytest.mark.slow),
-    pytest.param(KeyCell("torch_bf16", "gpt", tensor=2, data=2, pipeline=PIPE), marks=pytest.mark.slow),
 ]
 
 
@@ -89,7 +87,6 @@ LAYOUTS = [
 @pytest.mark.parametrize("cell", LAYOUTS, ids=str)
 def test_the_same_bits(cell):
     expected = [digest(weights) for weights, *_ in run_cell(cell, run, cell)]
-    found = {}
     forms = [("full", False), ("selective", False), (PARTS, False), (False, True), ("full", True)]
     for checkpoint, offloads in forms[: 4 if cell.strategy == "fsdp" else 5]:
         given = replace(cell, checkpoint=checkpoint, offload=offloads and cell.strategy != "fsdp")
@@ -97,21 +94,12 @@ def test_the_same_bits(cell):
         assert [digest(weights) for weights, *_ in result] == expected, given
         assert all(bool(changed) == bool(given.checkpoint) for _, changed, *_ in result), given
         assert all(bool(moved) == given.offload for _, _, moved, *_ in result), given
-        found[checkpoint, offloads] = [counts for _, *counts in result]
-    if cell == LAYOUTS[1]:  # each rank changes what it computes
-        assert [changed for changed, *_ in found["full", False]] == [1, 1]
-        assert [changed for changed, *_ in found[PARTS, False]] == [2, 3]
-        moved = [count for _, count, *_ in found["full", True]]
-        assert moved == [4 * UPDATES] * 2, "what each of four microbatches gives to one block, in each update"
 
 
 COMPILED = [
-    KeyCell("naive_bf16", "llama", data=2, gradient_accumulation=2, clip_grad_norm=True, compiled="auto"),
     KeyCell("none", "gpt", data=2, strategy="fsdp", pipeline=Pipe(2, "1f1b", 2), compiled="auto"),
-    KeyCell("torch_fp16", "gpt", pipeline=PIPE, clip_grad_norm=True, compiled="auto"),
     KeyCell("torch_fp16", "llama", tensor=2, compiled="model"),
-    KeyCell("naive_fp16", "gpt", **SEQUENCE, data=2, gradient_accumulation=2, compiled="auto"),
-    KeyCell("none", "gpt", tensor=2, checkpoint="full", compiled="blocks"),
+    KeyCell("naive_fp16", "gpt", tensor=2, gradient_accumulation=2, checkpoint="full", compiled="blocks"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What the cells train: four small models, each with data from which it learns something within six updates."""
+"""What the cells train: small models, each with data from which it learns something within six updates."""
 
 from __future__ import annotations
 
@@ -40,28 +40,6 @@ class MLP(nn.Module):
 
 MLP_POINTS = {2: ("norm",), 4: ("up", "norm", "again")}  # a residual connection stays within a stage, or crosses one
 MLP_PLAN = {"up": "colwise", "down": "rowwise", "again": "rowwise_split", "head": "colwise_gather"}
-
-
-class Branching(MLP):
-    """Some layers see the samples with a positive first feature only, and are not called where there are none. One is
-    never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side_norm = nn.LayerNorm(8)
-        self.side_up = nn.Linear(8, 16)
-        self.side_down = nn.Linear(16, 8)
-        self.never = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = x[:, :1] > 0
-        if chosen.any():
-            # x 4: else side_norm.weight, which is 1, moves so little that one rounding of it is beyond the tolerance.
-            x = x + 4 * chosen * self.side_down(F.gelu(self.side_up(self.side_norm(x))))
-        return super().forward(x)
-
-
-BRANCHING_PLAN = MLP_PLAN | {"side_up": "colwise", "side_down": "rowwise"}
 
 
 @dataclass(frozen=True)
@@ -116,84 +94,32 @@ def _gpt() -> nn.Module:
 def _vit() -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
-    model = VisionTransformer(
-        img_size=8,
-        patch_size=4,
-        in_chans=1,
-        num_classes=CLASSES,
-        embed_dim=16,
-        depth=2,
-        num_heads=4,
-        mlp_ratio=2.0,
-        class_token=False,
-        global_pool="avg",
-        qk_norm=True,
-        init_values=0.5,
-    )
+    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": CLASSES, "embed_dim": 16, "depth": 2}
+    sizes |= {"num_heads": 4, "mlp_ratio": 2.0, "qk_norm": True, "init_values": 0.5}
+    model = VisionTransformer(**sizes, class_token=False, global_pool="avg")
     for module in model.modules():
         if isinstance(module, nn.Linear):  # timm's are so small that the blocks would hardly learn in six updates
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
     return model
 
 
+# The default range of initial weights is for thousands of features.
+OF_TRANSFORMERS = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": WORDS, "initializer_range": 0.2}
+
+
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=WORDS,
-        tie_word_embeddings=True,
-        attention_bias=True,
-        use_cache=False,
-        initializer_range=0.2,  # for this width; the default is for thousands of features
-    )
-    return LlamaForCausalLM(config)
+    sizes = {**OF_TRANSFORMERS, "intermediate_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, attention_bias=True, use_cache=False))
 
 
 def _mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=WORDS,
-        num_local_experts=4,
-        num_experts_per_tok=4,  # all, with weights of their own: which are chosen is no matter of rounding
-        use_cache=False,
-        initializer_range=0.2,
-    )
-    return MixtralForCausalLM(config)
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "vocab_size": WORDS}
-    nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **nothing, use_cache=False, initializer_range=0.2))
-
-
-def _frozen_gpt() -> nn.Module:
-    """Without gradients: a block, and the embedding with the head that is tied to it."""
-    model = _gpt()
-    model.blocks[0].requires_grad_(False)
-    model.tokens.requires_grad_(False)
-    return model
-
-
-def _frozen_vit() -> nn.Module:
-    """Without gradients: what comes before the blocks, and in a block a norm and a divided layer."""
-    model = _vit()
-    for module in (model.patch_embed, model.blocks[0].norm1, model.blocks[1].mlp.fc1):
-        module.requires_grad_(False)
-    return model
+    sizes = {**OF_TRANSFORMERS, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 4}  # all: which are chosen is no matter of rounding
+    return MixtralForCausalLM(MixtralConfig(**sizes, **experts, use_cache=False))
 
 
 def _generator() -> torch.Generator:
@@ -217,14 +143,6 @@ def _text() -> tuple[torch.Tensor, torch.Tensor]:
     return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
-def _every_other() -> tuple[torch.Tensor, torch.Tensor]:
-    """The first feature is positive in the samples that the second of two data ranks gets."""
-    x, labels = _labelled(8)
-    x = x.clone()
-    x[:, 0] = torch.tensor([-1.0, 1.0]).repeat(len(x) // 2)
-    return x, labels
-
-
 WORKLOADS = {
     "mlp": Workload(
         MLP, lambda: _labelled(8), lr=0.05, max_norm=0.79, plan=MLP_PLAN, sequence=False, points=MLP_POINTS
@@ -235,17 +153,7 @@ WORKLOADS = {
 }
 """The values of the axis `model`."""
 
-SPECIAL = {
-    "mixtral": Workload(_mixtral, _text, lr=0.01, max_norm=3.0, tokens=True),
-    "gpt2": Workload(_gpt2, _text, lr=0.02, max_norm=3.0),
-    "branching": Workload(Branching, _every_other, lr=0.05, max_norm=0.79, plan=BRANCHING_PLAN, sequence=False),
-    "frozen_gpt": Workload(_frozen_gpt, _text, lr=0.05, max_norm=1.2),
-    "frozen_vit": Workload(_frozen_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=3.0),
-}
-"""Models that are not on an axis: one whose weights are [in, out], and others in which not every parameter has a
-gradient."""
-
 
 def find_workload(name: str) -> Workload:
-    """The workload that a cell's `model` names."""
-    return (WORKLOADS | SPECIAL)[name]
+    """The workload that a cell's `model` names; "mixtral" is not on the axis."""
+    return (WORKLOADS | {"mixtral": Workload(_mixtral, _text, lr=0.01, max_norm=3.0, tokens=True)})[name]

@@ -15,7 +15,7 @@ import pytest
 
 from halfmesh.verify import layout, phases
 from halfmesh.verify.report import VerifyReport
-from halfmesh.verify.run import Case, compare, record
+from halfmesh.verify.run import compare, record
 from tests.support.proofs import TeamWork
 
 from . import workloads
@@ -40,8 +40,9 @@ class FaultyWork(TeamWork):
     known: dict[bytes, Path] = field(default_factory=dict)
     folder: Path = Path()
 
-    def _references(self, jobs: Sequence[tuple[Case, Path, int]]) -> None:
-        for case, path, calls in jobs:
+    def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        if function is record:
+            case, path, calls = args
             alone = layout.reference(case.config, calls)
             config = (alone.clip_grad_norm, alone.loss_reduction) if case.dtype else alone.model_dump()
             counts = case.chunks, case.microbatches, case.config.parallel.sizes.get("expert", 1), calls
@@ -49,12 +50,9 @@ class FaultyWork(TeamWork):
             if key not in self.known:
                 self.known[key] = self.folder / str(len(self.known))
                 record(case, self.known[key], calls)
-            for suffix in ("", ".index"):
-                path.with_suffix(suffix).unlink(missing_ok=True)
-                path.with_suffix(suffix).symlink_to(self.known[key].with_suffix(suffix))
-
-    def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        if function is compare:
+            path.symlink_to(self.known[key])
+            return [None]
+        if function is compare and world_size > 1:
             function, args = compare_faulty, (self.texts, args)
         return super()._run(world_size, function, args)
 

@@ -77,8 +77,8 @@ PIPELINE = (
             COMPUTE,
             f"{WITH_MAP}        activations = map_tensors(lambda x: x + (x - x.detach()), activations)\n{COMPUTE}",
         ),
-        In(MLP_PIPE, grad("down")),
-        In(GPT_PIPE, grad("blocks.0*")),
+        In(MLP_PIPE, (grad("down"), "gradient first.*")),
+        In(GPT_PIPE, (grad("blocks.0*"), "gradient tokens.*", "gradient blocks.0*")),
     ),
     fault(
         "Every microbatch goes on with what was received for the first: a buffer is used twice",

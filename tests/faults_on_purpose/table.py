@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from . import users
-from .checkpoint import CHECKPOINT, FLOAT8_FAULTS
 from .data import DATA_FAULTS, SHARDED
 from .fault import Fault, In, user
 from .layouts import DATA, GPT_CONTEXT, GPT_TENSOR, GRADIENT, LOSS, MLP_TENSOR, OTHERWISE, TWICE, after, before, grad
@@ -11,7 +10,7 @@ from .norm import NORM_AND_SCALE
 from .pipeline import PIPELINE
 from .shared_batches import CONTEXT, EXPERT_FAULTS
 from .tensor import TENSOR
-from .update import ACTIVATIONS, SEVERAL_OPTIMIZERS, WEIGHTS
+from .update import ACTIVATIONS, WEIGHTS
 
 SUMMED, BETWEEN = (LOSS, GRADIENT), before("up")
 PLANNED = GPT_TENSOR.config()["parallel"]
@@ -31,7 +30,7 @@ USERS = (
     user(users.weights_written, In(TWICE, after("first"))),
     user(users.scaled_by_the_world, In(DATA, BETWEEN)),
     user(users.depends_on_the_rank, In(DATA, BETWEEN)),
-    user(users.random_numbers, In(DATA, BETWEEN, cause="random numbers (randn_like")),
+    user(users.random_numbers, In(DATA, BETWEEN, cause="draws random numbers")),
     user(
         users.features_mixed_in_training,
         In(MLP_TENSOR, before("down"), cause="the model combines features that are split over tensor ranks"),
@@ -60,11 +59,6 @@ FAULTS: tuple[Fault, ...] = (
     *SHARDED,
     *NORM_AND_SCALE,
     *WEIGHTS,
-    *SEVERAL_OPTIMIZERS,
     *ACTIVATIONS,
-    *CHECKPOINT,
-    *FLOAT8_FAULTS,
     *USERS,
 )
-TESTS = tuple(dict.fromkeys(test for fault in FAULTS for test in fault.tests))
-"""Those that have to see some."""

@@ -109,4 +109,6 @@ def rejection(rank: int, world_size: int, cell: Cell) -> str:
 def all_cells() -> Iterator[Cell]:
     """Each model in each layout in fp32, and some in half precision."""
     yield from (Cell(model, layout) for model in SUBJECTS for layout in LAYOUTS)
-    yield from (Cell(model, layout, mode) for model, subject in SUBJECTS.items() for mode, layout in subject.half)
+    for model, subject in SUBJECTS.items():
+        if subject.half is not None:
+            yield Cell(model, subject.half[1], subject.half[0])

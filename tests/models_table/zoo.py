@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +33,7 @@ class Subject:
     own_loss: bool = False  # whether the model takes `labels`, and returns a loss
     points: tuple[str, ...] = ()  # split points for two stages, if no partitioner knows the model
     rejected: Mapping[str, str] = field(default_factory=dict)  # what "tensor" or "pipeline" is rejected with
-    # Modes in half precision, each with the layout that it is tried in. (With BatchNorm and ReLU over so few samples
-    # rounding grows too fast to compare.)
-    half: tuple[tuple[str, str], ...] = ()
+    half: tuple[str, str] | None = None  # a mode in half precision, and the layout that it is tried in
 
     def make(self, seed: int = 0) -> nn.Module:
         """The model, with initial weights of its own for each seed."""
@@ -97,31 +96,20 @@ def next_word(output: Any, labels: torch.Tensor) -> torch.Tensor:
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def _timm(name: str, **options: Any) -> nn.Module:
-    import timm
-
-    model = timm.create_model(name, num_classes=CLASSES, **options)
-    return spread(model)
-
-
 def spread(model: nn.Module) -> nn.Module:
     """With linear layers and scales of a size from which something is learnt within few updates."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        gamma = getattr(module, "gamma", None)
-        if isinstance(gamma, nn.Parameter):
+        if isinstance(gamma := getattr(module, "gamma", None), nn.Parameter):
             nn.init.constant_(gamma, 0.5)
     return model
 
 
-def timm_vit() -> nn.Module:
-    sizes = {"img_size": IMAGE, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
-    return _timm("vit_tiny_patch16_224", **sizes)
+def _timm(name: str, **sizes: Any) -> nn.Module:
+    import timm
 
-
-def timm_convnext() -> nn.Module:
-    return _timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16))
+    return spread(timm.create_model(name, num_classes=CLASSES, **sizes))
 
 
 def timm_resnet() -> nn.Module:
@@ -136,85 +124,54 @@ def torchvision_resnet() -> nn.Module:
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=64)
 
 
-def torchvision_vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
+def _torchvision(name: str, **sizes: Any) -> nn.Module:
+    from torchvision import models
 
-    sizes = {"patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 16, "mlp_dim": 32}
-    return spread(VisionTransformer(image_size=IMAGE, num_classes=CLASSES, **sizes))
-
-
-def torchvision_swin() -> nn.Module:
-    from torchvision.models import SwinTransformer
-
-    sizes = {"patch_size": [4, 4], "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "window_size": [4, 4]}
-    return spread(SwinTransformer(**sizes, stochastic_depth_prob=0.0, num_classes=CLASSES))
+    return spread(getattr(models, name)(num_classes=CLASSES, **sizes))
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _transformers(name: str, **sizes: Any) -> nn.Module:
+    import transformers
 
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "vocab_size": WORDS}
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drop, initializer_range=0.2))
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": WORDS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2))
+    make = getattr(transformers, name)
+    return make(make.config_class(vocab_size=WORDS, **sizes))
 
 
-def _bert_config() -> Any:
-    from transformers import BertConfig
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertConfig(**sizes, **drop, vocab_size=WORDS, max_position_embeddings=LENGTH, initializer_range=0.2)
-
-
-def bert_classifier() -> nn.Module:
-    from transformers import BertForSequenceClassification
-
-    return BertForSequenceClassification(_bert_config())
-
-
-def bert_masked() -> nn.Module:
-    from transformers import BertForMaskedLM
-
-    return BertForMaskedLM(_bert_config())
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
-
-
+VIT = {"img_size": IMAGE, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
+TV_VIT = {"image_size": IMAGE, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 16, "mlp_dim": 32}
+SWIN = {"patch_size": [4, 4], "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "window_size": [4, 4]}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "initializer_range": 0.2}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None, "eos_token_id": None}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": LENGTH, "initializer_range": 0.2}
+BERT = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+T5 = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
+timm_vit = partial(_timm, "vit_tiny_patch16_224", **VIT)
+timm_convnext = partial(_timm, "convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16))
+torchvision_vit = partial(_torchvision, "VisionTransformer", **TV_VIT)
+torchvision_swin = partial(_torchvision, "SwinTransformer", **SWIN, stochastic_depth_prob=0.0)
+gpt2 = partial(_transformers, "GPT2LMHeadModel", **GPT2)
+llama = partial(_transformers, "LlamaForCausalLM", **SIZES, num_key_value_heads=2)
+bert_classifier = partial(_transformers, "BertForSequenceClassification", **BERT)
+bert_masked = partial(_transformers, "BertForMaskedLM", **BERT)
+t5 = partial(_transformers, "T5ForConditionalGeneration", **T5)
 CONVOLUTIONS = "Convolutions cannot be sharded: if most of the model is convolutions, leave tensor at 1"
-HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
-
 LINEAR = "it is a Conv2d, but this style is for torch.nn.Linear"
 NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points do not work either"
 RESNET: dict[str, Any] = {"points": ("layer3",), "rejected": {"tensor": CONVOLUTIONS}}
 CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "rejected": {"tensor": LINEAR}}
-WORDY: dict[str, Any] = {"own_loss": True, "half": HALF}
-T5_HALF = (("naive_fp16", "tensor"), ("naive_bf16", "fsdp"))
 
 SUBJECTS = {
-    "timm ViT": Subject(timm_vit, images, classify, half=HALF[:2]),
-    "timm ConvNeXt": Subject(timm_convnext, images, classify, half=(("naive_fp16", "data"), HALF[1]), **CONVNEXT),
+    "timm ViT": Subject(timm_vit, images, classify, half=("naive_fp16", "tensor")),
+    "timm ConvNeXt": Subject(timm_convnext, images, classify, half=("naive_bf16", "pipeline"), **CONVNEXT),
     "timm ResNet": Subject(timm_resnet, images, classify, **RESNET),
     "torchvision ResNet": Subject(torchvision_resnet, images, classify, **RESNET),
-    "torchvision ViT": Subject(
-        torchvision_vit, images, classify, points=("encoder.layers.encoder_layer_1",), half=HALF
-    ),
-    "torchvision Swin": Subject(torchvision_swin, images, classify, points=("features.3",), half=HALF),
-    "GPT-2": Subject(gpt2, text, next_word, **WORDY),
-    "Llama": Subject(llama, text, next_word, **WORDY),
-    "BERT, classification": Subject(bert_classifier, padded_text, classify, **WORDY),
-    "BERT, masked words": Subject(bert_masked, hidden_words, per_word, **WORDY),
-    "T5": Subject(t5, translations, per_word, own_loss=True, rejected={"pipeline": NO_PARTITION}, half=T5_HALF),
+    "torchvision ViT": Subject(torchvision_vit, images, classify, points=("encoder.layers.encoder_layer_1",)),
+    "torchvision Swin": Subject(torchvision_swin, images, classify, points=("features.3",)),
+    "GPT-2": Subject(gpt2, text, next_word, True, half=("naive_bf16", "pipeline")),
+    "Llama": Subject(llama, text, next_word, True, half=("torch_fp16", "data")),
+    "BERT, classification": Subject(bert_classifier, padded_text, classify, True, half=("naive_fp16", "tensor")),
+    "BERT, masked words": Subject(bert_masked, hidden_words, per_word, True),
+    "T5": Subject(t5, translations, per_word, True, rejected={"pipeline": NO_PARTITION}, half=("naive_bf16", "fsdp")),
 }

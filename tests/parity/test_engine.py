@@ -37,18 +37,6 @@ def weighted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
     return summed(logits, targets.masked_fill(~taken, -100)), taken.sum()
 
 
-def hooked() -> Any:
-    """Each gradient is divided by 4 when it is there."""
-    model, *rest = gpt()
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(quarter)
-    return model, *rest
-
-
-def quarter(param: nn.Parameter) -> None:
-    param.grad.div_(4)
-
-
 @rows(
     Row("accumulated in one process", gpt, ACCUMULATED, ranks=1),
     Row("three data ranks", gpt, ACCUMULATED | {"parallel": SMALL}, ranks=3),
@@ -61,8 +49,6 @@ def quarter(param: nn.Parameter) -> None:
         ranks=1,
         work=TeamWork,
     ),
-    Row("hooks", hooked, {}),
-    Row("hooks, zero1", hooked, {"parallel": {"data": "zero1"}}),
     Row(
         "full, offloaded, tensor",
         gpt,

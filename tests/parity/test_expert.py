@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfmesh.verify.models import WIDTH, Experts, Mixture, Transformer, mixture
+from halfmesh.verify.models import Experts, Mixture, Transformer, mixture
 from tests.support.proofs import Row, TeamWork, rows
 
 pytestmark = pytest.mark.distributed
@@ -67,42 +67,6 @@ def favouring(count: int, only_experts: bool = False) -> Any:
     return built
 
 
-class Adapter(nn.Module):
-    """Of a layer of experts, which is frozen: a product of low rank for each, and itself such a layer."""
-
-    def __init__(self, base: Experts) -> None:
-        super().__init__()
-        self.base, self.num_experts = base, base.num_experts
-        self.a = nn.Parameter(torch.randn(4, 2, WIDTH) * 0.1)
-        self.b = nn.Parameter(torch.randn(4, WIDTH, 2) * 0.1)
-        base.requires_grad_(False)
-
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        inner = torch.einsum("tkri,ti->tkr", self.a[top_k_index], hidden_states)
-        low = torch.einsum("tkor,tkr->tko", self.b[top_k_index], inner)
-        return self.base(hidden_states, top_k_index, top_k_weights) + (low * top_k_weights[..., None]).sum(1)
-
-
-def adapted() -> Any:
-    mlps = Mixture(), Mixture()
-    for mlp in mlps:
-        mlp.experts = Adapter(mlp.experts)
-    return made(*mlps)
-
-
-class Penalised(Transformer):
-    """Adds a term of what all ranks hold, and of experts, whose value is zero."""
-
-    def forward(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
-        held = [param for name, param in self.named_parameters() if "experts" in name or "qkv" in name]
-        return super().forward(ids, position_ids) + sum((param - param.detach()).sum() for param in held)
-
-
-def penalised() -> Any:
-    _, data, criterion = mixture()
-    return Penalised(Mixture(), Mixture()), data, criterion
-
-
 STAGES = {"pipeline": {"size": 2, "microbatches": 2, "partition": ("blocks.2",)}}
 SMALL = {"strategy": "zero1", "bucket_mb": 0.005}
 
@@ -113,13 +77,10 @@ SMALL = {"strategy": "zero1", "bucket_mb": 0.005}
     Row("two groups, zero1, summed", summed, expert(data=SMALL, loss_reduction="sum"), 4),
     Row("two groups, fsdp", mixture, expert(data="fsdp"), 4, work=TeamWork),
     Row("pipeline", mixture, expert(axes=STAGES), 4),
-    Row("context", mixture, expert(axes={"context": 2}), 4, slow=True),
-    Row("adapters", adapted, expert()),
     Row("recomputed", mixture, expert(activation_checkpoint="full")),
     Row("ranks without tokens", partial(favouring, 2), expert(4), 4),
     Row("one expert for all", partial(favouring, 1), expert()),
     Row("only experts are trained", partial(favouring, 2, only_experts=True), expert()),
-    Row("a penalty on weights", penalised, expert()),
 )
 def test_trains_as_one_process(row):
     row.prove()

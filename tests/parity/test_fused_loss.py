@@ -19,7 +19,7 @@ ROWS, CHUNK = 4, 6
 VOCAB_PARALLEL = {"*": "auto", "tokens": "vocab", "head": "vocab_parallel"}
 END = {"words": "vocab", "end.head": "vocab_parallel"}
 STAGES = {"size": 2, "microbatches": 2, "partition": ["blocks.1"]}
-RECOMPUTED, SELECTIVE = {"patterns": ["end"]}, {"selective": True}
+RECOMPUTED = {"patterns": ["end"]}
 LM_HEAD = {"*": "auto", "lm_head": "vocab_parallel"}
 NAIVE = {"fp16": {"mode": "naive", "loss_scale": 1024.0}}
 TORCH = {"bf16": {"mode": "torch"}}
@@ -96,30 +96,6 @@ def of_tokens() -> Any:
     )
 
 
-class Capped(FusedGPT):
-    """Its logits are no module's output."""
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.blocks[1](self.blocks[0](self.embed(ids, None))))
-        return linear_cross_entropy(x, lambda h: 3 * torch.tanh(self.head(h) / 3), targets, chunk_size=CHUNK)
-
-
-def capped() -> Any:
-    return Capped(LENGTH, 16, 2, 4), gpt()[1]
-
-
-class Features(GPT):
-    """Returns what goes into its head."""
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
-
-
-def in_criterion() -> Any:
-    model = Features(LENGTH, 16, 2, 4)
-    return model, batch(), lambda x, y: linear_cross_entropy(x, model.head, y, chunk_size=CHUNK, ignore_index=3)
-
-
 def llama(tied: bool = False, **options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
 
@@ -145,24 +121,18 @@ def config(**options: Any) -> Any:
 @rows(
     Row("vocabulary-parallel", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL})),
     Row("gathered logits", gpt, config(tensor=2)),
-    Row("capped logits", capped, config(tensor={"size": 2, "plan": VOCAB_PARALLEL})),
-    Row("in the criterion", in_criterion, config(tensor={"size": 2, "plan": VOCAB_PARALLEL})),
-    Row("in the criterion, context", in_criterion, config(context=2)),
     Row("context", gpt, config(context=2)),
     Row("zero1", even, config(data="zero1", gradient_accumulation=2)),
     Row("fsdp", even, config(data="fsdp")),
     Row("recomputed, context", with_end, config(context=2, activation_checkpoint=RECOMPUTED)),
     Row("recomputed", with_end, config(tensor={"size": 2, "plan": END}, activation_checkpoint=RECOMPUTED)),
-    Row("recomputed but for products", with_end, config(context=2, activation_checkpoint=RECOMPUTED | SELECTIVE)),
     Row("recomputed in fp16", with_end, config(context=2, activation_checkpoint=RECOMPUTED, **NAIVE), work=FormatAlone),
-    Row("stages", of_tokens, config(pipeline=STAGES)),
     Row(
         "stages, fsdp",
         of_tokens,
         config(data="fsdp", pipeline=STAGES),
         4,
     ),
-    Row("Llama", llama, config(tensor={"size": 2, "plan": LM_HEAD})),
     Row(
         "Llama, tied",
         partial(llama, True),
@@ -170,14 +140,8 @@ def config(**options: Any) -> Any:
     ),
     Row("Llama, sequences", llama, config(tensor={"size": 2, "plan": LM_HEAD, "sequence_parallel": True})),
     Row("Llama, context", llama, config(context=2)),
-    Row("Llama, fsdp", partial(llama, uneven=False), config(data="fsdp")),
-    Row("stages, fsdp, fp16", of_tokens, config(data="fsdp", pipeline=STAGES, **NAIVE), 4, work=FormatAlone),
     Row("fp16", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL}, **NAIVE), work=FormatAlone),
-    Row("fp16, fsdp", even, config(data="fsdp", **NAIVE), work=FormatAlone),
     Row("bf16", gpt, config(context=2, **TORCH), work=FormatAlone),
-    Row(
-        "bf16, vocabulary-parallel", gpt, config(tensor={"size": 2, "plan": VOCAB_PARALLEL}, **TORCH), work=FormatAlone
-    ),
 )
 def test_trains_as_one_process(row):
     row.prove()

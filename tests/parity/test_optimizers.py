@@ -60,8 +60,6 @@ OPTIMIZERS: dict[str, Any] = {
     "lookahead": lookahead,
     "adafactor": partial(optim.Adafactor, lr=0.01, eps=(1e-6, 1e-3)),  # the gradient of k.bias is noise
     "lamb": partial(of_timm, "Lamb", lr=0.01, max_grad_norm=None),
-    "lars": partial(of_timm, "Lars", lr=0.05, momentum=0.9, weight_decay=0.01),
-    "timm's muon": partial(of_timm, "Muon", lr=0.01),
     "own": partial(Whitened, lr=0.01),
     "brief": partial(Brief, lr=0.01),
 }
@@ -99,8 +97,7 @@ def row(optimizer: str, layout: str, mode: str = "", slow: bool = False, **confi
     row("adamw", "fsdp", "fp32"),
     *(row("sgd and adamw", layout) for layout in ("zero1", "fsdp", "tensor", "pipeline")),
     *(row("sgd and adamw", layout, "fp16") for layout in ("zero1", "fsdp", "pipeline")),
-    *(row("lookahead", layout) for layout in ("zero1", "fsdp", "tensor", "pipeline")),
-    row("lookahead", "fsdp", "fp16"),
+    *(row("lookahead", layout) for layout in ("zero1", "fsdp")),
     Row(
         "a stage without parameters of the second of two",
         layers,
@@ -118,11 +115,9 @@ def test_trains_as_one_process(row):
     row("muon and adamw", "fsdp", "bf16"),
     *(row("lamb", layout) for layout in ("zero1", "fsdp", "tensor", "offload")),
     *(row("lamb", layout, "fp16") for layout in ("zero1", "fsdp")),
-    row("timm's muon", "zero1"),
-    *(row("own", layout) for layout in ("zero1", "fsdp", "tensor")),
+    *(row("own", layout) for layout in ("zero1", "tensor")),
     *(row("brief", layout) for layout in ("zero1", "fsdp", "tensor")),
-    *(row(name, layout) for name in ("adafactor", "lars") for layout in ("zero1", "fsdp", "tensor")),
-    *(row("lamb", layout, slow=True) for layout in list(LAYOUTS)[5:]),
+    *(row(name, layout) for name in ("adafactor",) for layout in ("zero1", "fsdp", "tensor")),
 )
 def test_trains_as_one_process_where_matrices_are_whole(row):
     row.prove()

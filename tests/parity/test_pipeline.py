@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from halfmesh.utils.tensors import tensors_of
 from tests.support.pipeline_parts import pipe
-from tests.support.proofs import FormatAlone, Row, rows
+from tests.support.proofs import Row, rows
 from tests.support.versions import SPLIT_SCHEDULES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sends]
@@ -92,11 +91,6 @@ def integers() -> nn.Module:
     return nn.Sequential(*first, Layer(torch.Tensor.detach), frozen(linear()), Apply(torch.cos), linear())
 
 
-def idle() -> nn.Module:
-    """Of the first of four stages nothing is trained, and the third has no parameters."""
-    return nn.Sequential(frozen(linear()), linear(), Apply(torch.tanh), linear())
-
-
 def in_place() -> nn.Module:
     return nn.Sequential(linear(), Apply(lambda x: x.relu_().mul(2)), Apply(lambda x: x.mul_(3)), linear())
 
@@ -140,38 +134,6 @@ def shared() -> nn.Module:
     return nn.Sequential(first, Scaled(everywhere, inner), Scaled(everywhere, inner), last)
 
 
-@dataclass
-class Box:
-    table: Any = None
-
-
-class Keeps(Layer):
-    """Keeps a table for as many rows as its input has."""
-
-    def __init__(self, kept: Any = None) -> None:
-        super().__init__()
-        self.rows, self.kept = 0, kept
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, table = len(x), torch.full((len(x), 1), 0.1, device=x.device)
-        if isinstance(self.kept, dict):
-            return self.layer(x) + self.kept["by rows"].setdefault(rows, [table])[0]
-        if rows != self.rows:
-            self.rows = rows
-            if isinstance(self.kept, Box):
-                self.kept.table = table
-            else:
-                self.kept = table
-        return self.layer(x) + (self.kept.table if isinstance(self.kept, Box) else self.kept)
-
-
-def tables() -> nn.Module:
-    """They are made for other rows before, and for those of each batch."""
-    model = nn.Sequential(Keeps(), Keeps({"by rows": {}}), Keeps(Box()), linear())
-    model(torch.ones(3, WIDTH))
-    return model
-
-
 class OneActivation(nn.Module):
     """Modules without parameters are called by every stage; which call of the model a stage's first one is differs."""
 
@@ -181,25 +143,6 @@ class OneActivation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.c(self.drop(self.act(self.b(self.drop(self.act(self.a(x))))))))
-
-
-class Inline(nn.Module):
-    """A function on it has its layer from around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer = linear()
-        self.function = lambda x, scale=2.0: layer(x).tanh() * scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
-
-def modules() -> nn.Module:
-    """Some have their weights in other places, too, and some write into buffers."""
-    rows, wrap = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.utils.parametrizations
-    first = Inline(), nn.BatchNorm1d(WIDTH), wrap.weight_norm(linear()), Apply(lambda x: x[:, None])
-    return nn.Sequential(*first, rows, Apply(lambda pair: pair[0][:, 0]), wrap.spectral_norm(linear()), Inline())
 
 
 def criterion(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -254,7 +197,6 @@ def strided() -> nn.Module:
 
 
 FOUR = {"size": 4, "microbatches": 4, "schedule": "1f1b"}
-SCALED = {"fp16": {"mode": "torch", "init_scale": 64.0}, "clip_grad_norm": 0.1}
 LOOPED = {"microbatches": 4, "schedule": "interleaved", "chunks": 2}
 POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": ("3", "4", "5")}
 
@@ -270,13 +212,9 @@ POINTS = {"zero_bubble": ("1", "2", "3"), "zbv": ("2", "3", "4"), "dualpipev": (
     Row("passed on", partial(build, passed_on), pipe(**LOOPED, partition=("1", "2", "3"))),
     Row("integers", partial(build, integers), pipe(**LOOPED, partition=("1", "3", "5"))),
     Row("in place", partial(build, in_place), pipe(schedule="gpipe", microbatches=4)),
-    Row("idle", partial(build, idle), pipe(**FOUR) | SCALED, ranks=4, work=FormatAlone, updates=3),
     Row("skips", partial(build, Skips), pipe(**LOOPED, partition=("b", "c", "d"))),
     Row("one activation", partial(build, OneActivation), pipe(partition=("b",))),
     Row("shared", partial(build, shared), pipe(**FOUR), ranks=4),
-    Row("shared, interleaved", partial(build, shared), pipe(**LOOPED)),
-    Row("kept tables", partial(build, tables), pipe(**LOOPED), updates=4, accumulated=True),
-    Row("modules", partial(build, modules), pipe(**LOOPED), updates=3, accumulated=True),
     *(
         Row(f"strided, {name}", partial(build, strided), pipe(**LOOPED | {"schedule": name}, partition=POINTS[name]))
         for name in SPLIT_SCHEDULES

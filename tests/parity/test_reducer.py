@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.support.proofs import FormatAlone, Row, rows
+from tests.support.proofs import Row, rows
 
 pytestmark = pytest.mark.distributed
 
@@ -51,9 +51,7 @@ ZERO1 = {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 1e-6}}}
     Row("layers that some ranks use", branches, {"gradient_accumulation": 2}, 2, sgd, updates=3, accumulated=True),
     Row("by buckets", branches, {"gradient_accumulation": 2, **SMALL}, 2, sgd, updates=3, accumulated=True),
     Row("by buckets, zero1", branches, {"gradient_accumulation": 2, **ZERO1}, 2, sgd, updates=3, accumulated=True),
-    Row("channels last", images, SMALL, 3, sgd),
     Row("channels last, zero1", images, {"parallel": {"data": {"strategy": "zero1", "bucket_mb": 1e-3}}}, 3, sgd),
-    Row("channels last, fp16", images, {"fp16": {"mode": "naive"}}, 2, sgd, work=FormatAlone),
 )
 def test_trains_as_one_process(row):
     row.prove()

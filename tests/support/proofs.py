@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 
 from halfmesh.verify import phases
 from halfmesh.verify.report import Phase, VerifyReport
-from halfmesh.verify.run import record
 
 from .ranks import ranks_on, run_ranks
 
@@ -20,10 +19,6 @@ LEFT_OUT = Phase("", "", True, None, 0, {}, {}, 0.0)
 
 class TeamWork(phases.Work):
     """The ranks of a layout are a team that waits for calls; what needs one process runs in this one."""
-
-    def _references(self, jobs: Sequence[tuple[Any, ...]]) -> None:
-        for job in jobs:
-            record(*job)
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if world_size == 1:

@@ -18,10 +18,10 @@ GRADIENT, BEFORE, AFTER = Key(0, 0, "gradient", "w"), Key(-1, 0, "update", "w"),
 def signs(tmp_path):
     """A step by the signs of gradients, of which the first is all noise."""
     grad = torch.tensor([1e-4] + [1.0, -1.0] * 50)
-    store = Store(tmp_path / "store", write=True)
+    store = Store()
     for key, tensor in ((BEFORE, torch.zeros(101)), (GRADIENT, grad), (AFTER, -grad.sign())):
         store.tensor(key, tensor)
-    store.close()
+    store.write(tmp_path / "store")
     return Store(tmp_path / "store")
 
 
@@ -29,7 +29,7 @@ def signs(tmp_path):
 def test_of_a_step_by_signs_only_what_is_noise_may_turn(signs, turned, is_equal):
     limits = Limits(1e-3, 1e-3, {GRADIENT: 1e-3})
     measures = Measures(0, {})
-    measures.parameters = {GRADIENT: Measure(0.0, 100.0), AFTER: Measure(4.0 * turned, 101.0)}
+    measures.tensors = {GRADIENT: {"": Measure(0.0, 100.0)}, AFTER: {"": Measure(4.0 * turned, 101.0)}}
     assert (judge(signs, [measures], limits, "mean").first is None) == is_equal
 
 
@@ -45,19 +45,7 @@ def test_ranks_agree_about_the_norm_of_an_update_that_overflows(signs, norms, wh
 
 def test_in_float64_nothing_may_turn(signs):
     measures = Measures(0, {})
-    measures.parameters = {GRADIENT: Measure(0.0, 100.0), AFTER: Measure(4.0, 101.0)}
+    measures.tensors = {GRADIENT: {"": Measure(0.0, 100.0)}, AFTER: {"": Measure(4.0, 101.0)}}
     first = judge(signs, [measures], Limits(1e-9, 1e-7, {}), "mean").first
     assert first is not None
     assert (first.what, first.module) == ("update", "w")
-
-
-@pytest.mark.parametrize(("stage", "is_equal"), [(0, False), (1, True)])
-def test_a_module_that_several_stages_call_is_skipped_and_named(signs, stage, is_equal):
-    """Ranks of one stage call it for the same reason as the reference; of the calls of others nobody knows which."""
-    key = Key(0, 0, "output", "act", 0, "0")
-    signs.index[key] = torch.float32, (4,)
-    measures = [Measures(0, tensors={key: {"": Measure(0.0, 1.0)}})]
-    measures.append(Measures(1, tensors={key: {"": Measure(1.0, 1.0)}}, stage=stage))
-    phase = judge(signs, measures, Limits(1e-3, 1e-3, {}), "mean", is_complete=False)
-    assert (phase.first is None) == is_equal
-    assert phase.skipped == ({"output of act": "several stages call it"} if is_equal else {})
