@@ -138,9 +138,9 @@ class _Reduce(Function):
         return grad, None
 
 
-def start_sum(x: torch.Tensor, group: dist.ProcessGroup, in_place: bool = False) -> Wait:
-    """Start the sum of `x` over the ranks; `in_place` if nothing else uses `x`."""
-    total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+def start_sum(x: torch.Tensor, group: dist.ProcessGroup) -> Wait:
+    """Start the sum of `x` over the ranks."""
+    total = x.clone(memory_format=torch.contiguous_format)
     return partial(_wait, dist.all_reduce(total, group=group, async_op=True), total)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,23 +28,22 @@ class SequentialPartition:
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
         if not comes_from(model, (nn.Sequential,)):
             return None
-        return [self._piece(name, first=index == 0) for index, name in enumerate(self._rows(model, ""))]
+        return [Piece(name, (name,), partial(_run, name, index == 0)) for index, name in enumerate(_rows(model, ""))]
 
-    def _rows(self, row: nn.Module, prefix: str) -> Iterator[str]:
-        for name in children_of(row):
-            child = row.get_submodule(name)
-            opens = comes_from(child, (nn.Sequential,)) and len(list(child.children())) > 0
-            if opens and not call_hooks(child):  # hooks run when the child itself is called
-                yield from self._rows(child, f"{prefix}{name}.")
-            else:
-                yield prefix + name
 
-    def _piece(self, name: str, first: bool) -> Piece:
-        def run(model: nn.Module, call: Call, activations: Any) -> Any:
-            module = model.get_submodule(name)
-            return module(*call.args, **call.kwargs) if first else module(activations)
+def _rows(row: nn.Module, prefix: str) -> Iterator[str]:
+    for name in children_of(row):
+        child = row.get_submodule(name)
+        opens = comes_from(child, (nn.Sequential,)) and len(list(child.children())) > 0
+        if opens and not call_hooks(child):  # hooks run when the child itself is called
+            yield from _rows(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
-        return Piece(name, (name,), run)
+
+def _run(name: str, is_first: bool, model: nn.Module, call: Call, activations: Any) -> Any:
+    module = model.get_submodule(name)
+    return module(*call.args, **call.kwargs) if is_first else module(activations)
 
 
 SEQUENTIAL_STAGES = SequentialPartition()

@@ -46,13 +46,7 @@ class SharedInput:
     @cached_property
     def whole(self) -> torch.Tensor:
         """The input, with one sum for all layers that take it in this way."""
-        self._sent.sums_in_place = False  # the gradient may also be that of another tensor
-        return self._whole
-
-    @cached_property
-    def _whole(self) -> torch.Tensor:
-        values, sent = self._values, self._sent
-        return connect(self._token, lambda _: values.detach(), lambda grad: sent.begin_sum(grad, sent.sums_in_place))
+        return self.branch()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `torch.nn.functional.linear`, also under autocast. `weight` requires a gradient. Of a gathered input this
@@ -65,7 +59,7 @@ class SharedInput:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         product = _ForBackward(self._sent, dtype)
         for_weight = _WeightGrad.apply(weight, bias, product)
-        for_input = connect(self._whole, _token, product.input_grad, [weight])
+        for_input = connect(self.whole, _token, product.input_grad, [weight])
         return _Product.apply(for_input, for_weight, [self._cast, weight, bias], product, self._shard)
 
 
@@ -74,22 +68,19 @@ class InputSums:
 
     Attributes:
         gathers: the input was gathered from shards along the sequence, so that each rank keeps its shard of the sum.
-        sums_in_place: only `SharedInput.linear` takes the input, so that its gradient is a sum of new products.
     """
-
-    sums_in_place = True
 
     def __init__(self, group: dist.ProcessGroup, gathers: bool) -> None:
         self.gathers, self._group = gathers, group
         self._sums: list[Wait] = []
         self._input: tuple[torch.dtype, Wait] | None = None
 
-    def begin_sum(self, grad: torch.Tensor, in_place: bool = False) -> torch.Tensor:
-        """Start the sum of a partial gradient; `in_place` if nothing else uses it."""
+    def begin_sum(self, grad: torch.Tensor) -> torch.Tensor:
+        """Start the sum of a partial gradient."""
         if self.gathers:
             self._sums.append(collectives.start_sum_shard(grad, SEQUENCE_DIM, self._group))
         else:
-            self._sums.append(collectives.start_sum(grad, self._group, in_place))
+            self._sums.append(collectives.start_sum(grad, self._group))
         return _token(grad)
 
     def end_sums(self) -> torch.Tensor:
