@@ -121,7 +121,7 @@ class PlanTrial:
                 plan = {a.plan: a.text for a in kind.assignments}
                 wrong.append(f"{names} ({type(kind.meta).__name__}): its output differs by {gap:.0%}. The plan: {plan}")
         if wrong:
-            title = f"in a trial before any update, blocks sharded over tensor={self._axis.size} had other outputs"
+            title = f"in a trial before any update, some blocks compute something else over tensor={self._axis.size}"
             raise InputError(bullet_list(f"{title}. {_ADVICE}:", wrong))
         if untried:
             message = "parallel.tensor.plan: could not verify %s; compare a few steps with one process (tensor=1)"
