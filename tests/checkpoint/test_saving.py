@@ -132,7 +132,7 @@ def test_saves_that_are_rejected_leave_what_is_there(tmp_path):
     x, y = next(iter(engine.dataloader))
     engine.backward(engine.criterion(engine(x), y))
     with pytest.raises(
-        InputError, match=r"engine\.save\(\) was called in the middle of a cycle, after microbatch 1 of 2: the"
+        InputError, match=r"engine\.save\(\) was called in the middle of a cycle, after microbatch 1 of 2, and"
     ):
         engine.save(tmp_path)
     assert names_in(tmp_path) == ["file", place.name]

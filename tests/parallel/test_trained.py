@@ -180,5 +180,5 @@ def only_one(rank: int, world_size: int, port: int, folder: str) -> str:
 @pytest.mark.distributed
 def test_one_rank_alone_ends_by_the_time_limit(tmp_path):
     first, second = run_ranks(only_one, 2, free_port(), str(tmp_path), init=False, fresh=True)
-    assert second.startswith("InputError: requires_grad was changed on rank 1, but not on all ranks"), second
-    assert first.startswith(("RuntimeError", "DistBackendError")), first  # gloo's: it waits for the gradients of rank 1
+    for text in (first, second):  # gloo's: each waits for the other
+        assert text.startswith(("RuntimeError", "DistBackendError")), text
