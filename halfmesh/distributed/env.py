@@ -28,24 +28,22 @@ class ProcessEnv:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise LaunchError(
-                f"rank {self.rank} is impossible with world size {self.world_size}: ranks go from 0 to "
-                f"{self.world_size - 1}; give each process its own rank, and all processes the same world size"
+                f"rank {self.rank} is impossible with world size {self.world_size}: ranks go from 0 to world size - 1"
             )
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, and the variables that it sets for each process; alternatives are separated by "|"."""
+    """A launcher, its function here, and the variables that it sets for each process: rank, world size and local rank;
+    alternatives are separated by "|"."""
 
     command: str
     function: str
-    rank: str
-    world_size: str
-    local_rank: str
+    variables: tuple[str, str, str]
 
     def read(self) -> ProcessEnv:
         """This process. Raises LaunchError if a variable is missing or not a number."""
-        return ProcessEnv(self._read(self.rank), self._read(self.world_size), self._read(self.local_rank))
+        return ProcessEnv(*map(self._read, self.variables))
 
     def _read(self, variables: str) -> int:
         names = variables.split("|")
@@ -58,23 +56,12 @@ class Launcher:
         return int(value)
 
 
-TORCHRUN = Launcher(
-    "torchrun --nproc-per-node N train.py", "launch_from_torch(config)", "RANK", "WORLD_SIZE", "LOCAL_RANK"
-)
-SLURM = Launcher(
-    "srun --ntasks N python train.py",
-    "launch_from_slurm(config, host, port)",
-    "SLURM_PROCID",
-    "SLURM_NPROCS|SLURM_NTASKS",
-    "SLURM_LOCALID",
-)
-OPENMPI = Launcher(
-    "mpirun -np N python train.py",
-    "launch_from_openmpi(config, host, port)",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-)
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_NPROCS|SLURM_NTASKS", "SLURM_LOCALID")
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+TORCHRUN = Launcher("torchrun --nproc-per-node N train.py", "launch_from_torch", _TORCH_VARIABLES)
+SLURM = Launcher("srun --ntasks N python train.py", "launch_from_slurm", _SLURM_VARIABLES)
+OPENMPI = Launcher("mpirun -np N python train.py", "launch_from_openmpi", _MPI_VARIABLES)
 # Set by these launchers for each process that they start, and not in the shell around it.
 STARTED_BY = {"SLURM_STEP_NUM_TASKS": SLURM, "OMPI_COMM_WORLD_SIZE": OPENMPI}
 
@@ -85,7 +72,7 @@ def find_process() -> ProcessEnv:
     Raises:
         LaunchError: incomplete variables; or srun or mpirun started several processes, and torchrun none.
     """
-    if any(name in os.environ for name in (TORCHRUN.rank, TORCHRUN.world_size, TORCHRUN.local_rank)):
+    if any(name in os.environ for name in TORCHRUN.variables):
         return TORCHRUN.read()
     if dist.is_initialized():
         rank = dist.get_rank()
@@ -105,10 +92,6 @@ def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     for axis, size in reversed(list(sizes.items())):
         rank, coordinates[axis] = divmod(rank, size)
     return coordinates
-
-
-NAMED = 4
-"""So many ranks at most are named with their coordinates in one message."""
 
 
 @dataclass(frozen=True)
@@ -131,33 +114,24 @@ class RankNames:
         """`rank 3`, or `rank 3 (dp 1, tp 1)`; axes of size 1 are left out."""
         if not self.has_coordinates:
             return f"rank {rank}"
-        coordinates = coordinates_of(rank, self.sizes)
-        return (
-            f"rank {rank} ({', '.join(f'{axis} {coordinates[axis]}' for axis, size in self.sizes.items() if size > 1)})"
-        )
+        places = coordinates_of(rank, self.sizes)
+        return f"rank {rank} ({', '.join(f'{axis} {places[axis]}' for axis in self.sizes if self.sizes[axis] > 1)})"
 
     def names(self, ranks: Iterable[int]) -> str:
-        """Several ranks, in order; many of them as `ranks 0-3, 7`."""
+        """Several ranks, in order; more than four of them as `ranks 0-3, 7, 9`."""
         some = sorted(ranks)
-        return ", ".join(map(self.name, some)) if self.has_coordinates and len(some) <= NAMED else list_ranks(some)
+        return ", ".join(map(self.name, some)) if self.has_coordinates and len(some) <= 4 else list_ranks(some)
 
 
-SHOWN = 8
-"""So many ranges of ranks at most are listed in one message."""
-
-
-def list_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-3, 7`, or `ranks 0-1016 in steps of 8`; of more than `SHOWN` ranges the first ones."""
+def list_ranks(ranks: Iterable[int], shown: int = 8) -> str:
+    """`rank 3`, or `ranks 0-3, 7`; of more than `shown` ranges the first ones."""
     some = sorted(ranks)
-    steps = {after - before for before, after in itertools.pairwise(some)}
-    if len(some) > 3 and len(steps) == 1 and (step := steps.pop()) > 1:
-        return f"ranks {some[0]}-{some[-1]} in steps of {step}"
     # Consecutive ranks have the same distance from their index.
     groups = itertools.groupby(enumerate(some), lambda item: item[1] - item[0])
     runs = [[rank for _, rank in group] for _, group in groups]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else '-'}{run[-1]}" for run in runs]
-    rest = sum(map(len, runs[SHOWN:]))
-    return f"rank{'s' * (len(some) != 1)} {', '.join(words[:SHOWN])}{f' and {rest} more' if rest else ''}"
+    rest = sum(map(len, runs[shown:]))
+    return f"rank{'s' * (len(some) != 1)} {', '.join(words[:shown])}{f' and {rest} more' if rest else ''}"
 
 
 def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:

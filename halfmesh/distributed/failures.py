@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import multiprocessing.util
 import os
-import re
 import signal
 import sys
 import threading
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ..errors import HalfmeshError, cut
-from .env import RankNames, ranks_by_value
+from .env import RankNames
 
 POLL_S = 1.0  # how often the thread of each rank looks at the store
 ANSWER_S = 3.0  # how long the others may take to answer a failure
@@ -44,12 +43,9 @@ class FailureWatch:
         store: where the ranks met.
         host: the rank whose process hosts the store; None if the launcher does.
         timeout_s: the time limit of collectives.
-        traces: the prefix of the files of NCCL's flight recorder, if it writes any.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, names: RankNames, host: int | None, timeout_s: float, traces: str = ""
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, names: RankNames, host: int | None, timeout_s: float) -> None:
         # torchrun's store may have the words of an earlier start of the same ranks.
         starts = store.add("halfmesh/starts", 1)
         run = (starts - 1) // names.world_size
@@ -59,15 +55,13 @@ class FailureWatch:
         # A second connection, because the first may be blocked in a wait. (The stubs know no `append`.)
         self._store = cast(Any, dist.PrefixStore(f"halfmesh/{run}", store.clone()))
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
-        for key in ("log", "failed", "lost", "calls"):
+        for key in ("log", "failed", "lost"):
             self._store.append(key, "")
         self._rank, self._name, self._names = rank, names.name(rank), names
         self._host, self._timeout_s, self._store_is_gone = host, timeout_s, False
-        self._traces = f"; NCCL's flight recorder writes {traces}{rank} when a collective times out" * bool(traces)
         self._in_call = threading.Lock()
-        self._told: dict[int, str] = {}  # the last word that each other rank has sent
+        self._told: dict[int, str] = {}  # the last word that each rank has sent
         self._failed = self._lost = ""  # the first error of each kind
-        self._calls: dict[int, str] = {}  # how often each rank has called its engines, if known
         self._engines: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._ending = threading.Event()  # this rank is exiting on its own
         self._pid = os.getpid()
@@ -86,7 +80,7 @@ class FailureWatch:
     def give_up(self, error: BaseException) -> None:
         """Tell the others that `error` keeps this rank from a process group, and `remove` this watch: a caller may
         catch it. If it may come from another rank's, it gets that as a note."""
-        self._tell(error, "".join(traceback.format_exception(error)).rstrip())
+        self._tell(error)
         self.remove()
 
     def install(self) -> None:
@@ -95,7 +89,7 @@ class FailureWatch:
 
     def watch(self, engine: Any, progress: Any) -> None:
         """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains; its
-        `progress` has `global_step`, and the `calls` since that."""
+        `progress` has `global_step`."""
         self._engines = weakref.WeakKeyDictionary({**self._engines, engine: progress})  # the thread goes through it
 
     def remove(self) -> None:
@@ -104,18 +98,14 @@ class FailureWatch:
         if sys.excepthook == self._on_error:
             sys.excepthook = self._previous_hook
 
-    def ended(self) -> dict[int, str]:
-        """The other ranks that are known to have ended: "failed", "lost", or "ended" without an error."""
-        return {rank: word for rank, word in self.told().items() if word != "running"}
-
     def told(self) -> dict[int, str]:
-        """The last word that each other rank has sent: one of `ended`, or "running", in answer to a failure."""
+        """The last word that each other rank has sent: "failed", "lost", "ended" without an error, or "running", in
+        answer to a failure."""
         self._exchange()
         return {rank: word for rank, word in self._told.items() if rank != self._rank}
 
-    def _exchange(self, word: str = "", error: str = "", tells_calls: bool = False) -> None:
-        """Send this rank's `word` to the others, and `error` if it is the first, and read theirs. With `tells_calls`,
-        or if something is wrong, also send the number of calls of this rank's engines."""
+    def _exchange(self, word: str = "", error: str = "") -> None:
+        """Send this rank's `word` to the others, and `error` if it is the first, and read theirs."""
         if self._store_is_gone:  # torch would print a stack of its C++ code each time
             return
         if not self._in_call.acquire(timeout=ANSWER_S):  # of a host without power or network; torch's call stays there
@@ -126,33 +116,12 @@ class FailureWatch:
                 self._store.compare_set(word, "", error)
             if word:
                 self._store.append("log", f"{self._rank} {word}\n")
-            if tells_calls or word not in ("", "ended"):
-                self._store.append("calls", f"{self._rank} {self._count_calls()}\n")
-            keys = ["log", "failed", "lost", "calls"]
-            log, failed, lost, calls = (value.decode() for value in self._store.multi_get(keys))
+            log, self._failed, self._lost = map(bytes.decode, self._store.multi_get(["log", "failed", "lost"]))
+            self._told = {int(rank): theirs for rank, theirs in map(str.split, log.splitlines())}
         except Exception:
             self._store_is_gone = True
-            return
         finally:
             self._in_call.release()
-        self._failed, self._lost = failed, lost
-        self._told = {int(rank): theirs for rank, theirs in map(str.split, log.splitlines())}
-        self._calls = {int(rank): text for rank, _, text in (line.partition(" ") for line in calls.splitlines())}
-
-    def _count_calls(self) -> str:
-        """The number of calls of each of this rank's engines since its last update, in words."""
-        return ", ".join(f"{each.calls} since update {each.global_step}" for each in list(self._engines.values()))
-
-    def _compare_calls(self) -> str:
-        """The number of calls of each rank's engines, in words, if it differs."""
-        by_text = ranks_by_value(dict(sorted(self._calls.items())))
-        if len(by_text) < 2:
-            return ""
-        counts = "; ".join(f"{self._names.names(ranks)}: {text}" for text, ranks in by_text.items() if text)
-        return (
-            f"calls of engine(...): {counts} (under fsdp and expert, data ranks meet in forward, so each must make "
-            "the same number of calls)"
-        )
 
     def _end(self, word: str, error: str = "") -> None:
         if not self._ending.is_set():
@@ -163,8 +132,8 @@ class FailureWatch:
     def _wait_for_others(self, seconds: float, or_failure: bool) -> None:
         """Until all have ended, or (`or_failure`) one has failed by itself."""
         until, pause = time.monotonic() + seconds, max(0.05, self._names.world_size / 500)  # one store answers all
-        while len(self.ended()) < self._names.world_size - 1 and time.monotonic() < until:
-            if self._store_is_gone or (or_failure and self._failed):
+        while time.monotonic() < until and not (or_failure and self._failed) and not self._store_is_gone:
+            if [word != "running" for word in self.told().values()].count(True) == self._names.world_size - 1:
                 break
             time.sleep(pause)
 
@@ -174,95 +143,69 @@ class FailureWatch:
             self._wait_for_others(LINGER_S, or_failure=False)
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_rank = os.getpid() == self._pid and not self._ending.is_set()  # a forked child is none
-        is_lost, lines = may_be_of_peer(error), "".join(traceback.format_exception(error)).rstrip()
-        if is_rank and not is_lost and self._names.has_coordinates:
-            error.add_note(f"raised on {self._name}")
-        if is_rank and is_lost and self._is_told_here():
-            place = traceback.extract_tb(trace)[0]
-            self._say(f"ended at {place.filename}:{place.lineno}, {kind.__name__}: {str(error).partition(chr(10))[0]}")
-        elif not (is_rank and self._rank and kind is KeyboardInterrupt):  # of Ctrl-C, which all get, one traceback does
+        if os.getpid() != self._pid or self._ending.is_set():  # a forked child is no rank
             self._previous_hook(kind, error, trace)
-        if not is_rank:
             return
-        if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: at shutdown no Python code runs
-            signal.alarm(EXIT_LIMIT_S)
+        is_lost = may_be_of_peer(error)
+        self._exchange()
+        if is_lost and self._failed:
+            self._say(f"ended at {_in_one_line(error)}")
+        elif not self._rank or kind is not KeyboardInterrupt:  # of Ctrl-C, which all get, one traceback does
+            self._previous_hook(kind, error, trace)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: at shutdown no Python code runs
+        signal.alarm(EXIT_LIMIT_S)
         until = time.monotonic() + ANSWER_S
-        self._tell(error, lines)
+        self._tell(error)
         if is_lost and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun shows any of the errors it finds together
             time.sleep(max(0.0, until - time.monotonic()))
-        with contextlib.suppress(type(error)):
-            try:
-                raise error  # the handler formats the exception in flight
-            finally:
-                error.__traceback__ = trace  # without this frame
-                get_error_handler().record_exception(error)
+        try:
+            raise error  # the handler formats the exception in flight
+        except BaseException:
+            get_error_handler().record_exception(error)
 
-    def _tell(self, error: BaseException, lines: str) -> None:
-        """End with `error`, whose traceback is `lines`. One that may be of a peer gets a note with the first error."""
+    def _tell(self, error: BaseException) -> None:
+        """End with `error`. One that may be of a peer gets a note with the first error."""
         is_lost = may_be_of_peer(error)
-        self._end("lost" if is_lost else "failed", f"[{self._name}] {lines}")
+        self._end("lost" if is_lost else "failed", f"{self._name} at {_in_one_line(error)}")
         if is_lost:
             self._wait_for_others(ANSWER_S, or_failure=True)
             error.add_note(f"[{self._name}] {self._say(self._report())}")
-
-    def _is_told_here(self) -> bool:
-        """Return True if a rank of this node has failed, whose traceback torchrun's terminal shows already."""
-        self._exchange()
-        failed = re.match(r"\[rank (\d+)", self._failed)
-        if failed is None or "TORCHELASTIC_RUN_ID" not in os.environ:
-            return False
-        of_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        return int(failed[1]) // of_node == self._rank // of_node
 
     def _report(self) -> str:
         """The first error, and the ranks that may be the reason for it."""
         told, names, found = self._told, self._names, list[str]()
         if self._store_is_gone and not self._failed:
             agent = f"the launcher on {os.environ.get('MASTER_ADDR')}"
-            host = agent if self._host is None else names.name(self._host)
-            found = [f"no answer from {host}, which hosts the store (killed, out of memory?)"]
+            found = [f"no answer from {agent if self._host is None else names.name(self._host)}, which hosts the store"]
         elif not self._failed:
-            texts = {"": "no answer from {} (killed, out of memory, or stopped?)", "running": "still running: {}"}
             others = [rank for rank in range(names.world_size) if rank != self._rank]
-            for word, text in (texts | {"ended": "ended without an error: {}"}).items():
+            for word, text in {
+                "": "no answer from {} (killed, out of memory, or stopped?)",
+                "running": "still running: {}",
+                "ended": "ended without an error: {}",
+            }.items():
                 if ranks := [rank for rank in others if told.get(rank, "") == word]:
                     found.append(text.format(names.names(ranks)))
-        if not self._failed and (calls := self._compare_calls()):
-            found.append(calls)
         if first := self._failed or self._lost:
-            is_own = first.startswith(f"[{self._name}] ")
-            if not is_own and self._is_told_here():
-                found.append(f"the first error was {first[1:].partition(']')[0]}'s: {first.splitlines()[-1]}")
-            else:
-                found.append("this was the first error" if is_own else f"the first error was:\n{first}")
+            found.append(f"the first error was of {first}")
         return "; ".join(found)
 
     def _watch(self) -> None:
-        steps, since, is_compared = list[int](), time.monotonic(), False
+        steps, since = list[int](), time.monotonic()
         while not self._ending.wait(POLL_S):
-            if {"failed", "lost"} & set(self.ended().values()):
+            if {"failed", "lost"} & set(self.told().values()):
                 break
             if self._store_is_gone:
                 if self._host is None or self._told.get(self._host) == "ended":
                     return
                 break
-            if self._calls and self._rank not in self._calls:  # another one waits
-                self._exchange(tells_calls=True)
-            engines = list(self._engines.items())
+            engines, limit = list(self._engines.items()), DUMP_AT * self._timeout_s
             training = [progress.global_step for engine, progress in engines if engine.model.training]
             if training != steps or not training:
                 steps, since = training, time.monotonic()
-            elif time.monotonic() > since + DUMP_AT * self._timeout_s:
-                limit = f"{DUMP_AT * self._timeout_s:g} s, {DUMP_AT:g} x the config key timeout"
-                self._dump(f"no update for {limit}{self._traces}")
+            elif time.monotonic() > since + limit:
+                self._dump(f"no update for {limit:g} s, {DUMP_AT:g} x the config key timeout")
                 since = float("inf")
-                self._exchange(tells_calls=True)
-            if since == float("inf") and not is_compared and len(self._calls) == self._names.world_size:
-                is_compared = True
-                if text := self._compare_calls():
-                    self._say(text)
         self._exchange("" if self._ending.is_set() else "running")
         for _ in range(int(GRACE_S / POLL_S)):
             if self._ending.wait(POLL_S):
@@ -283,6 +226,11 @@ class FailureWatch:
         faulthandler.dump_traceback(file=2)
 
 
+def _in_one_line(error: BaseException) -> str:
+    place, text = traceback.extract_tb(error.__traceback__)[0], cut(" ".join(str(error).split()), 2000)
+    return f"{place.filename}:{place.lineno}, {type(error).__name__}: {text}"
+
+
 def may_be_of_peer(error: BaseException) -> bool:
     """Return True if `error` is of a kind that torch raises where another rank is gone or late, or explains one."""
     if isinstance(error, HalfmeshError):
@@ -292,31 +240,10 @@ def may_be_of_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def recorded_for_torchrun() -> Iterator[None]:
-    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`. Before there
-    is a process group, all ranks reject the same: then only the first rank of a node prints the traceback."""
+    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`."""
     try:
         yield
     except Exception as error:
-        is_of_all, trace = isinstance(error, HalfmeshError) and not dist.is_initialized(), error.__traceback__
-        if is_of_all:
-            error.__traceback__ = None  # the handler formats what is there
         if not may_be_of_peer(error):
             get_error_handler().record_exception(error)
-        error.__traceback__ = trace
-        if is_of_all and os.environ.get("LOCAL_RANK", "0") != "0":
-            _print_in_one_line(error)
         raise
-
-
-def _print_in_one_line(error: Exception) -> None:
-    """Print `error` in one line if nothing catches it."""
-    known, before, rank = weakref.ref(error), sys.excepthook, os.environ.get("RANK")
-
-    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is not known():
-            before(kind, raised, trace)
-            return
-        place, text = traceback.extract_tb(trace)[0], cut(" ".join(str(raised).split()), 2000)
-        sys.stderr.write(f"[rank {rank}] ended at {place.filename}:{place.lineno}, {kind.__name__}: {text}\n")
-
-    sys.excepthook = hook

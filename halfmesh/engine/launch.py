@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -16,20 +17,18 @@ from ..config.composition import Setup, batch_size
 from ..config.config import Config
 from ..config.load import find_unchecked, load_config
 from ..data.sharding import ShardedLoader, loader_in
-from ..distributed.env import OPENMPI, SLURM, TORCHRUN, ProcessEnv, RankNames, coordinates_of, find_process
+from ..distributed.env import OPENMPI, SLURM, ProcessEnv, RankNames, coordinates_of, find_process
 from ..distributed.failures import recorded_for_torchrun
-from ..distributed.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
-from ..errors import InputError, LaunchError, counted
+from ..distributed.process_group import ALONE, OwnedGroup, make_group, wait_for_threads_at_exit
+from ..errors import InputError
 from ..parallel.mesh import ParallelContext
 from ..parallel.registries import DATA_STRATEGIES
 from ..utils.log import get_logger
 
-GLOO_NCCL = "cpu:gloo,cuda:nccl"
-"""The backend of groups that also send from the host."""
+GLOO_NCCL = "cpu:gloo,cuda:nccl"  # the backend of groups that also send from the host
+# The group that the engines of this process share, if one of them made it: torch too has one for each process.
 _shared: list[OwnedGroup] = []
-"""The group that the engines of this process share, if one of them made it: torch too has one for each process."""
-_launched: list[Launch] = []
-"""The last launch of this process, until it is closed."""
+_launched: list[Launch] = []  # the last launch of this process, until it is closed
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,23 @@ def launch(
     """
     if local_rank is None:
         local_rank = rank % max(1, torch.cuda.device_count() or world_size)
-    return _launch(
-        config, ProcessEnv(rank, world_size, local_rank), Address(host, port), backend, seed, device, verbose
-    )
+    ProcessEnv(rank, world_size, local_rank)  # rejects impossible numbers
+    address = (host, port) if host else None  # None: in torchrun's variables
+    with recorded_for_torchrun():
+        loaded = read_config(config)
+        loaded = loaded if seed is None else loaded.replace(seed=seed)
+        chosen = choose_device(device, local_rank)
+        names = loaded.parallel.dims(world_size).rank_names
+        backend = backend or choose_backend(loaded, chosen)
+        group = make_group(rank, names, address, chosen, loaded.timeout, backend)
+    random.seed(loaded.seed)
+    np.random.seed(loaded.seed)
+    torch.manual_seed(loaded.seed)
+    if verbose:
+        how = dist.get_backend() if dist.is_initialized() else "no process group"
+        get_logger().info("world size %d (%s), device %s, seed %d", world_size, how, chosen, loaded.seed)
+    _launched[:] = [Launch(loaded, chosen, rank, world_size, local_rank, group)]
+    return _launched[0]
 
 
 def launch_from_torch(
@@ -134,18 +147,20 @@ def launch_from_torch(
 
     Arguments and errors as in `launch`.
     """
-    return _launch(config, find_process(), None, backend, seed, device, verbose)
+    return _launch_as(find_process(), config, "", 0, backend=backend, seed=seed, device=device, verbose=verbose)
 
 
 def launch_from_slurm(config: Any, host: str, port: int, **options: Any) -> Launch:
     """Launch under srun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
-    process = SLURM.read()
-    return launch(config, process.rank, process.world_size, host, port, local_rank=process.local_rank, **options)
+    return _launch_as(SLURM.read(), config, host, port, **options)
 
 
 def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> Launch:
     """Launch under Open MPI's mpirun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
-    process = OPENMPI.read()
+    return _launch_as(OPENMPI.read(), config, host, port, **options)
+
+
+def _launch_as(process: ProcessEnv, config: Any, host: str, port: int, **options: Any) -> Launch:
     return launch(config, process.rank, process.world_size, host, port, local_rank=process.local_rank, **options)
 
 
@@ -158,23 +173,13 @@ def ensure_process_group(config: Config, device: torch.device, names: RankNames,
     Args:
         names: of the ranks, in messages about those that failed.
         alone: create one for a world of 1, too.
-
-    Raises:
-        LaunchError: the user's group lacks a backend that the config needs.
     """
-    backend = choose_backend(config, device)
     if dist.is_initialized():
         wait_for_threads_at_exit()
-        if backend == GLOO_NCCL and dist.get_world_size() > 1 and "cpu:" not in (there := dist.get_backend_config()):
-            raise LaunchError(
-                f"parallel.data={config.parallel.data.strategy!r} sums gradients in host memory, which your process "
-                f"group cannot do ({there}): create it with init_process_group({GLOO_NCCL!r}), or let initialize "
-                "create it"
-            )
         return next((group for group in _shared if group.is_there), None)
     process = find_process()
-    address = Address("localhost", 0) if alone and process.world_size == 1 else None  # 0: any port
-    group = make_group(process, address, device, config.timeout, backend, names, alone)
+    address = ALONE if alone and process.world_size == 1 else None
+    group = make_group(process.rank, names, address, device, config.timeout, choose_backend(config, device))
     _shared[:] = [] if group is None else [group]
     return group
 
@@ -192,8 +197,7 @@ def reject_forgotten() -> None:
     fp32, with data parallelism alone."""
     if any(launch.config != Config() for launch in _launched):
         raise InputError(
-            "initialize got no config, and would ignore the one that this process launched with; pass the launch, as "
-            "in initialize(..., config=launch), or config={} for fp32 and data parallelism"
+            "initialize got no config, and would ignore that of the launch; pass config=launch, or {} for plain fp32"
         )
 
 
@@ -219,9 +223,6 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
 
     If a process sees one GPU only (`srun --gpus-per-task=1`), that one, for any local rank.
     `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
-
-    Raises:
-        LaunchError: this process sees no such GPU.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
@@ -229,35 +230,25 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
         return chosen
     index = chosen.index
     if index is None:
-        local_rank = int(os.environ.get(TORCHRUN.local_rank, 0)) if local_rank is None else local_rank
-        index = 0 if gpus == 1 else local_rank
-    if index >= gpus:
-        origin = f"local rank {local_rank}" if chosen.index is None else f"device={str(device)!r}"
-        raise LaunchError(
-            f"{origin} needs GPU {index}, but this process sees {gpus} (numbered from 0); start at most "
-            f"{counted(gpus, 'rank')} per machine, or pass device='cpu'"
-        )
+        index = int(os.environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank
+        index = 0 if gpus == 1 else index
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def count_updates(dataloader: Any, setup: Setup, device: torch.device, sharded: bool) -> int:
     """See `Launch.updates_per_epoch`. It needs no process group."""
-    if not isinstance(loader_in(dataloader), DataLoader):
-        raise InputError(
-            f"updates_per_epoch takes a torch DataLoader, but got a {type(dataloader).__name__}; pass the one that you "
-            "give initialize"
-        )
     context = ParallelContext(setup.dims, device)
     if not dist.is_initialized():
         context.rank = find_process().rank
-    loader = ShardedLoader(dataloader, context, training=True, sharded=sharded)
-    batches = loader.length
+    loader = loader_in(dataloader)
+    is_torchs = isinstance(loader, DataLoader)
+    batches = ShardedLoader(dataloader, context, training=True, sharded=sharded).length if is_torchs else None
     if batches is None:
-        dataset = type(loader.given.dataset).__name__
+        kind = type(loader.dataset if is_torchs else dataloader).__name__
         raise InputError(
-            f"the number of updates per epoch is unknown: {dataset}, or its sampler, has no length; give the dataset a "
-            "__len__, or set the length of the run in updates (max_steps)"
+            f"the number of updates per epoch is unknown: {kind} is no torch DataLoader, or a dataset without a length "
+            "(or with such a sampler); pass the DataLoader that you give initialize, or count in updates (max_steps)"
         )
     return -(-batches // setup.accumulate(batch_size(dataloader)).config.gradient_accumulation)
 
@@ -269,52 +260,15 @@ def get_default_parser() -> argparse.ArgumentParser:
     `--set` is for `load_config(args.config, args.overrides)`, whose result the launch functions take as config."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="the config file (.py, .yaml or .json)")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a key of the config, such as parallel.tensor=2 or fp16.mode=naive; repeatable",
-    )
+    what = "set a key of the config, such as parallel.tensor=2 or fp16.mode=naive; repeatable"
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=what)
     parser.add_argument("--host", help="the address of rank 0 (not needed under torchrun)")
-    parser.add_argument("--port", type=int, help="the port of rank 0 (not needed under torchrun)")
-    parser.add_argument("--world_size", "--world-size", type=int, help="the number of processes on all machines")
-    parser.add_argument("--rank", type=int, help="the rank of this process, from 0")
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help="the rank of this process on its machine, from 0"
-    )
     parser.add_argument("--backend", help="the communication backend (default: nccl for CUDA, gloo for the CPU)")
+    for name, what in {
+        "port": "the port of rank 0 (not needed under torchrun)",
+        "world_size": "the number of processes on all machines",
+        "rank": "the rank of this process, from 0",
+        "local_rank": "the rank of this process on its machine, from 0",
+    }.items():
+        parser.add_argument(*sorted({f"--{name}", f"--{name.replace('_', '-')}"}), dest=name, type=int, help=what)
     return parser
-
-
-def _launch(
-    config: Any,
-    process: ProcessEnv,
-    address: Address | None,
-    backend: str | None,
-    seed: int | None,
-    device: torch.device | str | None,
-    verbose: bool,
-) -> Launch:
-    with recorded_for_torchrun():
-        loaded = read_config(config)
-        loaded = loaded if seed is None else loaded.replace(seed=seed)
-        chosen = choose_device(device, process.local_rank)
-        names = loaded.parallel.dims(process.world_size).rank_names
-        backend = backend or choose_backend(loaded, chosen)
-        group = make_group(process, address, chosen, loaded.timeout, backend, names)
-    _set_seeds(loaded.seed)
-    if verbose:
-        how = dist.get_backend() if dist.is_initialized() else "no process group"
-        get_logger().info("world size %d (%s), device %s, seed %d", process.world_size, how, chosen, loaded.seed)
-    _launched[:] = [Launch(loaded, chosen, process.rank, process.world_size, process.local_rank, group)]
-    return _launched[0]
-
-
-def _set_seeds(seed: int) -> None:
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy takes 32 bits
-    torch.manual_seed(seed)

@@ -23,12 +23,10 @@ class Progress:
 
     Attributes:
         global_step: the number of optimizer steps attempted so far, skipped ones included.
-        calls: the number of calls of `engine(...)` and `engine.call` since the last step.
         results: the results of the last steps, the newest last.
     """
 
     global_step: int = 0
-    calls: int = 0
     results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))
 
 

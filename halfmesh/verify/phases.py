@@ -14,8 +14,7 @@ from typing import Any
 from ..compat import check_setup
 from ..config.composition import Setup
 from ..config.load import load_config
-from ..distributed.local_ranks import ENGINE, LocalRanks
-from ..distributed.rank_process import RankError
+from ..distributed.local_ranks import ENGINE, LocalRanks, RankError
 from ..errors import InputError, own_frames
 from ..parallel.dims import in_words
 from ..utils.tensors import dtype_name

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from halfmesh.distributed.rank_process import RankError
+from halfmesh.distributed.local_ranks import RankError
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import make_engine, make_small, train
 from tests.support.ranks import here, run_ranks

@@ -16,7 +16,7 @@ from torch import nn
 
 from halfmesh.checkpoint import storage
 from halfmesh.checkpoint.storage import LOCK
-from halfmesh.distributed.rank_process import RankError
+from halfmesh.distributed.local_ranks import RankError
 from halfmesh.errors import CheckpointError, InputError
 from tests.support.checkpoint_runs import make_engine, make_small, train
 from tests.support.models import CLASSES, FEATURES

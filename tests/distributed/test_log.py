@@ -16,48 +16,31 @@ def own(monkeypatch):
     monkeypatch.setattr(own, "parent", logging.RootLogger(logging.WARNING))
     monkeypatch.setattr(own, "handlers", [])
     monkeypatch.setattr(own, "level", logging.NOTSET)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     own.manager._clear_cache()  # type: ignore[attr-defined]
     yield own
     own.manager._clear_cache()  # type: ignore[attr-defined]
 
 
-def test_a_message_is_visible_once_without_any_set_up(own, capsys):
-    log = get_logger()
-    get_logger("halfmesh.engine.engine").info("the plan: %d stages", 2)
-    log.warning("beware")
-    log.debug("detail")
-    assert capsys.readouterr().err == "the plan: 2 stages\nWARNING: beware\n"
-    assert own.handlers == own.parent.handlers == []
-
-
-def test_the_users_handler_takes_over(own, capsys):
+@pytest.mark.parametrize("way", ["nothing", "listener", "handler", "level", "null handler"])
+def test_a_message_is_visible_once_and_the_user_can_take_over_or_silence_it(own, capsys, way):
     records = []
-    handler = logging.Handler()
+    handler = {"listener": Listener(logging.WARNING), "null handler": logging.NullHandler()}.get(way, logging.Handler())
     handler.emit = records.append
-    own.parent.addHandler(handler)  # the root has level WARNING: the plan is seen all the same
-    get_logger().info("plan of %s", "x")
-    assert [record.getMessage() for record in records] == ["plan of x"]
-    assert capsys.readouterr().err == ""
-
-
-def test_who_only_listens_shows_nothing(own, capsys):
-    heard = []
-    listener = Listener(logging.WARNING)
-    listener.emit = heard.append
-    own.addHandler(listener)
-    get_logger("halfmesh.engine.engine").info("plan")
-    get_logger("halfmesh.engine.engine").warning("beware")
-    assert [record.getMessage() for record in heard] == ["beware"]
-    assert capsys.readouterr().err == "plan\nWARNING: beware\n"
-
-
-@pytest.mark.parametrize("way", ["level", "null handler"])
-def test_the_user_can_silence_it(own, capsys, way):
-    own.setLevel(logging.WARNING) if way == "level" else own.addHandler(logging.NullHandler())
-    get_logger().info("plan")
-    assert capsys.readouterr().err == ""
+    if way == "level":
+        own.setLevel(logging.ERROR)
+    elif way == "handler":  # the root has level WARNING: the plan is seen all the same
+        own.parent.addHandler(handler)
+    elif way != "nothing":
+        own.addHandler(handler)
+    get_logger("halfmesh.engine.engine").info("the plan: %d stages", 2)
+    get_logger().warning("beware")
+    get_logger().debug("detail")
+    shown = "the plan: 2 stages\nWARNING: beware\n"
+    assert capsys.readouterr().err == (shown if way in ("nothing", "listener") else "")
+    heard = [record.getMessage() for record in records]
+    assert (
+        heard == {"listener": ["beware"], "handler": ["the plan: 2 stages", "beware"]}.get(way, []) or way[0] == "null"
+    )
 
 
 def test_only_the_named_ranks_speak_and_say_who_they_are(capsys, monkeypatch):

@@ -1,7 +1,7 @@
 """Two nodes: two network namespaces with host names, addresses and processes of their own, joined by a cable (veth).
 
-On each of them a command of docs/nodes.md starts two ranks of a 2 x 2 mesh. What crosses the cable is counted by the
-kernel. A node that is killed takes its processes with it; one that is unplugged answers nothing, as after a power cut.
+On each of them a command of docs/nodes.md starts two ranks of a 2 x 2 mesh. A node that is killed takes its processes
+with it; one that is unplugged answers nothing, as after a power cut.
 """
 
 from __future__ import annotations
@@ -14,93 +14,56 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from halfmesh.distributed.local_ranks import LAUNCH_VARIABLES
 from tests.support.pages import read_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
 
-LIMIT_S = 15.0
-"""The config's timeout."""
-LATEST_S = 100.0
-"""Seconds until ranks have started, or ended; on an idle machine it is 10 and `LIMIT_S`."""
-UPDATES = 4
-"""Of which bytes are counted."""
-ROWS, WIDTH, HIDDEN, BATCHES, EPOCHS = 8192, 32, 512, 4, 3
-BUILD = f"""
-import torch
-from torch import nn
-
-def build():
-    torch.manual_seed(1)
-    layers = [nn.Linear({WIDTH}, {HIDDEN}), nn.Tanh(), nn.Linear({HIDDEN}, {WIDTH})]
-    layers += [nn.Linear({WIDTH}, {HIDDEN}), nn.Tanh(), nn.Linear({HIDDEN}, {WIDTH})]
-    model = nn.Sequential(*layers)
-    inputs = torch.randn({ROWS * BATCHES}, {WIDTH})
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01), inputs, inputs.flip(1).sin()
-"""
+LIMIT_S = 10.0  # the config's timeout
+LATEST_S = 100.0  # until ranks have started, or ended; on an idle machine it is 10 and `LIMIT_S`
 CONFIG = f"""
-parallel = dict(tensor=dict(size=2, plan={{"0": "colwise", "2": "rowwise", "3": "colwise", "5": "rowwise"}}))
+parallel = dict(tensor=dict(size=2, plan={{"0": "colwise", "2": "rowwise"}}))
 checkpoint = dict(directory="checkpoints", every=5)
 resume = "auto"
 timeout = {LIMIT_S}
-EPOCHS, HALTS = {EPOCHS}, None
+EPOCHS, HALTS = 3, None
 """
-TRAIN = f"""
-{BUILD}
+TRAIN = """
 import time
-from pathlib import Path
+import torch
 import halfmesh
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-def count_bytes():
-    torch.distributed.barrier()
-    lines = Path("/proc/net/dev").read_text().replace(":", " ").splitlines()[2:]
-    return {{line.split()[0]: int(line.split()[9]) for line in lines}}
-
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+data = TensorDataset(torch.randn(256, 8), torch.randn(256, 8))
 args = halfmesh.get_default_parser().parse_args()
 with halfmesh.launch_from_torch(halfmesh.load_config(args.config, overrides=args.overrides), device="cpu") as launch:
-    model, optimizer, inputs, labels = build()
-    loader = DataLoader(TensorDataset(inputs, labels), {ROWS} // launch.dp_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(data, 64 // launch.dp_size)
     with halfmesh.initialize(model, optimizer, nn.functional.mse_loss, loader, launch) as engine:
         print("begins at", engine.global_step, flush=True)
         for _ in range(engine.dataloader.next_epoch, launch.config.EPOCHS):
             for x, y in engine.dataloader:
-                if engine.global_step == 5:
-                    before = count_bytes()
                 engine.zero_grad()
                 loss = engine.criterion(engine(x), y)
                 engine.backward(loss)
                 engine.step()
-                if engine.global_step == 9:
-                    sent = {{name: now - before[name] for name, now in count_bytes().items()}}
-                    own = sum(parameter.nbytes for parameter in model.parameters())
-                    print("sent", own, sent["lo"], sent.get("cable"), flush=True)
                 if engine.global_step == 7 and launch.rank // 2 == launch.config.HALTS:
                     print("halts", flush=True)
                     time.sleep(1000)
-        weights = engine.full_state_dict()
-        if launch.rank == 0:
-            torch.save(weights, "weights.pt")
 """
 
 
 class Nodes:
-    """node0 and node1, which are one cable apart, and nothing else.
-
-    Raises:
-        OSError: this machine makes no namespaces, or lacks the programs for it.
-    """
+    """node0 and node1, which are one cable apart. OSError: this machine makes no namespaces, or lacks the programs."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._firsts: list[int] = []
+        self._folder, self._processes = folder, list[subprocess.Popen[bytes]]()
 
     def connect(self) -> None:
         (self._folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
@@ -119,7 +82,6 @@ class Nodes:
             self._call(f"{inside} ip route add 10.77.0.0/24 dev cable")
 
     def start(self, number: int, command: str) -> subprocess.Popen[bytes]:
-        """Run a module of Python on a node."""
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         words = [*self._inside[number].split(), sys.executable, "-m", *command.split()]
@@ -195,38 +157,8 @@ def wait(nodes: Nodes, ready: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def check_weights(folder: Path) -> None:
-    """They are those of all updates in one process, by torch alone."""
-    made: dict[str, Any] = {}
-    exec(BUILD, made)
-    model, optimizer, inputs, labels = made["build"]()
-    for _ in range(EPOCHS):
-        for x, y in zip(inputs.split(ROWS), labels.split(ROWS), strict=True):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    found = torch.load(folder / "weights.pt")
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
-
-
-def test_two_nodes_train_as_one_process_and_tensor_ranks_stay_on_a_node(nodes, tmp_path):
-    """Gradients cross the cable, once; activations do not: they are what the ranks of a node send to each other."""
-    started = [nodes.start(number, command("torchrun --nnodes 2")) for number in range(2)]
-    wait(nodes, lambda: all(process.poll() is not None for process in started))
-    assert [process.returncode for process in started] == [0, 0], nodes.said(0)
-    check_weights(tmp_path)
-    activations = 3 * 4 * WIDTH * ROWS // 2  # of two layers' outputs, and a gradient between them, in fp32
-    for number in range(2):
-        gradients, within, across = map(int, re.findall(r"sent (\d+) (\d+) (\d+)", nodes.said(number))[0])
-        least, most = 2 * UPDATES, 2 * UPDATES * 1.3  # ranks; TCP adds to it
-        assert least * gradients <= across <= most * gradients
-        assert least * activations <= within <= most * activations
-        assert within > 8 * across
-
-
 @pytest.mark.promise("a rank that fails or hangs", "all ranks end, and name it", of="PyTorch", page="nodes.md")
-def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoint(nodes, tmp_path):
+def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoint(nodes):
     started = [nodes.start(number, command("halfmesh run --nnodes 2", "--set HALTS=1")) for number in range(2)]
     wait(nodes, lambda: nodes.said(1).count("halts") == 2)
     nodes.kill(1)
@@ -240,7 +172,6 @@ def test_a_node_that_is_killed_is_named_and_the_other_goes_on_from_the_checkpoin
     wait(nodes, lambda: alone.poll() is not None)
     assert alone.returncode == 0, nodes.said(0)
     assert nodes.said(0).count("begins at 5") == 2
-    check_weights(tmp_path)
 
 
 def test_a_node_without_power_is_named_though_it_keeps_what_ranks_talk_through(nodes):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.distributed.rank_process import RankError
+from halfmesh.distributed.local_ranks import RankError
 from tests.support.models import CLASSES, FEATURES, make_data, said
 from tests.support.pipeline_parts import make, step
 from tests.support.ranks import here, run_ranks

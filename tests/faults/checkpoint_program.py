@@ -11,7 +11,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,23 +19,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 
-DEFAULTS: dict[str, Any] = {"folder": None, "every": 4, "dropout": 0.3, "shuffle": True}
-DEFAULTS |= {"workers": 0, "pause": 0.0, "epochs": 3}
+DEFAULTS = {"folder": None, "every": 4, "dropout": 0.3, "shuffle": True, "workers": 0, "pause": 0.0, "epochs": 3}
 """`folder`: of checkpoints; None: no saves. `pause`: seconds after each step. `log`: folder of the steps' files."""
 
 
-def main(out: str, hook: Any = None, **options: Any) -> list[tuple[int, float]]:
+def main(out, **options):
     """Train; the weights go to the file `out` in the end. Returns step and loss of each step."""
     given = {**DEFAULTS, **options}
-    torch.manual_seed(0)
-    np.random.seed(0)
-    random.seed(0)
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(given["dropout"]), nn.Linear(32, 4))
     x = torch.randn(96, 8)
     data = TensorDataset(x, x[:, :4].argmax(1))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
+    is_joined = torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
     loader = DataLoader(data, 8 // ranks, shuffle=given["shuffle"], num_workers=given["workers"])
     saves = {"directory": given["folder"], "every": given["every"], "keep": 2, "signals": ["SIGTERM"]}
     engine = halfmesh.initialize(
@@ -47,32 +42,26 @@ def main(out: str, hook: Any = None, **options: Any) -> list[tuple[int, float]]:
         {} if given["folder"] is None else {"checkpoint": saves, "resume": "auto"},
         device="cpu",
     )
-    say = _log(given.get("log"), engine.context.rank)
-    say(f"from {engine.global_step}")
+    log = Path(given["log"], f"rank-{engine.context.rank}") if "log" in given else Path(os.devnull)
+    if "log" in given:
+        Path(given["log"], f"pid-{engine.context.rank}").write_text(str(os.getpid()))
     seen = []
-    for _ in range(engine.dataloader.next_epoch, given["epochs"]):
-        for inputs, targets in engine.dataloader:
-            engine.zero_grad()
-            loss = engine.criterion(engine(inputs), targets)
-            engine.backward(loss)
-            engine.step()
-            seen.append((engine.global_step, loss.item()))
-            say(f"{engine.global_step} {time.monotonic()}")
-            time.sleep(given["pause"])
-            if hook is not None:
-                hook(engine)
+    with open(log, "a", buffering=1) as file:
+        file.write(f"from {engine.global_step}\n")
+        for _ in range(engine.dataloader.next_epoch, given["epochs"]):
+            for inputs, targets in engine.dataloader:
+                engine.zero_grad()
+                loss = engine.criterion(engine(inputs), targets)
+                engine.backward(loss)
+                engine.step()
+                seen.append((engine.global_step, loss.item()))
+                file.write(f"{engine.global_step} {time.monotonic()}\n")
+                time.sleep(given["pause"])
     weights = engine.full_state_dict()
     engine.close()
     if engine.context.rank == 0:
         torch.save(weights, out)
     return seen
-
-
-def _log(folder: str | None, rank: int) -> Any:
-    if folder is None:
-        return lambda line: None
-    file = open(Path(folder) / f"rank-{rank}", "a", buffering=1)  # noqa: SIM115
-    return lambda line: file.write(line + "\n")
 
 
 if __name__ == "__main__":

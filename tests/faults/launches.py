@@ -22,14 +22,8 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
     """A process in a session of its own, all of which is killed in the end."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, env=environment, start_new_session=True)
     try:
         yield process
     finally:
@@ -40,33 +34,13 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A program in which the rank `bad` executes `how` in its sixth step.
-
-    Attributes:
-        then: what every rank executes after each step.
-        parallel: of the config.
-    """
+    """A program in which the rank `bad` executes `how` in its sixth step, and every rank `then` after each step."""
 
     how: str
     bad: int = 1
     ranks: int = 2
     parallel: tuple[tuple[str, object], ...] = ()
     then: str = "pass"
-
-
-@dataclass
-class Outcome:
-    """How the ranks of a case ended.
-
-    Attributes:
-        said: what each rank has written.
-        codes: their exit codes.
-        seconds: from the fault to the end of the last of the other ranks.
-    """
-
-    said: list[str]
-    codes: list[int]
-    seconds: float
 
 
 LIMIT_S = 3.0
@@ -77,9 +51,6 @@ import torch
 import halfmesh
 from torch import nn
 
-def fails():
-    os.write(1, b"fails at %f\\n" % time.monotonic())
-
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -89,7 +60,7 @@ def main():
         x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
         for step in range(10**6):
             if step == 5 and rank == BAD:
-                fails()
+                os.write(1, b"fails at %f\\n" % time.monotonic())
                 HOW
             loss = engine.criterion(engine(x), y)
             engine.backward(loss)
@@ -104,7 +75,6 @@ FORKS = """
 import json, os, signal, sys, time
 import torch, torch.distributed, halfmesh.engine.launch, halfmesh.config.load, halfmesh.engine.initialize
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
-from torch.distributed import pipelining, fsdp
 folder, port = sys.argv[1], int(sys.argv[2])
 ranks = {}
 for rank in range(RANKS):
@@ -121,7 +91,7 @@ else:
         rank = ranks.pop(process)
         codes[rank], ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
         if list(ranks.values()) == [BAD]:
-            time.sleep(2)
+            time.sleep(1)
             os.kill(*ranks, signal.SIGKILL)
     json.dump([codes, ended], sys.stdout)
     os._exit(0)
@@ -150,15 +120,16 @@ def write_program(case: Case, folder: Path, launch: str) -> str:
     return str(script)
 
 
-def run_case(case: Case, folder: Path) -> Outcome:
-    """As under srun or mpirun: each rank by itself, and rank 0 hosts the store."""
+def run_case(case: Case, folder: Path) -> tuple[list[str], list[int], float]:
+    """As under srun or mpirun: each rank by itself, and rank 0 hosts the store. Returns what each rank has written, its
+    exit code, and the seconds from the fault to the end of the last other rank."""
     script, out = write_program(case, folder, FORKS), folder / "out"
     out.mkdir()
     with started(sys.executable, script, str(out), str(free_port())) as process:
         codes, ended = json.loads(process.communicate(timeout=100)[0])
     said = [(out / str(rank)).read_text() for rank in range(case.ranks)]
     last = max(ended[str(rank)] for rank in range(case.ranks) if rank != case.bad)
-    return Outcome(said, [codes[str(rank)] for rank in range(case.ranks)], last - failed_at(said[case.bad]))
+    return said, [codes[str(rank)] for rank in range(case.ranks)], last - failed_at(said[case.bad])
 
 
 def failed_at(output: str) -> float:
