@@ -18,9 +18,8 @@ from torch import nn
 from ..errors import InputError, shorten
 from ..parallel.modules import is_within
 from ..parallel.pipeline.pieces import children_of
-from ..parallel.tensor.plans import generalise, near_names
+from ..parallel.tensor.plans import near_names
 from ..utils.engine_hook import EngineHook
-from ..utils.torch_private import is_compiled
 from .recompute import Checkpointed
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ _ROWS = (nn.ModuleList, nn.Sequential)
 
 
 def compile_modules(modules: Sequence[nn.Module], options: CompileConfig, before: Callable[[nn.Module], None]) -> None:
-    """Compile `modules` in place; `uncompile` undoes it. Nothing runs before their first call.
+    """Compile `modules` in place. Nothing runs before their first call.
 
     Args:
         before: called before compiled code of a module, outside of it.
@@ -42,9 +41,10 @@ def compile_modules(modules: Sequence[nn.Module], options: CompileConfig, before
     for module in modules:
         forward = vars(module).get("forward")
         if isinstance(forward, Checkpointed):  # the recomputation has to run the same code
-            forward.compiled = _after(partial(before, module), _compiled(forward.own, len(modules), arguments))
-        else:
-            _compile_in_place(module, len(modules), arguments, partial(before, module))
+            forward.compiled = _compiled(forward.own, partial(before, module), len(modules), arguments)
+        else:  # `module.compile()`
+            call = _within_function(module._call_impl)
+            module._compiled_call_impl = _compiled(call, partial(before, module), len(modules), arguments)
 
 
 def resolve_compiled(
@@ -60,17 +60,15 @@ def resolve_compiled(
         partition: how a pipeline splits the model, if one does. Its stages call blocks, and not the model.
         checkpoints: modules are recomputed in backward; these may be compiled, but not as part of a larger graph.
     """
-    if any(is_compiled(module) for module in model.modules()):
-        return (), ["compile: the model is already compiled; pass it uncompiled, or remove compile"]
     blocks = called_blocks(model, partition)
     if blocks and (options.scope == "blocks" or (options.scope == "auto" and (ranks > 1 or checkpoints))):
         return blocks, []
     if options.scope != "blocks" and partition is None:
         return ("",), []
+    use = "use scope='model'" if partition is None else "remove compile, or the pipeline"
     return (), [
-        f"compile: {type(model).__name__} has no repeated blocks that could be compiled (two or more modules of one "
-        "class, with modules of their own, in a ModuleList or Sequential); "
-        + ("use scope='model'" if partition is None else "remove compile, or the pipeline")
+        f"compile: {type(model).__name__} has no repeated blocks (two or more modules of one class, with modules of "
+        f"their own, in a ModuleList or Sequential); {use}"
     ]
 
 
@@ -95,44 +93,20 @@ def find_blocks(model: nn.Module) -> Iterator[str]:
     Sequential. Of nested lists, the outermost modules that are not lists of blocks themselves."""
     children = {name: model.get_submodule(name) for name in children_of(model)}
     within = {name: list(find_blocks(child)) for name, child in children.items()}
-    candidates = {
-        name
-        for name, child in children.items()
-        if is_called(child)
-        and next(child.children(), None) is not None
-        and not (isinstance(child, _ROWS) and within[name])
-    }
-    kinds = Counter(type(children[name]) for name in candidates if isinstance(model, _ROWS))
+    rows = {name for name, child in children.items() if isinstance(child, _ROWS) and within[name]}
+    inner = {name for name, child in children.items() if is_called(child) and list(child.children())} - rows
+    kinds = Counter(type(children[name]) for name in inner if isinstance(model, _ROWS))
     for name, child in children.items():
-        if name in candidates and kinds[type(child)] > 1:
-            yield name
-        else:
-            yield from (f"{name}.{inner}" for inner in within[name])
+        is_block = name in inner and kinds[type(child)] > 1
+        yield from [name] if is_block else [f"{name}.{found}" for found in within[name]]
 
 
-def _compile_in_place(
-    module: nn.Module, recompiles: int, arguments: dict[str, Any], before: Callable[[], None]
-) -> None:
-    """`module.compile()`, also for classes of torch (Sequential, TransformerEncoderLayer), whose `forward` torch before
-    2.15 silently does not compile."""
-    own: Callable[..., Any] = module._call_impl
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    is_torchs = type(module).forward.__module__.partition(".")[0] == "torch"
-    module._compiled_call_impl = _after(before, _compiled(call if is_torchs else own, recompiles, arguments))
+def _within_function(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Of classes of torch (Sequential, TransformerEncoderLayer) torch before 2.15 silently does not compile `own`."""
+    return lambda *args, **kwargs: own(*args, **kwargs)
 
 
-def _after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return call(*args, **kwargs)
-
-    return both
-
-
-def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, Any]) -> Callable[..., Any]:
+def _compiled(call: Callable[..., Any], before: Callable[[], None], recompiles: int, arguments: dict[str, Any]) -> Any:
     """`torch.compile(call)` that sees hooks added to or removed from submodules, with `recompiles` times torch's limit
     of variants (8 for all modules together that share code; beyond it calls run uncompiled)."""
     from torch._dynamo import config as dynamo_config
@@ -140,13 +114,13 @@ def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, An
     # torch reads these when it compiles, in one of the calls, and torch.compile has no arguments for them.
     limit = dynamo_config.recompile_limit * recompiles
     within = dynamo_config.patch(recompile_limit=limit, skip_nnmodule_hook_guards=False)
-    result: Callable[..., Any] = within(torch.compile(call, **arguments))
-    return result
+    result = within(torch.compile(call, **arguments))
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return result(*args, **kwargs)
 
-def uncompile(module: nn.Module) -> None:
-    """Undo `compile_modules` for a module."""
-    module._compiled_call_impl = None
+    return run
 
 
 class GraphSteps(EngineHook):
@@ -174,8 +148,8 @@ class GraphSteps(EngineHook):
         if self._accumulation.has_backward:
             raise InputError(
                 f"the model was called between engine.backward and engine.step, but {self._name} makes CUDA graphs, "
-                "whose next call may overwrite gradients that are still needed. Add up the losses of an update for one "
-                "backward; evaluate after engine.step; or use mode='max-autotune-no-cudagraphs'"
+                "whose next call may overwrite gradients. Add up the losses of an update for one backward, and "
+                "evaluate after engine.step; or use mode='max-autotune-no-cudagraphs'"
             )
 
     def after_step(self, result: StepResult) -> None:
@@ -192,50 +166,28 @@ def resolve_recomputed(
         compiled: the names of its compiled modules.
     """
     problems: list[str] = []
+    passed_by, kind = not_called(model, partition), type(model).__name__
+    called = [name for name, module in model.named_modules() if name and is_called(module)]
+    names = list(called_blocks(model, partition))[:: options.every]
     if options.patterns:
-        names = _find_matches(model, options.patterns, partition, problems)
-    elif not (names := list(called_blocks(model, partition))[:: options.every]):
-        problems.append(_no_blocks(model, partition))
+        found: set[str] = set()
+        for pattern in options.patterns:
+            matching = {name for name in called if fnmatchcase(name, pattern)}
+            if matching <= passed_by:
+                what = f"{shorten(sorted(matching))}, which no stage of the pipeline calls as a whole"
+                what = what if matching else f"no module that is called{near_names(pattern, called)}"
+                problems.append(f"activation_checkpoint: the pattern {pattern!r} matches {what}")
+            found |= matching - passed_by
+        names = [name for name in called if name in found and not _is_below(name, found)]
+    elif not names:
+        known = near_names("", set(called) - passed_by)
+        problems.append(f"activation_checkpoint: {kind} has no repeated blocks; name modules in `patterns`{known}")
     if inside := [name for name in names if _is_below(name, compiled)]:
         problems.append(
-            f"activation_checkpoint: {shorten(inside)} would be inside compiled code, which runs as a whole; choose "
-            "whole blocks ('full', or patterns of blocks), or remove compile"
+            f"activation_checkpoint: {shorten(inside)} would be inside compiled code; choose whole blocks ('full', or "
+            "patterns of blocks), or remove compile"
         )
     return ((), problems) if problems else (tuple(names), [])
-
-
-def _find_matches(
-    model: nn.Module, patterns: Sequence[str], partition: Partition | None, problems: list[str]
-) -> list[str]:
-    """The names of the outermost modules that match. Adds to `problems`."""
-    called = {name: module for name, module in model.named_modules() if name and is_called(module)}
-    passed_by = not_called(model, partition)
-    found: set[str] = set()
-    for pattern in patterns:
-        names = {name for name in called if fnmatchcase(name, pattern)}
-        why = ""
-        if not names:
-            rows = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-            why = f"only {shorten(rows)}, which is never called as a whole" if rows else "no module"
-            why += near_names(f"{pattern}.*" if rows else pattern, called)
-        elif names <= passed_by:
-            why = f"{shorten(sorted(names))}, which is not called as a whole by a stage of the pipeline"
-        if why:
-            problems.append(f"activation_checkpoint: the pattern {pattern!r} matches {why}")
-        found |= names - passed_by
-    return [name for name in called if name in found and not _is_below(name, found)]
-
-
-def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
-    passed_by = {"", *not_called(model, partition)}
-    called = (name for name, module in model.named_modules() if is_called(module) and name not in passed_by)
-    general = list(dict.fromkeys(map(generalise, called)))
-    whole = "" if partition is None else " that a stage of the pipeline calls as a whole"
-    example = general[0] if general else "encoder"
-    return (
-        f"activation_checkpoint: {type(model).__name__} has no repeated blocks{whole}; name the modules: "
-        f"activation_checkpoint = dict(patterns=[{example!r}]); it has {shorten(general, 12)}"
-    )
 
 
 def _is_below(name: str, others: Iterable[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,28 +77,22 @@ def convert_to_amp(
     recipe, on_ranks = setup.recipe, dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if on_ranks:  # DistributedDataParallel takes gradients in the parameter's dtype only
         recipe = dataclasses.replace(recipe, wide_gradients=False)
-    if isinstance(model, nn.Module) and any(map(recording_of, model.parameters())):
-        raise InputError(
-            "model: its parameters were made under halfmesh.deferred_init() and have no values yet; pass the model to "
-            "initialize, which makes them, or build it without deferred_init"
-        )
-    params = model.parameters() if isinstance(model, nn.Module) else iter(())
-    device = next((param.device for param in params), torch.device("cpu"))
+    params = list(model.parameters()) if isinstance(model, nn.Module) else []
+    if any(map(recording_of, params)):
+        raise InputError("model: it was built under halfmesh.deferred_init(), and only initialize gives it values")
+    device = params[0].device if params else torch.device("cpu")
     if problems := list(inputs.find_problems(model, joined, criterion, recipe, device)):
         raise InputError(problem_list(problems, "what was passed to convert_to_amp"))
     compat.raise_for(compat.check_setup(setup, device.type))
     precision = AMP_PLUGINS.get(config.precision.mode).precision(config.precision.options, recipe, device)
     unfit = [inputs.find_device_problem(device, recipe), precision.find_problem()]
     if on_ranks and recipe.loss_scale is not None and not recipe.keeps_scale:  # DDP averages one backward per forward
-        unfit.append(
-            f"num_losses={recipe.num_losses} with a dynamic scale for each cannot be averaged by "
-            "DistributedDataParallel; use halfmesh.initialize, which averages them, or num_losses=1"
-        )
+        unfit.append("DistributedDataParallel cannot average num_losses > 1 with a dynamic scale; use initialize")
     if any(unfit):
-        raise IncompatibleConfigError([problem for problem in unfit if problem])
+        raise IncompatibleConfigError(list(filter(None, unfit)))
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
     update = convert(model, joined, shards, precision)
-    wrapped = None if criterion is None else AMPCriterion(criterion, precision)
+    wrapped = None if criterion is None else partial(precision.criterion, criterion)
     return AMPModel(model, precision, update), AMPOptimizer(model, update, precision), wrapped
 
 
@@ -117,11 +112,7 @@ class AMPModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._sync_writes()
-        try:
-            return self._precision.forward(self.module, *args, **kwargs)
-        except RuntimeError as error:
-            self._precision.explain(self.module, error)
-            raise
+        return self._precision.forward(self.module, *args, **kwargs)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in, for computations of your own; `enabled=False` leaves it."""
@@ -134,11 +125,7 @@ class AMPModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the model itself, also where the wrapper is a submodule."""
-        state, prefix = self.module.state_dict(*args, **kwargs), kwargs.get("prefix", "")
-        versions = state._metadata  # of modules; under both names, to load into either
-        for key in [key for key in versions if f"{key}.".startswith(prefix)]:
-            versions[f"{prefix}module.{key[len(prefix) :]}".rstrip(".")] = versions[key]
-        return state
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as the model does, and update masters too. Messages use the model's names."""
@@ -154,18 +141,6 @@ class AMPModel(nn.Module):
 def _add_module_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
-class AMPCriterion(nn.Module):
-    """A criterion that computes in a precision."""
-
-    def __init__(self, criterion: Callable[..., Any], precision: Precision) -> None:
-        super().__init__()
-        self.criterion = criterion
-        self._precision = precision
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._precision.criterion(self.criterion, *args, **kwargs)
 
 
 class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
@@ -208,8 +183,7 @@ class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
         reject_closure("optimizer.step", closure)
         if not self._accumulation.has_backward:
             raise InputError(
-                "step() was called before backward(loss): there are no gradients to step with. Replace loss.backward() "
-                "by optimizer.backward(loss)"
+                "step() was called before backward(loss): call optimizer.backward(loss), not loss.backward()"
             )
         return self._accumulation.step()
 
@@ -224,7 +198,7 @@ class AMPOptimizer(MixedPrecisionState, optim.Optimizer):
             InputError: before `backward`, or a `max_norm` that is not positive.
         """
         if not self._accumulation.has_backward:
-            raise InputError("clip_grad_norm was called before backward(loss): there are no gradients; call it after")
+            raise InputError("clip_grad_norm was called before backward(loss); call it after")
         return self._update.clip_grad_norm_(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -6,20 +6,22 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn, optim
 
-from ..errors import InputError, bullet_list, counted, shorten
+from ..errors import InputError, shorten
 from ..parallel.comm import same_on_ranks
 from ..parallel.mesh import ParallelContext
 from ..utils.optimizer_state import kinds_of
-from ..utils.tensors import map_tensors, replace_data
+from ..utils.tensors import map_tensors, replace_data, tensors_of
 from ..utils.torch_private import has_grad_hooks, in_shapes_only
 from .recording import Recording, View, default_dtype, recording_of
 
 _MARK = "_halfmesh_recorded"
+Check = Callable[[str, torch.Tensor], str | None]
 
 # -- scopes --------------------------------------------------------------------------------------------------------
 
@@ -62,20 +64,16 @@ def model_creation(dtype: torch.dtype | str | None = None, *, deferred: bool = F
 
 
 def build(model: Callable[[], Any]) -> nn.Module:
-    """Return `model()`, built without memory.
-
-    Raises:
-        InputError: it raised something.
-    """
+    """Return `model()`, built without memory."""
     try:
         with deferred_init():
             built: nn.Module = model()
     except Exception as error:
-        name = getattr(model, "__qualname__", type(model).__name__)
-        raise InputError(
-            f"model: the callable {name} raised {type(error).__name__}: {error}. halfmesh calls it without arguments, "
-            "under deferred_init(); if that is the reason, build the model first and pass the model itself"
-        ) from error
+        error.add_note(
+            "halfmesh called `model` without arguments, under deferred_init(); if that is the reason, build the model "
+            "first and pass it"
+        )
+        raise
     return built
 
 
@@ -100,17 +98,15 @@ def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
     by new tensors that get their values at once. Does nothing to a model with values.
 
     Raises:
-        InputError: a tensor cannot be made separately.
+        InputError: a tensor has gradient hooks.
     """
-    views = {name: view for name, tensor in named_tensors(model) if (view := _view(tensor)) is not None}
-    if not views:
+    ours = [(name, tensor) for name, tensor in named_tensors(model) if _view(tensor) is not None]
+    if not ours:
         return
-    if problems := list(_find_problems(model, views)):
+    if hooked := [name for name, tensor in ours if has_grad_hooks(tensor)]:
         raise InputError(
-            bullet_list(
-                "the model was built without memory (deferred_init), and these tensors cannot get their values:",
-                problems,
-            )
+            f"model: {shorten(hooked)} were made under deferred_init and have gradient hooks, which would be lost; "
+            "register them after initialize"
         )
     new: dict[int, torch.Tensor] = {}
 
@@ -158,29 +154,13 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _find_problems(model: nn.Module, views: Mapping[str, View]) -> Iterator[str]:
-    hooked = [name for name, tensor in named_tensors(model) if name in views and has_grad_hooks(tensor)]
-    if hooked:
-        yield f"{shorten(hooked)} have gradient hooks, which would be lost; register them after initialize"
-    by_memory: dict[Any, list[str]] = {}
-    for name, view in views.items():
-        by_memory.setdefault((id(view.recording), view.memory), []).append(name)
-    for names in by_memory.values():
-        if len(names) > 1:
-            yield (
-                f"{shorten(names)} share one memory; make each a separate parameter, or build the model without "
-                "deferred_init"
-            )
-
-
 def reject_early_state(optimizer: Any) -> None:
     """Raise InputError if `optimizer` has made its state from weights that have no values yet."""
-    held = getattr(optimizer, "state", {}) if isinstance(optimizer, optim.Optimizer) else {}
-    state = [value for entry in held.values() for value in entry.values()]
-    if any(isinstance(v, torch.Tensor) and (v.is_meta or recording_of(v) is not None) for v in state):
+    held = optimizer.state if isinstance(optimizer, optim.Optimizer) else {}
+    if any(v.is_meta or recording_of(v) is not None for v in tensors_of(dict(held))):
         raise InputError(
             f"optimizer: {kinds_of(optimizer)} made its state from weights that have no values yet; use one that "
-            "makes its state in its first step, or build the model without deferred_init"
+            "makes it in its first step, or build the model without deferred_init"
         )
 
 
@@ -195,17 +175,10 @@ class Materializer:
         check: is called with the name and value of each tensor of this rank; returns why it cannot be used, or None.
 
     Attributes:
-        description: where the values come from, for the effective plan.
         cuts: for each sharded parameter a function from the full tensor to this rank's shard.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        context: ParallelContext,
-        check: Callable[[str, torch.Tensor], str | None],
-    ) -> None:
-        self.description = f"made on the ranks that hold them, one of {counted(len(tensors), 'tensor')} at a time"
+    def __init__(self, tensors: Mapping[str, torch.Tensor], context: ParallelContext, check: Check) -> None:
         self.cuts: Mapping[Any, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._context, self._check = context, check
@@ -229,13 +202,11 @@ class Materializer:
         Raises:
             InputError: on all ranks, if a value cannot be used.
         """
-        for problem in (problem for theirs in self._context.everyone(self._problems) for problem in theirs):
-            raise InputError(f"model: {problem}")
+        if problems := list(chain(*self._context.everyone(self._problems))):
+            raise InputError(f"model: {problems[0]}")
 
 
-def make_materializer(
-    model: nn.Module, context: ParallelContext, check: Callable[[str, torch.Tensor], str | None]
-) -> Materializer | None:
+def make_materializer(model: nn.Module, context: ParallelContext, check: Check) -> Materializer | None:
     """Make the source of values for the tensors of `model`; None if they have them. All ranks together.
 
     Args:
@@ -245,21 +216,14 @@ def make_materializer(
         InputError: on all ranks, if they have not built the same.
     """
     views = {name: view for name, tensor in named_tensors(model) if (view := recorded(tensor)) is not None}
+    recordings = list({id(view.recording): view.recording for view in views.values()}.values())
     same_on_ranks(
-        list(views),
-        what="{ranks} built other tensors under halfmesh.deferred_init() than rank 0; use it on all ranks, or on none",
+        [list(views), [] if context.size == 1 else [recording.digest() for recording in recordings]],
+        what="{ranks} would make other weights than rank 0; use deferred_init, and seed torch, python and numpy the "
+        "same, on all ranks, or build without deferred_init",
     )
     if not views:
         return None
-    recordings = list({id(view.recording): view.recording for view in views.values()}.values())
-    same_on_ranks(
-        [] if context.size == 1 else [recording.digest() for recording in recordings],
-        what=(
-            "{ranks} would make other weights than rank 0: the random numbers, or values from outside (numpy, a "
-            "file), that the build uses differ; seed torch, python and numpy the same on all ranks, or build the "
-            "model without deferred_init"
-        ),
-    )
     for recording in recordings:
         recording.is_over = True
         seeds = context.from_first([op.seed for op in recording.ops])  # ranks differ if the user has not seeded torch
@@ -272,7 +236,7 @@ def materialize(model: nn.Module, optimizer: Any = None) -> None:
     """Give the tensors of `model` that have no memory the values that one process makes. Others stay as they are.
 
     Raises:
-        InputError: a tensor cannot be made separately.
+        InputError: a tensor has gradient hooks.
     """
     convert_to_meta(model, optimizer, ExitStack())
     for _, tensor in named_tensors(model):

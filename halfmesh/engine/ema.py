@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
-from ..errors import InputError, reject_below, show
+from ..errors import InputError
 from ..utils.log import get_logger
 from ..utils.param_shard import ParamShard
 from ..utils.tensors import bucket_bytes, by_bytes
@@ -76,11 +75,8 @@ class WeightAverage:
     def after_step(self, step: int) -> None:
         """Include the last update, of this number, unless it was skipped. No host read."""
         if self.decay is None:
-            _log.warning(
-                "the checkpoint has an average of the weights that this run has not resumed; call "
-                "engine.averaged_model(decay) before the first step"
-            )
             self.values.clear()
+            _log.warning("the checkpoint has an average of the weights that this run has not resumed; it is dropped")
             return
         if step % self.every:
             return
@@ -128,13 +124,10 @@ class AveragedModel:
     """
 
     def __init__(self, engine: Engine, decay: float, every: int, buffers: bool) -> None:
-        reject_below(1, every=every)
         self._engine = engine
-        self._state = engine._state
-        self._accumulation = engine._accumulation
-        self._average = average = self._state.average
+        self._average = average = engine._state.average
         self.decay = decay
-        average.every, average.buffers = every, self._state.float_buffers() if buffers else ()
+        average.every, average.buffers = every, engine._state.float_buffers() if buffers else ()
         for key in average.values.keys() - average.sources().keys():  # of a checkpoint, and not wanted here
             del average.values[key]
         average.restart(besides=average.values)
@@ -148,10 +141,8 @@ class AveragedModel:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay <= 1:
-            raise InputError(
-                f"decay={show(decay)} must be between 0 and 1: it is the fraction of the average that each update keeps"
-            )
+        if not 0 <= decay <= 1:
+            raise InputError(f"decay={decay} must be between 0 and 1: the part of the average that each update keeps")
         self._average.decay = float(decay)
 
     @contextmanager
@@ -161,7 +152,7 @@ class AveragedModel:
         The weights are saved and restored bit for bit, at 4 bytes for each that this rank steps. In the scope
         `backward`, `step` and calls that save or load training raise InputError.
         """
-        state, average, accumulation = self._state, self._average, self._accumulation
+        state, average, accumulation = self._engine._state, self._average, self._engine._accumulation
         self._engine._reject_if_closed()
         accumulation.reject_averaged("average.applied()")
         average.restart(besides=average.values)

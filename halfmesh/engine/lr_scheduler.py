@@ -39,19 +39,18 @@ def make_schedulers(given: Any, optimizers: Sequence[Optimizer], count_updates: 
         asks = "updates_per_epoch" in parameter_names(make, needed=True)
         return make(optimizer, updates_per_epoch=count_updates()) if asks else make(optimizer)
 
-    if not isinstance(given, (list, tuple)):
-        if not _makes_scheduler(given):
-            return given
-        made = [call(given, optimizer) for optimizer in optimizers]
-        return made if len(made) > 1 else made[0]
-    if any(map(_makes_scheduler, given)):
-        if len(given) != len(optimizers):
+    is_list = isinstance(given, (list, tuple))
+    makers = list(given) if is_list else [given]
+    if any(map(_makes_scheduler, makers)):
+        makers = makers if is_list else makers * len(optimizers)
+        if len(makers) != len(optimizers):
             raise InputError(
-                f"lr_scheduler: a list of {len(given)} was given for {counted(len(optimizers), 'optimizer')}; pass one "
-                "for each, in the same order (None to leave a learning rate unchanged), or one function for all"
+                f"lr_scheduler: a list of {len(makers)} was given for {counted(len(optimizers), 'optimizer')}; pass "
+                "one for each, in the same order (None to leave a learning rate unchanged), or one function for all"
             )
-        given = list(map(call, given, optimizers))
-    return [scheduler for scheduler in given if scheduler is not None] or None
+        makers = list(map(call, makers, optimizers))
+    made = [scheduler for scheduler in makers if scheduler is not None] or None
+    return made if made is None or is_list or len(made) > 1 else made[0]
 
 
 def _makes_scheduler(given: Any) -> bool:
@@ -71,7 +70,7 @@ class LRAdvance:
 
     def __init__(self, scheduler: Any, interval: Literal["step", "epoch", "manual"], may_skip: bool) -> None:
         self.scheduler = scheduler
-        self._all = scheduler if isinstance(scheduler, list) else [scheduler]
+        self.all = _as_list(scheduler)
         self._interval = interval
         self._may_skip = may_skip
         self._pending: StepResult | None = None
@@ -84,17 +83,16 @@ class LRAdvance:
             InputError: the user has stepped one, too: it is one step ahead, or at any other step if it takes
                 `step(epoch)`. (A load goes back, or ahead by more. Steps before the first call are allowed.)
         """
-        before, self._positions = self._positions, list(map(_position, self._all))
+        before, self._positions = self._positions, list(map(_position, self.all))
         if self._interval == "manual" or before is None or self._positions == before:
             return
-        for scheduler, left, now in zip(self._all, before, self._positions, strict=True):
-            if left is None or now in (None, left):
-                continue
-            if now == left + 1 or isinstance(scheduler, CosineAnnealingWarmRestarts):
-                when = "epoch" if self._interval == "epoch" else "update, not each batch"
+        for scheduler, left, now in zip(self.all, before, self._positions, strict=True):
+            jumped = now != left and isinstance(scheduler, CosineAnnealingWarmRestarts)
+            if left is not None and now is not None and (now == left + 1 or jumped):
                 raise InputError(
-                    f"lr_scheduler.step() was called outside the engine, which advances it itself after each {when}: "
-                    f"its last_epoch was {left} and is {now}; remove the call, or set lr_interval='manual'"
+                    f"lr_scheduler.step() was called outside the engine, which advances it (lr_interval="
+                    f"{self._interval!r}): its last_epoch was {left} and is {now}; remove the call, or set "
+                    "lr_interval='manual'"
                 )
 
     def after(self, result: StepResult) -> None:
@@ -121,39 +119,40 @@ class LRAdvance:
         """The scheduler's state, or a list of several, after the last update."""
         self.settle()
         if isinstance(self.scheduler, list):
-            return [scheduler.state_dict() for scheduler in self._all]
+            return [scheduler.state_dict() for scheduler in self.all]
         return None if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Restore `state_dict`."""
         self._pending = None
         if self.scheduler is not None and state is not None:
-            for scheduler, own in zip(self._all, state if isinstance(state, list) else [state], strict=True):
+            for scheduler, own in zip(self.all, _as_list(state), strict=True):
                 scheduler.load_state_dict(own)
             self._positions = None
 
     def replay(self, start: Any, saved: Any) -> None:
         """Begin at the state `start` again, and advance to where `saved`, the state of another run, is: all schedulers
         together, as they do in training."""
-        self._positions = None
-        starts, others = (state if isinstance(state, list) else [state] for state in (start, saved))
-        places = [_place(other) for other in others]
+        starts, places = _as_list(start), list(map(_place, _as_list(saved)))
         places = places if len(places) == len(starts) else places[:1] * len(starts)
         left = [there - _place(own) for there, own in zip(places, starts, strict=True)]
-        for scheduler, own in zip(self._all, starts, strict=True):
-            scheduler.load_state_dict(own)
+        self.load_state_dict(start)
         with warnings.catch_warnings():  # no optimizer has stepped in this run, but in the other
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for step in range(max(left)):
-                for scheduler, steps in zip(self._all, left, strict=True):
+                for scheduler, steps in zip(self.all, left, strict=True):
                     if step < steps:
                         scheduler.step()
 
     def _advance(self) -> None:
         self.check()
-        for scheduler in self._all:
+        for scheduler in self.all:
             scheduler.step()
-        self._positions = list(map(_position, self._all))
+        self._positions = list(map(_position, self.all))
+
+
+def _as_list(state: Any) -> list[Any]:
+    return state if isinstance(state, list) else [state]
 
 
 def _place(state: Any) -> int:

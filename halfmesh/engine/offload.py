@@ -17,10 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..utils.torch_private import versions
 
-SMALLEST = 1024
-"""Tensors of fewer bytes stay on the device."""
+SMALLEST = 1024  # tensors of fewer bytes stay on the device
+# Tensors that are copied at a time during the computation, in each direction. A transformer block saves about ten.
 IN_FLIGHT = 4
-"""Tensors that are copied at a time during the computation, in each direction. A transformer block saves about ten."""
 
 
 class Copies:
@@ -56,26 +55,6 @@ class Copies:
             stream.wait_event(done)
 
 
-class _Fetched:
-    """A copy of `host` on the device that was begun. Dropped unused, its memory is reused when it has ended."""
-
-    _event: Any = None
-
-    def __init__(self, copies: Copies, host: torch.Tensor) -> None:
-        self._copies = copies
-        self._tensor, self._event = copies.to_device(host)
-
-    def wait(self) -> torch.Tensor:
-        """The copy; later computation waits for its end."""
-        event, self._event = self._event, None
-        self._copies.wait(event)
-        return self._tensor
-
-    def __del__(self) -> None:
-        if self._event is not None and not sys.is_finalizing():
-            self.wait()
-
-
 class Offload:
     """Moves the tensors that autograd saves to the host, and back when backward needs them.
 
@@ -92,7 +71,7 @@ class Offload:
         self._device = device
         self._copies = copies
         self._leaving: deque[tuple[torch.Tensor, Any]] = deque()  # tensors that are being copied, and the events of it
-        self._last: weakref.ref[_OnHost] | None = None
+        self._last: Callable[[], _OnHost | None] = lambda: None
 
     def inputs(self) -> AbstractContextManager[Any]:
         """The scope for module inputs, among which there are no weights."""
@@ -104,23 +83,24 @@ class Offload:
         return saved_tensors_hooks(lambda tensor: self._pack(tensor, own), operator.call)
 
     def _pack(self, tensor: torch.Tensor, own: frozenset[int]) -> Callable[[], torch.Tensor]:
-        moves = (
-            tensor.device.type == self._device.type
-            and tensor.layout == torch.strided
-            and tensor.numel() * tensor.element_size() >= SMALLEST
-        )
+        is_large = tensor.numel() * tensor.element_size() >= SMALLEST
+        moves = tensor.device.type == self._device.type and tensor.layout == torch.strided and is_large
         if not moves or _storage(tensor) in own or _is_cast_of_parameter(tensor):
             return _Kept(tensor)
         if self._copies is None and self._device.type == "cuda":
             self._copies = Copies(self._device)
         if self._copies is None:
-            return _OnHost(tensor.detach().clone(), tensor, self, None)
+            return _OnHost(tensor.detach().clone(), tensor, self, self._last)
         self.wait_for_leaving(IN_FLIGHT - 1)
         host, event = self._copies.to_host(tensor)
         self._leaving.append((tensor.detach(), event))
         packed = _OnHost(host, tensor, self, self._last)
         self._last = weakref.ref(packed)
         return packed
+
+    def wait(self, event: Any) -> None:
+        if self._copies is not None:
+            self._copies.wait(event)
 
     def wait_for_leaving(self, count: int) -> None:
         """Wait until at most `count` copies to the host are pending: the computation may reuse the others' memory."""
@@ -132,15 +112,15 @@ class Offload:
         if self._copies is None:
             return packed.host
         self.wait_for_leaving(0)
-        fetched = packed.fetched or _Fetched(self._copies, packed.host)
+        tensor, event = packed.fetched or self._copies.to_device(packed.host)
         packed.fetched = None  # a second backward fetches it again
         for _ in range(IN_FLIGHT):
-            earlier = None if packed.before is None else packed.before()
-            if earlier is None:
+            if (earlier := packed.before()) is None:
                 break
             packed = earlier
-            packed.fetched = packed.fetched or _Fetched(self._copies, packed.host)
-        return fetched.wait()
+            packed.fetched = packed.fetched or self._copies.to_device(packed.host)
+        self._copies.wait(event)
+        return tensor
 
 
 class _Kept:
@@ -166,22 +146,26 @@ class _OnHost(_Kept):
         before: the tensor that was saved before this one; backward needs it next.
 
     Attributes:
-        fetched: a copy on the device that was begun.
+        fetched: a copy on the device that was begun, and the event of its end.
     """
 
     def __init__(
-        self, host: torch.Tensor, tensor: torch.Tensor, offload: Offload, before: weakref.ref[_OnHost] | None
+        self, host: torch.Tensor, tensor: torch.Tensor, offload: Offload, before: Callable[[], _OnHost | None]
     ) -> None:
         super().__init__(tensor)
         self._tensor.data = tensor.new_empty(0)  # it counts the writes, without the memory
         self.host = host
         self.before = before
-        self.fetched: _Fetched | None = None
+        self.fetched: tuple[torch.Tensor, Any] | None = None
         self._offload = offload
 
     def __call__(self) -> torch.Tensor:
         super().__call__()
         return self._offload.fetch(self)
+
+    def __del__(self) -> None:
+        if self.fetched is not None and not sys.is_finalizing():  # begun for nothing: its memory is free when it ends
+            self._offload.wait(self.fetched[1])
 
 
 def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:

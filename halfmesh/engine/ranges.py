@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.profiler import record_function
@@ -56,9 +56,7 @@ def _ranged(method: Callable[..., Any], name: str, scope: Callable[[str], Any]) 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with scope(name):
-            function = bound()
-            assert function is not None, "its object is being called"
-            return function(*args, **kwargs)
+            return cast(Any, bound())(*args, **kwargs)
 
     return call
 

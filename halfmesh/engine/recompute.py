@@ -20,6 +20,7 @@ from ..utils.torch_private import RUNNING_STATISTICS
 
 _aten = torch.ops.aten
 _PRODUCTS = {op.default for op in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution)}
+# Operators, and the index of `dropout_p` among their arguments.
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention.default: 3,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
@@ -27,7 +28,6 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default: 5,
     _aten._scaled_dot_product_fused_attention_overrideable.default: 4,
 }
-"""Operators, and the index of `dropout_p` among their arguments."""
 
 
 class Checkpointed:
@@ -43,9 +43,7 @@ class Checkpointed:
         compiled: the compiled forward, if there is one.
     """
 
-    def __init__(
-        self, module: nn.Module, keep_products: bool, saving: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
+    def __init__(self, module: nn.Module, keep_products: bool, saving: Callable[[], Any]) -> None:
         functools.update_wrapper(self, module.forward)
         self.compiled: Callable[..., Any] | None = None
         self._module = module
@@ -71,7 +69,12 @@ class Checkpointed:
         forward = self.own if self.compiled is None else self.compiled
         if not (self._module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        self._reject_caches(kwargs)
+        for name, value in kwargs.items():
+            if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
+                raise InputError(
+                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, which the "
+                    "recomputation would fill twice; call the model with use_cache=False"
+                )
         before = self._copy_changing()
         training = [module.training for module in self._module.modules()]
         names = tuple(kwargs)
@@ -97,14 +100,6 @@ class Checkpointed:
             return functools.partial, (self._before,)
         return getattr, (self._module, "forward")
 
-    def _reject_caches(self, kwargs: dict[str, Any]) -> None:
-        for name, value in kwargs.items():
-            if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
-                raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, which the "
-                    "recomputation would fill twice; call the model with use_cache=False"
-                )
-
     # -- buffers -----------------------------------------------------------------------------------------------
 
     def _copy_changing(self) -> dict[str, torch.Tensor]:
@@ -119,16 +114,12 @@ class Checkpointed:
         }
 
     def _find_changing(self, before: dict[str, torch.Tensor]) -> None:
-        """After the first call: keep only copies of the buffers that it has changed."""
+        """After the first call: which buffers it has changed."""
         after = dict(self._buffers())
         self._changing = {n for n in before if n not in after or not torch.equal(before[n], after[n])}
-        for name in before.keys() - self._changing:
-            del before[name]
 
     @contextmanager
-    def _again(
-        self, training: Sequence[bool], before: dict[str, torch.Tensor], selective: AbstractContextManager[Any]
-    ) -> Iterator[None]:
+    def _again(self, training: Sequence[bool], before: dict[str, torch.Tensor], selective: Any) -> Iterator[None]:
         """The scope of a recomputation: training modes as in the forward, and copies of buffers, which are dropped."""
         modules, originals = list(self._module.modules()), dict(self._buffers())
         now = [module.training for module in modules]
@@ -172,13 +163,8 @@ class _Again(AbstractContextManager[None]):
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in _PRODUCTS or (op in _ATTENTION and not _drops(op, args, kwargs))
+    kept = op in _PRODUCTS
+    if op in _ATTENTION:  # with dropout, a kept result would not draw its random numbers again, and later ones differ
+        index = _ATTENTION[op]
+        kept = not (args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True if attention draws random numbers. A kept result draws none in the recomputation, so later operators
-    would draw other numbers than in the forward."""
-    index = _ATTENTION[op]
-    value = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
-    return bool(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,7 @@ from ..errors import InputError
 from ..utils.tensors import digest, leaves_of, map_tensors, tensors_of
 from ..utils.torch_private import DATA_NEEDED, FakeTensorMode
 
-_COPIED_BYTES = 2**20
-_UNSET = ("aten::empty", "aten::new_empty")
-"""Operators that make memory without writing to it."""
+_UNSET = ("aten::empty", "aten::new_empty")  # operators that make memory without writing to it
 
 
 @dataclass(frozen=True)
@@ -46,21 +44,15 @@ class View:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor with values, from outside the recording. A large one is not copied, and must not change until it is
-    used."""
+    """A tensor with values, from outside the recording, which must not change until it is used."""
 
     tensor: torch.Tensor = field(repr=False)
     digest: bytes
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Constant:
-        is_small = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
-        return cls(tensor.detach().clone() if is_small else tensor, digest(tensor))
-
     def value(self) -> torch.Tensor:
         if digest(self.tensor) != self.digest:
             raise InputError(
-                f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
+                f"a tensor of shape {tuple(self.tensor.shape)}, from which the deferred model takes weights, was "
                 "changed after the model was built; do not change it before initialize returns, or copy it"
             )
         return self.tensor
@@ -80,33 +72,24 @@ class Op:
     function: Any
     args: Any
     kwargs: Any
-    makes: list[tuple[int, View]]
-    """The new tensors among the results, by their index."""
-    writes: set[int] = field(repr=False)
+    makes: list[tuple[int, View]]  # the new tensors among the results, by their index
     reads: set[int] = field(repr=False)
-    seed: int | None = field(repr=False)
-    """None if it draws nothing."""
+    seed: int | None = field(repr=False)  # none if it draws nothing
     default_dtype: torch.dtype
 
     def run(self, storages: dict[int, torch.UntypedStorage]) -> None:
         """Run it again on the memories in `storages`, and add those that it makes."""
 
         def value(leaf: Any) -> Any:
-            if isinstance(leaf, View):
-                return leaf.of(storages[leaf.memory])
-            return (
-                leaf.value() if isinstance(leaf, Constant) else torch.Generator(leaf.device).manual_seed(self.seed or 0)
-            )
+            if isinstance(leaf, Drawn):
+                return torch.Generator(leaf.device).manual_seed(self.seed or 0)
+            return leaf.of(storages[leaf.memory]) if isinstance(leaf, View) else leaf.value()
 
         args, kwargs = map_tensors(value, (self.args, self.kwargs), (View, Constant, Drawn))
         devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
         cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
-        with ExitStack() as scopes:
-            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-                scopes.enter_context(torch.autocast(kind, enabled=False))  # as below it, where this was recorded
-            scopes.enter_context(default_dtype(self.default_dtype))
+        with default_dtype(self.default_dtype), torch.random.fork_rng(cuda, enabled=self.seed is not None):
             if self.seed is not None:
-                scopes.enter_context(torch.random.fork_rng(cuda))
                 torch.default_generator.manual_seed(self.seed)  # `torch.manual_seed` would seed every device, for good
                 for device in cuda:
                     with torch.cuda.device(device):
@@ -161,32 +144,17 @@ class Recording(FakeTensorMode):
     @torch.no_grad()
     def value(self, view: View) -> torch.Tensor:
         """The value of the tensor of this recording that was at `view`, in separate memory."""
-        numbers = self._needed(view.memory)
-        last = {memory: n for n in numbers for memory in self.ops[n].reads | self.ops[n].writes}
-        storages: dict[int, torch.UntypedStorage] = {}
-        for number in numbers:
-            op = self.ops[number]
-            op.run(storages)
-            for memory in (op.reads | op.writes) - {view.memory}:
-                if last[memory] == number:
-                    del storages[memory]
-        return view.of(storages[view.memory])
-
-    def _needed(self, memory: int) -> list[int]:
-        """The numbers of the operators that `memory` depends on."""
-        bounds: dict[int, int] = {}
-        left = [(memory, len(self.ops))]
-        needed: set[int] = set()
+        left, needed = [(view.memory, len(self.ops))], set[int]()  # memories, and the operators before which they count
         while left:
-            current, before = left.pop()
-            if bounds.get(current, 0) >= before:
-                continue
-            bounds[current] = before
-            for number in self._writers[current]:
+            memory, before = left.pop()
+            for number in self._writers[memory]:
                 if number < before and number not in needed:
                     needed.add(number)
                     left += [(read, number) for read in self.ops[number].reads]
-        return sorted(needed)
+        storages: dict[int, torch.UntypedStorage] = {}
+        for number in sorted(needed):
+            self.ops[number].run(storages)
+        return view.of(storages[view.memory])
 
     def view(self, tensor: torch.Tensor) -> View:
         """Where a tensor of this recording lies."""
@@ -205,8 +173,7 @@ class Recording(FakeTensorMode):
         if ours and self.is_over:
             raise InputError(
                 f"a tensor of shape {tuple(ours[0].shape)} has no value: it was made under halfmesh.deferred_init() "
-                "and not passed to initialize; make criteria, data and copies of a model outside deferred_init, or "
-                "after initialize"
+                "and not passed to initialize; make criteria, data and copies of a model outside of it"
             )
         if leaves_of((args, kwargs), torch.UntypedStorage):
             raise _unknown(tuple(found[0].shape))
@@ -244,21 +211,21 @@ class Recording(FakeTensorMode):
             seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
         for memory in writes:
             self._writers.setdefault(memory, []).append(len(self.ops))
-        self.ops.append(Op(func, *described, makes, writes, reads, seed, torch.get_default_dtype()))
+        self.ops.append(Op(func, *described, makes, reads, seed, torch.get_default_dtype()))
 
     def _describe(self, tree: Any) -> Any:
         def describe(leaf: Any) -> View | Constant | Drawn:
             if isinstance(leaf, torch.Generator):
                 return Drawn(leaf.device)
-            return self.view(leaf) if recording_of(leaf) is self else Constant.of(leaf)
+            return self.view(leaf) if recording_of(leaf) is self else Constant(leaf, digest(leaf))
 
         return map_tensors(describe, tree, (torch.Tensor, torch.Generator))
 
 
 def _unknown(shape: tuple[int, ...]) -> InputError:
     return InputError(
-        f"a tensor of shape {shape} got its memory in a way that deferred_init cannot record (torch.load, safetensors, "
-        "`tensor.data = ...`, a conjugated view); load after the model is built, or build it without deferred_init"
+        f"a tensor of shape {shape} got its memory in a way that deferred_init cannot record (torch.load, "
+        "`tensor.data = ...`); load after the model is built, or build it without deferred_init"
     )
 
 

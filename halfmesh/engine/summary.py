@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,11 +22,10 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..parallel.mesh import ParallelContext
     from .lr_scheduler import LRAdvance
-    from .parallelize import ParallelModel
 
+# Optimizers that keep two, and one, fp32 tensors of a parameter's size.
 _TWO = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop)
 _ONE = (optim.Adagrad, optim.RMSprop, optim.ASGD, optim.Muon)
-"""Optimizers that keep two, and one, fp32 tensors of a parameter's size."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,13 @@ class StateBytes:
     """Bytes on one rank, without activations and communication buffers."""
 
     parameters: int
-    masters: int
-    """At their peak: with the memory of split masters in an update."""
-    optimizer: int | None
-    """None for an optimizer whose state is not known."""
-    gradients: int
-    """At their peak, with the masters' temporary fp32 gradients."""
+    masters: int  # at their peak: with the memory of split masters in an update
+    optimizer: int | None  # None for an optimizer whose state is not known
+    gradients: int  # at their peak, with the masters' temporary fp32 gradients
 
 
-def state_bytes(
-    model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None
-) -> StateBytes:
-    """Count the bytes of `model` and `update` on this rank; gradients are reduced over dp in `reduce_dtype`."""
+def state_bytes(model: nn.Module, update: MixedPrecisionOptimizer, reduced: torch.dtype | None = None) -> StateBytes:
+    """Count the bytes of `model` and `update` on this rank; gradients are reduced over dp in `reduced`."""
     parts: dict[torch.Tensor, torch.Tensor] = {  # of sharded parameters
         shard.source.param: shard.param
         for shard in update.master_weights.trained
@@ -60,22 +53,19 @@ def state_bytes(
     limit = bucket_bytes(update.device, published) if update.stepper.can_step_in_buckets else trained * 4
     masters, temporary = update.master_weights, 0
     cuts = update.publisher is not None and not parts
-    if reduce_dtype is not None and cuts:  # of all parameters, and reduced ones of this rank's shards
-        temporary = trained * reduce_dtype.itemsize
-    elif reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
-        grads = max(grads, trained * reduce_dtype.itemsize)
-    elif update.loss_scales.several:  # the sum in fp32, and the gradients of one backward
-        temporary = trained * 4
+    if reduced is not None and cuts:  # of all parameters, and reduced ones of this rank's shards
+        temporary = trained * reduced.itemsize
+    elif reduced is not None:  # held in the reduction's buckets, which masters take as they are
+        grads = max(grads, trained * reduced.itemsize)
     elif masters.masters:
         temporary = min(trained * 4, limit)
     joined = min(sum(p.numel() for p in masters.masters) * 4, limit) if update.recipe.split_masters else 0
     trained_ids = {id(target) for s, target in update.master_weights.stepped.items() if s.param.requires_grad}
     states = [_state_bytes(part, trained_ids) for part in update.stepper.parts]
-    known = [size for size in states if size is not None]
     return StateBytes(
         parameters=sum(p.numel() * p.element_size() for p in params),
         masters=sum(m.numel() * m.element_size() for m in masters.kept) + joined,
-        optimizer=sum(known) if len(known) == len(states) else None,
+        optimizer=None if None in states else sum(filter(None, states)),
         gradients=grads + temporary,
     )
 
@@ -123,8 +113,7 @@ class EffectivePlan:
     name: str | None
 
     def __str__(self) -> str:
-        of = "" if self.name is None else f" of {self.name}"
-        title = f"halfmesh: resolved configuration{of}"
+        title = "halfmesh: resolved configuration" + ("" if self.name is None else f" of {self.name}")
         return "\n".join([title, *(f"  {name + ':':<11} {text}" for name, text in self.rows.items())])
 
 
@@ -135,27 +124,28 @@ def make_plan(
     model, update, parallel_model = state.model, state.update, state.parallel_model
     size, cycle = batch_size(loader), config.gradient_accumulation
     reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dims.grad_ranks > 1 else None
-    held = state_bytes(model, update, reduced)
+    held = asdict(state_bytes(model, update, reduced))
     batch = f"{size or '?'} per rank x {counted(context.dp_size, 'data rank')} x {cycle} accumulated"
     total = size and size * context.dp_size * cycle
     if total:
         batch += f" = {total} samples per update{' (global_batch_size)' if config.global_batch_size else ''}"
-    known = sum(size or 0 for size in asdict(held).values())
-    memory = (
-        f"{readable(known)} per rank without activations: parameters {readable(held.parameters)}, masters "
-        f"{readable(held.masters)}, gradients {readable(held.gradients)}, optimizer state "
-        f"{'?' if held.optimizer is None else readable(held.optimizer)}"
-    )
+    shown = {name: "?" if size is None else readable(size) for name, size in held.items()}
+    compiled, recomputed = parallel_model.compiled, len(parallel_model.checkpointed)
+    what = "module" if config.activation_checkpoint.patterns else "block"
+    label = config.activation_checkpoint.label
+    activations = [f"{counted(recomputed, what)} checkpointed ({label})"] if recomputed else []
+    activations += ["offloaded"] * (parallel_model.offload is not None)
     rows = {
-        "precision": _precision(config, context, model, recipe, update),
+        "precision": _precision(config, context, state, recipe),
         "loss scale": _loss_scale(recipe),
-        **_layout(config, context, model, parallel_model),
-        "compile": _compile(config, model, parallel_model),
-        "activations": _activations(config, parallel_model),
-        "values": None if parallel_model.late is None else parallel_model.late.description,
+        **_layout(config, context, state),
+        "compile": f"{counted(len(compiled), 'module')} with {config.compile.backend}" if compiled else "",
+        "activations": ", ".join(activations),
         "batch": batch,
         "update": _update(config, state, lr),
-        "memory": memory,
+        "memory": f"{readable(sum(filter(None, held.values())))} per rank without activations: parameters "
+        f"{shown['parameters']}, masters {shown['masters']}, gradients {shown['gradients']}, optimizer state "
+        f"{shown['optimizer']}",
     }
     scale = recipe.loss_scale
     values = {
@@ -164,25 +154,22 @@ def make_plan(
         "loss_scale": None if scale is None else {"initial": scale.initial, "dynamic": scale.dynamic},
         "mesh": dict(context.sizes),
         "batch": {"per_rank": size, "data_ranks": context.dp_size, "accumulated": cycle, "per_update": total},
-        "bytes": asdict(held),
+        "bytes": held,
         "optimizer": list(_optimizer_settings(update)),
     }
-    return EffectivePlan({name: text for name, text in rows.items() if text is not None}, values, config.name)
+    return EffectivePlan({name: text for name, text in rows.items() if text}, values, config.name)
 
 
 def _optimizer_settings(update: MixedPrecisionOptimizer) -> Iterator[dict[str, Any]]:
     """The class of each optimizer, and the settings of each of its groups that JSON can hold."""
     for part in update.stepper.parts:
         for group in part.param_groups:
-            given = {key: value for key, value in group.items() if key != "params"}
-            plain = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
-            settings = {key: value for key, value in plain.items() if isinstance(value, (bool, int, float, str, list))}
+            plain = (bool, int, float, str, tuple)
+            settings = {key: value for key, value in group.items() if isinstance(value, plain)}
             yield {"type": type(part).__name__, **settings}
 
 
-def _precision(
-    config: Config, context: ParallelContext, model: nn.Module, recipe: Recipe, update: MixedPrecisionOptimizer
-) -> str:
+def _precision(config: Config, context: ParallelContext, state: ShardedState, recipe: Recipe) -> str:
     precision = config.precision
     mode = "none" if precision is None else precision.label
     params = "as given" if recipe.param_dtype is None else dtype_name(recipe.param_dtype)
@@ -190,9 +177,9 @@ def _precision(
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
     masters = ", fp32 masters" if recipe.master_weights else ""
     if recipe.split_masters:
-        has_some = bool(update.master_weights.masters)
-        masters += ", of which 16 bits are in the parameters" if has_some else ", not split: they are fsdp's shards"
-    linear = "" if recipe.linear is None else f", {recipe.linear.describe(model, context.device)}"
+        some = state.update.master_weights.masters
+        masters += ", of which 16 bits are in the parameters" if some else ", not split: they are fsdp's shards"
+    linear = "" if recipe.linear is None else f", {recipe.linear.describe(state.model, context.device)}"
     return f"mode {mode}, compute {dtype_name(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
 
 
@@ -209,53 +196,25 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(
-    config: Config, context: ParallelContext, model: nn.Module, parallel_model: ParallelModel
-) -> dict[str, str]:
+def _layout(config: Config, context: ParallelContext, state: ShardedState) -> dict[str, str]:
     """The mesh, this rank's coordinates in it, and notes of the axes."""
-    parallel = config.parallel
+    parallel_model = state.parallel_model
     mesh = in_words(context.sizes, context.dims.views) + f" on {context.device.type}"
-    if context.size == 1:
-        return {"layout": f"{mesh}; one process holds the whole model{parallel_model.data.text}"}
     came = {part.source.param: part.model_param for part in parallel_model.data.shards if part.source is not None}
-    held = dict(model.named_parameters())
+    held = dict(state.model.named_parameters())
     params = {name: came.get(param, param) for name, param in held.items()}
     sizes = {name: param.numel() for name, param in held.items()}
     rows, layouts = dict[str, str](), list[str]()
     for name, axis in reversed(parallel_model.axes.items()):
-        row = dict(axis.describe(params, sizes, getattr(parallel, name)))
+        row = dict(axis.describe(params, sizes, getattr(config.parallel, name)))
         layouts += [row.pop("layout")] if "layout" in row else []
         rows |= row
-    is_sharded = parallel_model.data.shards_model
-    text = ", ".join(layouts or ([] if is_sharded else ["every rank holds the whole model"]))
-    text = (text + parallel_model.data.text).removeprefix(", ")
+    if not layouts and (context.size == 1 or not parallel_model.data.shards_model):
+        layouts = [f"{'one process' if context.size == 1 else 'every rank'} holds the whole model"]
+    text = (", ".join(layouts) + parallel_model.data.text).removeprefix(", ")
     if context.dp_size > 1:
         text += f", {parallel_model.data.exchange}"
     return {"layout": f"{mesh}; {text}", **rows}
-
-
-def _compile(config: Config, model: nn.Module, parallel_model: ParallelModel) -> str | None:
-    """The compiled modules of this rank, in words."""
-    compiled = parallel_model.compiled
-    if not parallel_model.plans.compiled:
-        return None
-    what = "the whole model"
-    if compiled != [model]:
-        kinds = Counter(type(module).__name__ for module in compiled)
-        what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nothing on this rank"
-    return f"{what} with {config.compile.backend}, when first called"
-
-
-def _activations(config: Config, parallel_model: ParallelModel) -> str | None:
-    """The modules of this rank that are recomputed in backward, and the activations offloaded to the host."""
-    options = config.activation_checkpoint
-    words = []
-    if parallel_model.plans.recomputed:
-        what = counted(len(parallel_model.checkpointed), "module" if options.patterns else "block")
-        words.append(f"{what} checkpointed ({options.label})")
-    if parallel_model.offload is not None:
-        words.append("offloaded")
-    return ", ".join(words) or None
 
 
 def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
@@ -273,10 +232,8 @@ def _update(config: Config, state: ShardedState, lr: LRAdvance) -> str:
         words.append(f"clip norm {max_norm:g}")
     if lr.scheduler is not None:
         when = {"step": "after each update", "epoch": "after each epoch", "manual": "advanced by the loop"}
-        schedulers = lr.scheduler if isinstance(lr.scheduler, list) else [lr.scheduler]
-        words.append(f"{' and '.join(type(s).__name__ for s in schedulers)} {when[config.lr_interval]}")
-    trainable = sum(param.requires_grad for param in state.model.parameters())
-    left = trainable - sum(shard.param.requires_grad for shard in masters.trained)
+        words.append(f"{' and '.join(type(s).__name__ for s in lr.all)} {when[config.lr_interval]}")
+    left = sum(p.requires_grad for p in state.model.parameters()) - sum(s.param.requires_grad for s in masters.trained)
     if left:
         words.append(f"{counted(left, 'trainable parameter')} not in the optimizer")
     return ", ".join(words)
