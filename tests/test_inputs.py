@@ -141,7 +141,7 @@ def test_no_config_is_fp32_but_that_of_a_launch_is_not_forgotten(monkeypatch):
     monkeypatch.setattr("halfmesh.engine.launch._launched", [])  # of other tests in this process
     assert halfmesh.initialize(MLP(), sgd, device="cpu").config == halfmesh.load_config({})
     with halfmesh.launch_from_torch(FP16_NAIVE, device="cpu", verbose=False) as launch:
-        with pytest.raises(InputError, match="launched with; pass the"):
+        with pytest.raises(InputError, match="would ignore that of the launch; pass"):
             halfmesh.initialize(MLP(), sgd, device="cpu")
         assert start(config=launch).config.fp16 is not None
 

@@ -123,6 +123,11 @@ def _compiled(call: Callable[..., Any], before: Callable[[], None], recompiles: 
     return run
 
 
+def uncompile(module: nn.Module) -> None:
+    """Undo `compile_modules` for a module."""
+    module._compiled_call_impl = None
+
+
 class GraphSteps(EngineHook):
     """Where compiled code runs in CUDA graphs, whose outputs and gradients last until the next generation of graphs.
 

@@ -123,8 +123,7 @@ def launch(
         loaded = loaded if seed is None else loaded.replace(seed=seed)
         chosen = choose_device(device, local_rank)
         names = loaded.parallel.dims(world_size).rank_names
-        backend = backend or choose_backend(loaded, chosen)
-        group = make_group(rank, names, address, chosen, loaded.timeout, backend)
+        group = make_group(rank, names, address, chosen, loaded.timeout, backend or choose_backend(loaded, chosen))
     random.seed(loaded.seed)
     np.random.seed(loaded.seed)
     torch.manual_seed(loaded.seed)

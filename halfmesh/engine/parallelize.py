@@ -374,7 +374,7 @@ class ParallelModel:
     def close(self) -> None:
         """End compilation and recomputation. The model stays sharded."""
         for module in self.compiled:
-            module._compiled_call_impl = None
+            compilation.uncompile(module)
         for forward in self.checkpointed:
             forward.remove()
         for settle in self.settles:
