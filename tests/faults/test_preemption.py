@@ -207,8 +207,7 @@ def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
     logs = [(tmp_path / "log" / f"rank-{rank}").read_text().splitlines() for rank in range(2)]
     (first, second), other = ([int(line.split()[1]) for line in log if line.startswith("from")] for log in logs)
     assert [first, second] == other
-    assert first == 0
-    assert 7 <= second < 36
+    assert first < 7 <= second < 36
     assert "[rank 0] interrupted by SIGTERM: saved update" in output
     assert output.count("exitcode: 75") >= 1
     assert not re.search(r"terminate called|left its loop|lost|DataLoader worker", output)

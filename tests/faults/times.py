@@ -20,7 +20,6 @@ WAYS = {
     "is killed (SIGKILL)": Case(KILL),
     "is killed, of 2 x 2 ranks": CASES["killed"][0],
     "hangs": Case(SLEEP),
-    "hangs, under fsdp": Case(SLEEP, parallel=(("data", "fsdp"),)),
     "is stopped (SIGSTOP)": CASES["stopped"][0],
     "leaves its loop early": Case("return"),
 }
@@ -52,6 +51,5 @@ if __name__ == "__main__":
             takes = case.ranks == 2 and way not in ("is stopped (SIGSTOP)", "leaves its loop early")
             there = f"{under_torchrun(case, Path(folder) / f'{len(rows)}t'):.1f}" if takes else "-"
             rows.append(f"| {way} | {alone} | {there} |\n")
-            print(rows[-1], end="", flush=True)
     tail = TAIL.format(torch=torch.__version__.partition("+")[0], date=date.today())
     PAGE.write_text(HEAD.format(limit=LIMIT_S) + "".join(rows) + tail)
