@@ -70,8 +70,6 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# -- what it is -------------------------------------------------------------------------------------------------------
-
 LAYOUTS = [
     ({"data": "zero1"}, "naive_fp16", 2, True),
     ({"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}}, "none", 1, False),
@@ -134,9 +132,6 @@ def on_one_rank(rank, world_size, folder):
 def test_that_of_one_rank_alone_cannot_be_saved(tmp_path):
     for words in run_ranks(on_one_rank, 2, tmp_path):
         assert "engine.averaged_model was called on rank 0 only" in words
-
-
-# -- in a loop --------------------------------------------------------------------------------------------------------
 
 
 def test_a_skipped_update_leaves_it(tmp_path):

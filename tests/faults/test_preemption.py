@@ -141,9 +141,6 @@ def test_where_a_run_ends(tmp_path):
     run_ranks(places_of_the_end, 2, str(tmp_path), timeout=100)
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
 def begin(launcher, **options):
     return started(*launcher, checkpoint_program.__file__, json.dumps({"pause": 0.05, **options}))
 
