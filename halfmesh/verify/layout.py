@@ -11,13 +11,8 @@ from ..config.composition import Setup
 from ..config.schema import CompileConfig, DataConfig, ParallelConfig
 from ..parallel.registries import AXES, DATA_STRATEGIES
 
-QUIET: dict[str, Any] = {
-    "checkpoint": None,
-    "resume": None,
-    "compile": CompileConfig(enabled=False),
-    "track_grad_norm": True,
-    "on_nonfinite": "auto",
-}
+QUIET: dict[str, Any] = {"checkpoint": None, "resume": None, "compile": CompileConfig(enabled=False)}
+QUIET |= {"track_grad_norm": True, "on_nonfinite": "auto"}
 """Without what writes files; compiled code would only make the proof slow, and hooks run without it."""
 
 

@@ -6,7 +6,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def verify(
         InputError: the model cannot be built, or cannot be trained in one process.
     """
     options = Options(world_size, updates, accumulated, overrides, shrink, device, timeout, progress)
-    return prove(config, options, Given(build, optimizer), Work)
+    return prove(config, options, Given(build, optimizer))
 
 
 def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **options: Any) -> VerifyReport:
@@ -93,7 +92,7 @@ def verify_script(config: Any, script: str | Path, args: Sequence[str] = (), **o
     path, wanted = Path(script), Options(**options)
     if not path.is_file():
         raise InputError(f"cannot read {path}: there is no such script")
-    return prove(config, wanted, Script(path, tuple(args), config, tuple(wanted.overrides)), Work)
+    return prove(config, wanted, Script(path, tuple(args), config, tuple(wanted.overrides)))
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,8 @@ class Options:
     progress: Callable[[str], None] = lambda text: None
 
 
-def prove(config: Any, options: Options, given: Any, work: Callable[[Any, Setup, Options], Work]) -> VerifyReport:
-    """The report of the phases of the work on a layout, which is shrunk before. `given`: `Given`, or a `Script`."""
+def prove(config: Any, options: Options, given: Any) -> VerifyReport:
+    """The report of the phases of a layout, which is shrunk before. `given`: `Given`, or a `Script`."""
     setup = Setup.of(load_config(config, options.overrides), options.world_size)
     findings = check_setup(setup, options.device)
     if not findings and (options.device == "cpu" if options.shrink is None else options.shrink):
@@ -120,7 +119,7 @@ def prove(config: Any, options: Options, given: Any, work: Callable[[Any, Setup,
     problems, phases = list(map(str, findings)), list[Phase]()
     with tempfile.TemporaryDirectory(prefix="halfmesh_verify_") as folder:
         try:
-            phases += () if problems else work(given, setup, options).phases(Path(folder))
+            phases += () if problems else Work(given, setup, options).phases(Path(folder))
         except RankError as error:  # the engine rejects the layout
             problems, phases = [error.rejection], []
     first = next((phase.first for phase in phases if phase.first is not None), None)
@@ -216,9 +215,7 @@ class Work:
         return made
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        with self._ranks(world_size) as ranks:
-            group = world_size > 1 and not isinstance(self.given, Script)  # which may make its own
+        preload = (*ENGINE, "halfmesh.verify.run", self.given.preload)
+        group = world_size > 1 and not isinstance(self.given, Script)  # which may make its own
+        with LocalRanks(world_size, self.options.device, preload) as ranks:
             return ranks.call(function, args, timeout=self.options.timeout, group=group)
-
-    def _ranks(self, world_size: int) -> AbstractContextManager[LocalRanks]:
-        return LocalRanks(world_size, self.options.device, (*ENGINE, "halfmesh.verify.run", self.given.preload))
