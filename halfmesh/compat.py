@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .amp.plugin import AMP_PLUGINS, PRECISIONS, AMPPlugin
 from .amp.recipe import FP32
 from .config.composition import Finding, Setup, find_key_problems
 from .config.config import Config
-from .errors import IncompatibleConfigError, RegistryError, counted, show
+from .config.load import load_config
+from .errors import IncompatibleConfigError, RegistryError, counted, did_you_mean, show
 from .parallel.registries import AXES, DATA_STRATEGIES
 
 Cell = Literal["yes", "rejected"]
 
 DEVICES = ("cpu", "cuda")
+_OTHER_NAMES = {"gpu": "cuda", "tpu": "", "npu": "", "xpu": ""}  # no typing mistakes of "cpu"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ def check_setup(setup: Setup, device: str) -> list[Finding]:
     """The same of a config with its mesh and recipe."""
     findings, kind = list(_check_world(setup.config, setup.dims.world_size)), device.partition(":")[0]
     if kind not in DEVICES:
-        findings.append(Finding("device", f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}"))
+        near = did_you_mean(kind, DEVICES, _OTHER_NAMES)
+        message = f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{near}"
+        findings.append(Finding("device", message))
     findings += _check_mode(_row_of(setup), _active_columns(setup), kind)
     return [*findings, *find_key_problems(setup)]
 
@@ -70,6 +74,22 @@ def mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
 def composition_table() -> dict[str, dict[str, Cell]]:
     """Row -> column -> cell, for all registered modes, axes and strategies, including third parties'."""
     return {str(row): {column: _cell(row, column) for column in get_columns()} for row in get_rows()}
+
+
+def layout_table() -> dict[str, dict[str, Cell]]:
+    """Axis -> other axis or data strategy -> cell: whether a layout may have both. Each axis has further limits on
+    models and numbers of ranks."""
+
+    def problems(*names: str) -> set[str]:
+        parallel: dict[str, Any] = {name: {"size": 2} for name in names if name in AXES}
+        for name in set(names) & set(DATA_STRATEGIES.names()):
+            parallel["data"] = name
+        return set(map(str, find_key_problems(Setup.of(load_config({"parallel": parallel}), 4))))
+
+    def cell(axis: str, other: str) -> Cell:
+        return "rejected" if problems(axis, other) - problems(axis) - problems(other) else "yes"
+
+    return {axis: {other: cell(axis, other) for other in get_columns() if other != axis} for axis in AXES.names()}
 
 
 def render_table() -> str:
@@ -147,23 +167,29 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     if world_size < 1:
         yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
     elif world_size % product:
+        below = world_size // product * product
         start = f"torchrun --standalone --nproc-per-node {product} train.py"
-        message = (
-            f"{given} = {product} does not divide the {counted(world_size, 'rank')}; choose sizes whose product does"
-        )
-        yield Finding("parallel", f"{message}, or start a multiple of {product}: `{start}`")
+        ranks = " or ".join(str(n) for n in (below, below + product) if n)
+        advice = f"choose sizes whose product does, or start {ranks} ranks"
+        if world_size == 1:
+            words = f"{given} = {product} ranks, but there is 1; start them with `{start}`, or with `halfmesh run`"
+        else:
+            words = f"{given} = {product} does not divide the {world_size} ranks; {advice}"
+        yield Finding("parallel", words)
     else:
         data_ranks = world_size // product
         averaged = data_ranks * math.prod(size for name, size in sizes.items() if AXES.get(name).splits_loss)
         for key, message in DATA_STRATEGIES.get(data.strategy).find_size_problems(data, averaged):
             yield Finding(key, message)
+        of_data = " ".join(f"(data.size includes the {name} ranks)" for name in views)
         if data.size not in (None, data_ranks):
             total = data.size * product
             message = f"{data.size} x {given} = {total}, but there are {world_size} ranks; remove it, or start {total}"
-            yield Finding("parallel.data.size", message)
+            yield Finding("parallel.data.size", f"{message} {of_data}".rstrip())
         for name, size in views.items():
             if data_ranks % size:
+                fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
                 message = (
-                    f"{size} does not divide the {counted(data_ranks, 'data rank')}, of which the {name} ranks are"
+                    f"{size} does not divide the {counted(data_ranks, 'data rank')}, which the {name} ranks are part of"
                 )
-                yield Finding(f"parallel.{name}", f"{message}; use a divisor")
+                yield Finding(f"parallel.{name}", f"{message}; use one of {fits}")

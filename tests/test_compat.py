@@ -16,18 +16,23 @@ def find(raw, world_size=1, device="cpu"):
     return [str(finding) for finding in check(load(raw), world_size, device)]
 
 
-def test_check_agrees_with_the_table():
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", get_columns())
+@pytest.mark.parametrize("row", get_rows(), ids=str)
+def test_check_agrees_with_the_table(row, column):
     axes = {"pipeline": TWO_STAGES} | {axis: {axis: 2} for axis in ("tensor", "context", "expert")}
-    for row in get_rows():
-        for column in get_columns():
-            raw = {"parallel": axes.get(column, {"data": column})} | ({row.key: {"mode": row.mode}} if row.key else {})
-            assert ("rejected" if find(raw, 2) else "yes") == composition_table()[str(row)][column], (row, column)
+    parallel = axes.get(column, {"data": column})
+    found = find({"parallel": parallel} | ({row.key: {"mode": row.mode}} if row.key else {}), 2)
+    assert ("rejected" if found else "yes") == composition_table()[str(row)][column]
 
 
 def test_the_tables_rejections():
     table = composition_table()
     modes = [f"{mode} {key}" for mode in ("torch", "naive", "apex") for key in ("fp16", "bf16", "fp8")]
     assert list(table) == ["none", *modes]
+    assert set(table["none"]) == {"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"}
     rejected = {(row, column) for row, cells in table.items() for column, cell in cells.items() if cell == "rejected"}
     apex = {("apex fp16", column) for column in ("tensor", "pipeline", "context", "expert", "zero1", "fsdp")}
     without = {(row, column) for row in ("apex bf16", "apex fp8", "naive fp8") for column in table["none"]}
@@ -36,6 +41,22 @@ def test_the_tables_rejections():
     assert lines[0] == "| | tensor | pipeline | context | expert | replicate | zero1 | fsdp |"
     assert len(lines) == 2 + 7, "without modes in a format that they do not have"
     assert lines[-1] == f"| apex fp16 | {'**rejected** | ' * 4}yes | **rejected** | **rejected** |"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cell"),
+    [({"tensor": 2}, "tensor"), (TWO_STAGES, "pipeline"), ({"data": "zero1"}, "zero1"), ({"data": "fsdp"}, "fsdp")],
+)
+def test_apex_is_rejected_with_its_reason(parallel, cell):
+    [line] = find(APEX | {"parallel": parallel}, 2)
+    assert line.startswith(f"apex fp16 x {cell}: each rank of apex decides alone")
+    assert "use mode='naive' (the same as O2 with keep_batchnorm_fp32=False) or mode='torch'" in line
+
+
+def test_apex_has_no_bf16_and_composes_where_it_is_switched_off():
+    message = "apex bf16: apex has no bf16; use bf16 = dict(mode='torch') or dict(mode='naive')"
+    assert find({"bf16": {"mode": "apex"}}) == [message]
+    assert find({"fp16": {"mode": "apex", "enabled": False}, "parallel": {"tensor": 2}}, 2) == []
 
 
 def test_a_third_partys_mode_without_reasons_gets_general_ones():
@@ -60,16 +81,9 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
         AMP_PLUGINS.unregister("picky")
 
 
-@pytest.mark.promise("one config, whose degrees fit the number of ranks")
-def test_layout():
-    config = load({"parallel": {"tensor": 2, "pipeline": {"size": 3, "microbatches": 3}}})
-    assert list(mesh_sizes(config, 12).items()) == [("pp", 3), ("dp", 2), ("tp", 2)]  # outermost first
+# --- degrees and devices -------------------------------------------------------------------------------------------
 
 
-INTERLEAVED = {"size": 2, "schedule": "interleaved", "chunks": 2}
-
-
-@pytest.mark.promise("batches that microbatches do not divide")
 @pytest.mark.promise(
     "one config, whose degrees fit the number of ranks",
     "others are rejected; SageMaker's key names get a message with ours",
@@ -79,83 +93,152 @@ INTERLEAVED = {"size": 2, "schedule": "interleaved", "chunks": 2}
 @pytest.mark.parametrize(
     ("parallel", "world_size", "message"),
     [
-        ({"tensor": 3}, 8, "parallel: tensor=3 x pipeline=1 = 3 does not divide the 8 ranks; choose sizes whose"),
-        ({"data": {"size": 4}, "tensor": 2}, 4, "parallel.data.size: 4 x tensor=2 x pipeline=1 = 8, but there are 4"),
-        ({"data": {"strategy": "fsdp", "hybrid": 4}}, 6, "parallel.data.hybrid: 4 does not divide the 6 data ranks"),
+        (
+            {"tensor": 3},
+            8,
+            "parallel: tensor=3 x pipeline=1 = 3 does not divide the 8 ranks; choose sizes whose product "
+            "does, or start 6 or 9 ranks",
+        ),
+        (
+            {"tensor": 2},
+            1,
+            "parallel: tensor=2 x pipeline=1 = 2 ranks, but there is 1; start them with "
+            "`torchrun --standalone --nproc-per-node 2 train.py`, or with `halfmesh run`",
+        ),
+        (
+            {"tensor": 2, **TWO_STAGES},
+            2,
+            "parallel: tensor=2 x pipeline=2 = 4 does not divide the 2 ranks; choose sizes whose product "
+            "does, or start 4 ranks",
+        ),
+        (
+            {"data": {"size": 4}, "tensor": 2},
+            4,
+            "parallel.data.size: 4 x tensor=2 x pipeline=1 = 8, but there are 4 ranks; remove it, or start 8",
+        ),
+        (
+            {"data": {"strategy": "fsdp", "hybrid": 4}},
+            6,
+            "parallel.data.hybrid: 4 does not divide the 6 data ranks; use a divisor",
+        ),
         ({}, 0, "world_size: 0 is not a number of ranks; it must be at least 1"),
-        ({"expert": 4}, 6, "parallel.expert: 4 does not divide the 6 data ranks, of which the expert ranks are"),
         ({}, 7, None),
+        ({"tensor": 2}, 6, None),
         ({"tensor": 2, "data": {"size": 3}}, 6, None),
-        ({"pipeline": {"size": 4}}, 4, "parallel.pipeline.microbatches: is required when pipeline.size > 1"),
-        (
-            {"pipeline": {"size": 4, "microbatches": 3}}, 4,
-            "parallel.pipeline.microbatches: 3 is fewer than the 4 stages, which schedule='1f1b' has to",
-        ),
-        (
-            {"pipeline": INTERLEAVED | {"size": 4, "microbatches": 6}}, 4,
-            "parallel.pipeline.microbatches: 6 is not a multiple of the 4 ranks, which schedule='interleaved' needs",
-        ),
-        (
-            {"pipeline": INTERLEAVED | {"microbatches": 2, "chunks": 1}}, 4,
-            "parallel.pipeline.chunks: 1 chunk leaves nothing to interleave; use chunks=2 or more, or schedule='1f1b'",
-        ),
-        (
-            {"pipeline": {"size": 2, "microbatches": 2, "chunks": 2, "schedule": "gpipe"}}, 4,
-            "parallel.pipeline.chunks: 2 chunks per rank need schedule='interleaved'; schedule='gpipe' has one",
-        ),
-        ({"pipeline": {"size": 4, "microbatches": 1, "schedule": "gpipe"}}, 4, None),
-        ({"pipeline": INTERLEAVED | {"microbatches": 4}}, 4, None),
     ],
-)  # fmt: skip
-def test_sizes(parallel, world_size, message):
-    found = find({"parallel": parallel}, world_size)
-    assert [line.startswith(message or "") for line in found] == [True] * bool(message)
+)
+def test_degrees_fit_the_number_of_ranks(parallel, world_size, message):
+    assert find({"parallel": parallel}, world_size) == ([message] if message else [])
 
 
-REDUCED = "parallel.data.reduce_dtype: without a loss scale, sums of gradients leave the range of float16"
+@pytest.mark.promise("one config, whose degrees fit the number of ranks")
+def test_layout():
+    config = load({"parallel": {"tensor": 2, "pipeline": {"size": 3, "microbatches": 3}}})
+    assert list(mesh_sizes(config, 12).items()) == [("pp", 3), ("dp", 2), ("tp", 2)]  # outermost first
+
+
+def test_devices():
+    assert find({"fp16": {"mode": "torch"}}, 1, "cuda:3") == []
+    for given, near in {"cud": "'cuda'", "gpu": "'cuda'", "tpu": "", "mps": ""}.items():
+        said = f"device: '{given}' is not supported; allowed: cpu, cuda{near and f'; did you mean {near}?'}"
+        assert find({}, 1, given) == [said]
+
+
+# --- keys ----------------------------------------------------------------------------------------------------------
+
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+
+
+@pytest.mark.promise("batches that microbatches do not divide")
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ({"size": 4}, "microbatches: is required when pipeline.size > 1; for example pipeline=dict(size=4, microb"),
+        ({"size": 4, "microbatches": 3}, "microbatches: 3 is fewer than the 4 stages, which schedule='1f1b' has to"),
+        (
+            {"size": 4, "microbatches": 6, **INTERLEAVED},
+            "microbatches: 6 is not a multiple of the 4 ranks, which schedule='interleaved' needs; use a multiple",
+        ),
+        (
+            {"size": 2, "microbatches": 2, "schedule": "interleaved"},
+            "chunks: 1 chunk leaves nothing to interleave; use chunks=2 or more, or schedule='1f1b'",
+        ),
+        (
+            {"size": 2, "microbatches": 2, "chunks": 2, "schedule": "gpipe"},
+            "chunks: 2 chunks per rank need schedule='interleaved'; schedule='gpipe' has one",
+        ),
+        ({"size": 4, "microbatches": 4}, None),
+        ({"size": 4, "microbatches": 1, "schedule": "gpipe"}, None),
+        ({"size": 2, "microbatches": 4, **INTERLEAVED}, None),
+        ({"size": 1, "schedule": "interleaved", "microbatches": 3}, None),
+    ],
+)
+def test_pipelines_that_cannot_run(pipeline, message):
+    found = find({"parallel": {"pipeline": pipeline}}, 4)
+    assert len(found) == (message is not None)
+    assert all(line.startswith(f"parallel.pipeline.{message}") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("raw", "rejected"),
+    [
+        ({}, True),
+        ({"fp16": {"mode": "torch", "enabled": False}}, True),
+        ({"fp16": {"mode": "torch"}}, False),
+        ({"fp16": {"mode": "apex", "opt_level": "O0"}}, True),
+        ({"fp16": {"mode": "apex", "num_losses": 2}}, True),  # unscaled before they are reduced
+        ({"fp16": {"mode": "apex", "num_losses": 2, "loss_scale": 8.0}}, False),
+    ],
+)
+def test_reducing_in_float16_needs_a_loss_scale(raw, rejected):
+    message = "parallel.data.reduce_dtype: without a loss scale, sums of gradients leave the range of float16"
+    found = find({**raw, "parallel": {"data": {"reduce_dtype": "float16"}}})
+    assert [line.startswith(message) for line in found] == [True] * rejected
+    assert find({**raw, "parallel": {"data": {"reduce_dtype": "bfloat16"}}}) == []
+
+
+FSDP_KEYS = dict.fromkeys(("param_dtype", "output_dtype", "buffer_dtype"), "float32")
+FSDP_KEYS |= {"reshard_after_forward": False, "prefetch": 2, "cpu_offload": True, "hybrid": 2}
+
+
+@pytest.mark.parametrize("key", FSDP_KEYS)
+def test_fsdp_keys_need_fsdp(key):
+    given = {key: FSDP_KEYS[key]}
+    for strategy in ("replicate", "zero1"):
+        with pytest.raises(ConfigError) as rejected:
+            load({"parallel": {"data": given | {"strategy": strategy}}})
+        message = f"parallel.data.{key}: only strategy='fsdp' has this key, and the strategy is '{strategy}'; remove it"
+        assert rejected.value.problems == (message,)
+    assert find({"parallel": {"data": given | {"strategy": "fsdp"}}}, 2) == []
+
+
+def test_keys_of_another_strategy_may_have_their_defaults():
+    data = load({"parallel": {"data": {"strategy": "zero1", "cpu_offload": False, "prefetch": 1}}}).parallel.data
+    assert data == load({"parallel": {"data": "zero1"}}).parallel.data
+    assert not hasattr(data, "cpu_offload")
 
 
 @pytest.mark.promise("FSDP mixed precision")
-@pytest.mark.parametrize(
-    ("raw", "data", "message"),
-    [
-        ({}, {"reduce_dtype": "float16"}, REDUCED),
-        ({"fp16": {"mode": "torch"}}, {"reduce_dtype": "float16"}, None),
-        ({"fp16": {"mode": "apex", "num_losses": 2}}, {"reduce_dtype": "float16"}, REDUCED),  # unscaled before reduced
-        ({"fp16": {"mode": "apex", "num_losses": 2, "loss_scale": 8.0}}, {"reduce_dtype": "float16"}, None),
-        ({}, {"reduce_dtype": "bfloat16"}, None),
-        (
-            {"bf16": {"mode": "torch"}}, {"strategy": "fsdp", "param_dtype": "float16"},
-            "parallel.data.param_dtype: 'float16' is not the dtype that the mode computes in (bfloat16); remove it",
-        ),
-        ({"fp16": {"mode": "torch"}}, {"strategy": "fsdp", "param_dtype": "float16"}, None),
-        (
-            {"fp16": {"mode": "apex", "num_losses": 2}, "loss_reduction": "weighted"}, {},
-            "loss_reduction: 'weighted' joins batches of one loss, not of num_losses=2",
-        ),
-        ({"resume": "auto"}, {}, "resume: 'auto' needs checkpoint.directory; set"),
-        ({"resume": "auto", "checkpoint": "x"}, {}, None),
-        ({"bf16": {"mode": "apex"}}, {}, "apex bf16: apex has no bf16; use bf16 = dict(mode='torch') or dict(mode='na"),
-        (APEX, {"strategy": "zero1"}, "apex fp16 x zero1: each rank of apex decides alone"),
-    ],
-)  # fmt: skip
-def test_keys(raw, data, message):
-    found = find(raw | {"parallel": {"data": data}})
-    assert [line.startswith(message or "") for line in found] == [True] * bool(message)
+def test_fsdp_param_dtype_is_the_modes():
+    data = {"strategy": "fsdp", "param_dtype": "float16"}
+    message = "parallel.data.param_dtype: 'float16' is not the dtype that the mode computes in (bfloat16); remove it"
+    [line] = find({"bf16": {"mode": "torch"}, "parallel": {"data": data}})
+    assert line.startswith(message)
+    assert find({"fp16": {"mode": "torch"}, "parallel": {"data": data}}) == []
 
 
-def test_devices_and_a_mode_that_is_switched_off():
-    assert find({"fp16": {"mode": "torch"}}, 1, "cuda:3") == []
-    assert find({}, 1, "gpu") == ["device: 'gpu' is not supported; allowed: cpu, cuda"]
-    assert find({"fp16": {"mode": "apex", "enabled": False}, "parallel": {"tensor": 2}}, 2) == []
+def test_weighted_losses_are_of_one_kind():
+    raw = {"fp16": {"mode": "apex", "num_losses": 2}, "loss_reduction": "weighted"}
+    assert find(raw) == [
+        "loss_reduction: 'weighted' joins batches of one loss, not of num_losses=2; use 'mean' or 'sum'"
+    ]
+    assert find(raw | APEX) == []
 
 
-def test_fsdp_keys_need_fsdp():
-    for key, value in {"param_dtype": "float32", "prefetch": 2, "cpu_offload": True, "hybrid": 2}.items():
-        with pytest.raises(ConfigError) as rejected:
-            load({"parallel": {"data": {key: value, "strategy": "zero1"}}})
-        message = f"parallel.data.{key}: only strategy='fsdp' has this key, and the strategy is 'zero1'; remove it"
-        assert rejected.value.problems == (message,)
+def test_resume_needs_a_folder():
+    [line] = find({"resume": "auto"})
+    assert line.startswith("resume: 'auto' needs checkpoint.directory; set")
+    assert find({"resume": "auto", "checkpoint": "x"}) == find({"resume": "x"}) == []
 
 
 def test_rejections_are_raised_together():
@@ -171,6 +254,7 @@ def test_rejections_are_raised_together():
     [
         ({}, {}, ["parallel.data.param_dtype: weights are gathered in float32"]),
         ({"fp8": {"mode": "torch"}}, {}, []),
+        ({"bf16": {"mode": "naive"}}, {}, []),
         ({"bf16": {"mode": "torch"}}, {"param_dtype": "bfloat16"}, []),
     ],
 )
@@ -178,3 +262,4 @@ def test_advice_about_fsdp(raw, data, expected):
     config = load(raw | {"parallel": {"data": {"strategy": "fsdp"} | data}})
     found = [str(advice) for advice in find_advice(Setup.of(config, 2))]
     assert [line[: len(words)] for line, words in zip(found, expected, strict=True)] == expected
+    assert list(find_advice(Setup.of(load(raw | {"parallel": {"data": "zero1"}}), 2))) == []

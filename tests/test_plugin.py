@@ -56,7 +56,7 @@ def halfway():
         ({"fp16": {"mode": "halfway", "strat_scale": 2}}, "fp16.strat_scale: unknown key; did you mean 'start_scale'"),
         ({"bf16": {"mode": "halfway", "start_scale": 2}}, "bf16.start_scale: bf16 has the range of fp32"),
         ({"start_scale": 2}, "start_scale: unknown key; it belongs at 'fp16.start_scale'"),
-        ({"fp16": {"mode": "halfwya"}}, "no AMP mode named 'halfwya'; did you mean 'halfway'"),
+        ({"fp16": {"mode": "halfwya"}}, "mode='halfwya' is not a registered mode; .* did you mean 'halfway'"),
     ],
 )
 def test_its_keys_are_validated(halfway, config, message):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .check import check, plan
 from .convert_config import convert_config
@@ -25,24 +26,48 @@ app = typer.Typer(
 )
 
 
-@app.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False) -> None:
-    if version:
+class _Command(TyperCommand):
+    """A command whose help shows arguments by name, without their Python types."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for title, kind in (("Arguments", "argument"), ("Options", "option")):
+            records = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.param_type_name == kind]
+            if rows := [(name.partition(" <")[0], text) for name, text in filter(None, records)]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from .. import __version__
 
         print(f"halfmesh {__version__}")
+        raise typer.Exit
 
 
-def _add(function: Callable[..., None], example: str, **options: Any) -> None:
-    """Add a command with an example."""
-    app.command(epilog=f"Example: halfmesh {example}", **options)(function)
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _add(function: Callable[..., None], *example: str, **options: Any) -> None:
+    """Add a command with the lines of an example, which are not wrapped."""
+    lines = ["\b", f"Example: halfmesh {example[0]}", *(f"  {line}" for line in example[1:])]
+    app.command(cls=_Command, epilog="\n".join(lines), **options)(function)
 
 
 _MODEL = "--model my_package.my_model:build"
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 _add(init, "init config.py")
 _add(check, "check config.py --world-size 8 --device cuda")
-_add(plan, f"plan config.py {_MODEL} --world-size 64 --gpu-memory 80GB")
+_add(plan, f"plan config.py {_MODEL} \\", "--world-size 64 --gpu-memory 80GB")
 _add(verify, f"verify config.py {_MODEL} --world-size 8")
 _add(run, "run --nproc 4 train.py --config config.py", context_settings=_PASSED_ON)
 _add(report, "report runs/first runs/second --out report.html")

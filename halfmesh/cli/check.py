@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
 
-from ..errors import ConfigError, InputError, bullet_list, counted
+from ..errors import ConfigError, InputError, counted
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -69,13 +72,12 @@ def check(
     from ..config.composition import Setup, find_advice
     from ..dry_run import show
     from ..dry_run.candidates import reject_target
-    from ..dry_run.dry_run import dry_run, workers
+    from ..dry_run.dry_run import dry_runs, workers
     from ..engine.summary import parse_bytes
 
     if model is None and (batch or gpu_memory or picture):
         raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
     run: DryRun | None = None
-    inputs = tuple(batch or ())
     with usage_errors():
         reject_target("--picture", picture, ".svg", force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)
@@ -85,7 +87,7 @@ def check(
         right = setup is not None and not findings
         if loaded and right and model is not None:
             with workers(is_fresh=bool(context.obj)) as over:
-                run = dry_run(over, loaded, world_size, model, inputs)
+                (run,) = dry_runs(over, [(loaded, None)], world_size, model, tuple(batch or ()))
         if setup:
             findings += find_advice(setup)
     described = _describe(setup) if setup and right and not (run and run.problems) else None
@@ -98,8 +100,12 @@ def check(
             answer |= {"ok": limit is None or show.fits(run, limit), "dry_run": show.as_json(run, limit)}
             lines = list(show.lines(run, limit, device))
             if picture is not None:
-                show.draw(picture, loaded, run, model, inputs)
-    _print(config, world_size, answer, findings, lines, as_json)
+                show.draw(picture, loaded, run, model, tuple(batch or ()))
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        _print(config, world_size, answer, findings, lines)
+    raise typer.Exit(0 if answer["ok"] else 1)
 
 
 def plan(
@@ -129,40 +135,77 @@ def plan(
 
     build() returns (model, inputs); or (model, (inputs, targets), criterion); or, if you give --batch, the model alone.
     """
-    from ..compat import check as find
-    from ..dry_run import show
-    from ..dry_run.candidates import PlanRequest, config_text, reject_target
+    from ..dry_run import candidates, show
     from ..dry_run.dry_run import workers
     from ..dry_run.ladder import search_layouts
     from ..engine.summary import parse_bytes
 
     with usage_errors():
-        reject_target("--out", out, ".py", force)
-        reject_target("--picture", picture, ".svg", force)
-        limit, inputs = parse_bytes(gpu_memory), tuple(batch or ())
+        candidates.reject_target("--out", out, ".py", force)
+        candidates.reject_target("--picture", picture, ".svg", force)
+        limit, inputs, ladder = parse_bytes(gpu_memory), tuple(batch or ()), None
         loaded, problems = load({} if config is None else config, overrides or ())
-        problems += map(str, find(loaded, world_size, device) if loaded else ())
-    if loaded is None or problems:
+        try:
+            if loaded is not None:
+                asked = candidates.PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
+                with workers(is_fresh=bool(context.obj)) as over:
+                    tuple(over(bool, (0,)))  # forks the pool, before a bar starts its thread
+                    with _progress() as say_simulated:
+                        ladder = search_layouts(asked, over, say_simulated)
+        except ConfigError as error:
+            problems = list(error.problems)
+        chosen = None if ladder is None else ladder.chosen
+        if ladder is not None and chosen is not None and ladder.update is not None and out is not None:
+            candidates.write(out, candidates.config_text(chosen, asked, ladder.update), chosen.config)
+    if ladder is None:
         answer = {"ok": False, "problems": problems, "plan": None}
-        _print(config or "the empty config", world_size, answer, (), (), as_json)
-    with usage_errors():
-        asked = PlanRequest(loaded, world_size, limit, model, inputs, gpus_per_node, device)
-        with workers(is_fresh=bool(context.obj)) as over:
-            ladder = search_layouts(asked, over, partial(print, "simulating:", file=sys.stderr, flush=True))
-    chosen, update = ladder.chosen, ladder.update
-    if chosen and chosen.run and update:
-        if out is not None:
-            out.write_text(config_text(chosen, asked, update), encoding="utf-8")
-        if picture is not None:
-            show.draw(picture, chosen.config, chosen.run, model, inputs, gpus_per_node)
+        if as_json:
+            print(json.dumps(answer, indent=2))
+        else:
+            _print(config or Path("the empty config"), world_size, answer, (), ())
+        raise typer.Exit(1)
+    if chosen is not None and chosen.run is not None and picture is not None:
+        show.draw(picture, chosen.config, chosen.run, model, inputs, gpus_per_node)
     if as_json:
         print(json.dumps(show.ladder_as_json(ladder, asked), indent=2))
     else:
+        style = None
         for line in show.ladder_lines(ladder, asked):
-            say(line)
-        if chosen and out:
+            style = style if line else "bold green"  # after an empty line comes the config
+            say(line, style or {"     fits": "green", "nothing f": "red"}.get(line[:9]))
+        if chosen is not None and out is not None:
             say(f"written: {out}")
     raise typer.Exit(0 if chosen is not None else 1)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int | None], None]]:
+    """Shows on stderr what is simulated, as number N of up to M: on a terminal in one line, with the time, that is
+    removed at the end; else in a line for each."""
+    console, count = Console(stderr=True, highlight=False, emoji=False), itertools.count(1)
+
+    def name(about: int | None) -> str:
+        number = next(count)
+        return f"simulating {number}" + ("" if about is None else f" of up to {max(about, number)}")
+
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda changes, about: print(f"{name(about)}: {changes}", file=sys.stderr, flush=True)
+        return
+    columns = [
+        TextColumn("{task.description},", markup=False),
+        _Elapsed(),
+        TextColumn("{task.fields[changes]}", style="dim", markup=False, table_column=Column(no_wrap=True)),
+    ]
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("simulating", changes="")
+        yield lambda changes, about: bar.update(task, description=name(about), changes=changes)
+
+
+class _Elapsed(ProgressColumn):
+    """The time since the start: 0:12."""
+
+    def render(self, task: Task) -> Text:
+        return Text("{}:{:02}".format(*divmod(int(task.elapsed or 0), 60)))
 
 
 @contextmanager
@@ -218,28 +261,19 @@ def _describe(setup: Setup) -> dict[str, Any]:
 
 
 def _print(
-    path: Path | str,
-    world_size: int,
-    answer: dict[str, Any],
-    findings: Sequence[Finding],
-    dry_run: Sequence[str],
-    as_json: bool,
-) -> NoReturn:
-    """Print the answer, and exit."""
+    path: Path, world_size: int, answer: dict[str, Any], findings: Sequence[Finding], dry_run: Sequence[str]
+) -> None:
     from ..parallel.dims import in_words
 
-    plan, status = answer["plan"], typer.Exit(0 if answer["ok"] else 1)
-    if as_json:
-        print(json.dumps(answer, indent=2))
-        raise status
+    plan = answer["plan"]
     if plan is None:
         say(f"{path}: cannot run on {counted(world_size, 'rank')}", "red")
         kinds = {kind: [one for one in findings if one.kind == kind] for kind in ("rejected", "advice")}
         rows = {"config problems": answer["problems"], **kinds, "problems with the model": answer.get("model_problems")}
         for title, found in rows.items():
             if found:
-                say(bullet_list(f"{title}:", map(str, found)))
-        raise status
+                say("\n".join([f"{title}:", *(f"  - {one}" for one in found)]))
+        return
     fits, color = ("", "green") if answer["ok"] else (", but does not fit", "red")
     say(f"{path}: can run on {counted(world_size, 'rank')}{fits}", color)
     say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
@@ -251,4 +285,3 @@ def _print(
         say(f"  advice: {finding}", "yellow")
     for line in dry_run:
         say(line)
-    raise status

@@ -10,7 +10,7 @@ import math
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,10 +21,16 @@ from ..errors import ConfigError, InputError, counted, did_you_mean, show
 from .check import AsJson, Device, load, usage_errors
 
 if TYPE_CHECKING:
+    from ..config import Config
     from ..migration.table import Outcome
 
 NAMES = ("colossal", "apex", "sagemaker", "deepspeed", "accelerate")
-_EACH_BATCH = "call engine.step() after every batch; delete the `if (i + 1) % N == 0` around it and the loss's `/ N`"
+_EACH_BATCH = (
+    "gradient_accumulation counts batches itself: delete the `if (i + 1) % N == 0` around the step and the `/ N` of "
+    "the loss, and call engine.step() after every batch"
+)
+_TITLES = {"lost": "lost", "not understood": "not understood", "by hand": "do by hand"}
+"""Kinds of outcomes that need action, and how their lines begin."""
 
 
 def convert_config(
@@ -55,12 +61,10 @@ def convert_config(
     The exit status is 0 if all keys were understood, no precision and no sharding was lost, and the config can run (on
     the number of ranks that you give); else 1.
     """
-    from ..compat import check
     from ..config.text import as_json as plain
     from ..config.text import as_python
     from ..migration.table import convert
     from ..migration.tables import ORIGINS
-    from ..parallel.registries import DATA_STRATEGIES
 
     if origin not in ORIGINS:
         raise typer.BadParameter(f"--from {origin}: allowed: {', '.join(ORIGINS)}{did_you_mean(origin, ORIGINS)}")
@@ -73,15 +77,14 @@ def convert_config(
         del settings[key]
         findings.append(f"{key}: not a literal; copy it by hand")
     if config is not None:
-        parallel, data = config.parallel, config.parallel.data
-        data_ranks = data.size or DATA_STRATEGIES.get(data.strategy).ranks_of_copy(data, 2)
-        least = math.prod(parallel.sizes.values()) * data_ranks  # ranks that the layout needs
-        findings += map(str, check(config, world_size or least, device))
-    looks = [table.look] if table.look else []
-    if settings.get("gradient_accumulation", 1) != 1:
-        looks.append(_EACH_BATCH)
+        findings += _find_problems(config, world_size, device)
     unsaid = table.always({key.removeprefix(table.prefix): value for key, value in values.items()})
-    looks += [f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()]
+    looks = [
+        *([table.look] if table.look else []),
+        *(f"set {key}, if your script calls {call}" for key, call in table.calls.items() if key not in settings),
+        *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
+        *(f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()),
+    ]
     right = not findings and not any(outcome.kind in ("lost", "not understood") for outcome in outcomes.values())
     if as_json:
         keys = [{"key": key, "value": values[key]} | asdict(outcome) for key, outcome in outcomes.items()]
@@ -89,15 +92,15 @@ def convert_config(
         print(json.dumps(plain(answer | {"keys": keys}), indent=2))
         raise typer.Exit(0 if right else 1)
     where = "" if world_size is None else f" on {counted(world_size, 'rank')}"
-    lines = [f"Made by halfmesh convert-config from {table.title}."]
-    lines += [f"cannot run{where}: {finding}" for finding in findings]
-    lines += [*(f"check: {look}" for look in looks), *_lines(values, outcomes, verbose)]
-    for line in lines:
+    lines = [f"cannot run{where}: {finding}" for finding in findings]
+    lines += _describe(values, outcomes, looks, verbose)
+    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"
+    for line in (f"Made by halfmesh convert-config from {title} ({table.title}).", *lines):
         print("\n".join(f"# {part}" for part in textwrap.wrap(line, 100, subsequent_indent="  ")))
-    print("", *(f"{key} = {as_python(value)}" for key, value in settings.items()), sep="\n")
-    numbers = Counter(outcome.kind for outcome in outcomes.values())
-    said = ", ".join(f"{number} {kind}" for kind, number in numbers.items()) or "none"
-    print(f"{counted(len(outcomes), 'key')}: {said} (--verbose lists all keys)", file=sys.stderr)
+    print()
+    for key, value in settings.items():
+        print(f"{key} = {as_python(value)}")
+    print(f"{_count(outcomes)}; {_hint(where, findings, lines, verbose)}", file=sys.stderr)
     raise typer.Exit(0 if right else 1)
 
 
@@ -117,15 +120,24 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
     path = Path(given)
     if "=" in given and not path.is_file():
         pairs = [pair.partition("=") for pair in given.replace(",", " ").split()]
+        if wrong := [key for key, sign, _ in pairs if not key or not sign]:
+            raise InputError(f"{wrong[0]!r}: expected key=value pairs, such as opt_level=O2")
         return {key: _literal(value) for key, _, value in pairs}
     if path.suffix == ".py" and origin != "colossal":
-        raise InputError(f"{path}: scripts are not executed; give the arguments as a dict or key=value pairs")
+        raise InputError(
+            f"{path}: scripts are not executed; give the arguments as a dict or key=value pairs, in quotes"
+        )
     try:
-        return read_raw(path)
+        found = read_raw(path)[0]
+        whole = found.get("CONFIG")  # Colossal-AI's launch takes this dict, too
+        if origin == "colossal" and isinstance(whole, Mapping):
+            return {**{key: value for key, value in found.items() if key != "CONFIG"}, **whole}
+        return found
     except ConfigError as error:
         if "'colossalai" not in str(error):
             raise
-        raise InputError(f"{error}\nRemove its imports: for AMP_TYPE write 'from halfmesh import AMP_TYPE'") from None
+        hint = "remove its imports: for AMP_TYPE write 'from halfmesh import AMP_TYPE'"
+        raise InputError(f"{error}\nColossal-AI need not be installed; {hint}") from None
 
 
 def flatten(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -148,12 +160,51 @@ def _literal(text: str) -> Any:
     return text
 
 
-def _lines(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], verbose: bool) -> Iterator[str]:
-    """What needs action, by kind; if `verbose`, all keys."""
-    for kind in ("lost", "not understood", "by hand", "converted", "without"):
-        needs_action = kind not in ("converted", "without")
-        for key, outcome in outcomes.items():
-            if outcome.kind == kind and (needs_action or verbose or (outcome.settings and outcome.note)):
-                ours = ", ".join(f"{name} = {show(value, 80)}" for name, value in outcome.settings.items())
-                said = f"{ours} (check: {outcome.note})" if ours and outcome.note else ours or outcome.note
-                yield f"{kind}: {key} = {show(values[key], 80)} -> {said}"
+def _describe(
+    values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: Sequence[str], verbose: bool
+) -> Iterator[str]:
+    """What needs action, by kind; then, if `verbose`, the other keys."""
+
+    def line(key: str) -> str:
+        outcome = outcomes[key]
+        ours = ", ".join(f"{name} = {show(value, 80)}" for name, value in outcome.settings.items())
+        said = f"{ours} (check: {outcome.note})" if ours and outcome.note else ours or outcome.note
+        sign = " ->" if outcome.kind == "converted" else ":"
+        return f"{key} = {show(values[key], 80)}{sign} {said}"
+
+    for kind, title in _TITLES.items():
+        yield from (f"{title}: {line(key)}" for key, outcome in outcomes.items() if outcome.kind == kind)
+    yield from (f"check: {look}" for look in looks)
+    for outcome in outcomes.values():
+        if outcome.kind == "converted" and outcome.settings and outcome.note and not verbose:
+            yield f"check: {', '.join(outcome.settings)}: {outcome.note}"
+    for kind, title in {"converted": "converted", "without": "without equivalent"}.items() if verbose else ():
+        if listed := [key for key, outcome in outcomes.items() if outcome.kind == kind]:
+            yield f"{title}: {len(listed)}"
+            yield from (f"  {line(key)}" for key in listed)
+
+
+def _count(outcomes: Mapping[str, Outcome]) -> str:
+    """How many keys have each outcome."""
+    numbers = Counter(outcome.kind for outcome in outcomes.values())
+    titles = {"converted": "converted", **_TITLES, "without": "without equivalent"}
+    parts = [f"{numbers[kind]} {title.replace('do by', 'to do by')}" for kind, title in titles.items() if numbers[kind]]
+    return f"{counted(len(outcomes), 'key')}: {', '.join(parts) or 'none'}"
+
+
+def _hint(where: str, findings: Sequence[str], lines: Sequence[str], verbose: bool) -> str:
+    """The end of the summary: where to read more."""
+    runs = f"the config cannot run{where}; " if findings else ""
+    todo = "the comments above the config say what to do" if lines else "nothing to do"
+    return f"{runs}{todo}" + ("" if verbose else " (--verbose lists all keys)")
+
+
+def _find_problems(config: Config, world_size: int | None, device: str) -> list[str]:
+    """The reasons why a config cannot run; without a world size, on as many ranks as its layout needs."""
+    from ..compat import check
+    from ..parallel.registries import DATA_STRATEGIES
+
+    parallel, data = config.parallel, config.parallel.data
+    data_ranks = data.size or DATA_STRATEGIES.get(data.strategy).ranks_of_copy(data, 2)
+    least = math.prod(parallel.sizes.values()) * data_ranks
+    return [str(finding) for finding in check(config, world_size or least, device)]

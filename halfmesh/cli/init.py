@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.prompt import FloatPrompt, IntPrompt, Prompt
 
-from ..errors import counted
+from ..errors import InputError, counted
 from .check import Force, say, usage_errors
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
@@ -35,8 +36,15 @@ def init(
 
     with usage_errors():
         reject_target("OUT", out, ".py", force)
-        ranks = IntPrompt.ask("Number of GPUs, or processes, in total", default=1)
-        keys = _ask_precision() | (_ask_layout(ranks) if ranks > 1 else {}) | _ask_update()
+        try:
+            ranks = IntPrompt.ask("Number of GPUs, or processes, in total", default=1)
+            keys = _ask_precision() | (_ask_layout(ranks) if ranks > 1 else {}) | _ask_update()
+        except EOFError:
+            print(file=sys.stderr)  # after the question
+            raise InputError(
+                f"the input ended before the last answer, so {out} is not written; run halfmesh init in a terminal, or "
+                "start from one of `halfmesh configs`"
+            ) from None
         text = _render(keys, out.name, ranks)
         raise_for(check(load_config(keys), ranks), "these answers")
         out.write_text(text, encoding="utf-8")
@@ -81,6 +89,11 @@ def _render(keys: dict[str, Any], name: str, ranks: int) -> str:
     from ..config.text import as_python
 
     start = "python" if ranks == 1 else f"torchrun --standalone --nproc-per-node {min(ranks, 8)}"
-    lines = [f"{key} = {as_python(value)}" for key, value in keys.items()]
+    about = {
+        "parallel": "  # the remaining ranks are data-parallel ranks",
+        "gradient_accumulation": "  # batches per update",
+        "checkpoint": "  # saved every 1000 updates, and when a signal ends the run",
+    }
+    lines = [f"{key} = {as_python(value)}{about.get(key, '')}" for key, value in keys.items()]
     head = f'"""For `{start} train.py`, which calls halfmesh.initialize(..., config="{name}")."""'
     return "\n".join([head, "", *lines]) + "\n"

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import HalfmeshError, bullet_list, counted
+from ..errors import HalfmeshError, bullet_list, counted, did_you_mean
 from .check import DEVICES, MODEL, AsJson, Overrides, load, say, usage_errors
 
 
@@ -41,35 +41,47 @@ def run(
     Reads the --config and --set that follow the script. If the config cannot run on this number of ranks, prints the
     reasons, starts nothing and exits with status 1. If the script then trains with another config, rank 0 warns.
     """
-    import torch
-
-    from ..compat import check
-    from ..config.load import CHECKED, tell_checked
-
+    if str(script).startswith("-"):
+        raise typer.BadParameter(_explain_option(str(script).partition("=")[0], context))
     if not script.is_file():
-        raise typer.BadParameter(f"there is no script {script}; its options, such as --config and --set, follow it")
+        raise typer.BadParameter(f"cannot read {script}: there is no such file")
     if nnodes > 1 and rdzv_endpoint is None:
         raise typer.BadParameter("--nnodes needs --rdzv-endpoint host:port, the same on all nodes")
     config, overrides = read_options(context.args)
-    ranks, checked = nproc * nnodes, ""
+    checked = ""
     if config is None and overrides:
         raise typer.BadParameter(f"--set {overrides[0]} changes the config that --config names: give --config as well")
     if config is None:
         print(f"halfmesh run: no --config after {script}: nothing to check before the start", file=sys.stderr)
     else:
-        with usage_errors():
-            loaded, problems = load(Path(config), overrides)
-        if loaded is not None:
-            problems += map(str, check(loaded, ranks, device or ("cuda" if torch.cuda.is_available() else "cpu")))
-            checked = tell_checked(loaded, " ".join([config, *(f"--set {one}" for one in overrides)]))
+        checked, problems = check_config(Path(config), nproc * nnodes, device, overrides)
         if problems:
-            print(bullet_list(f"{config}: cannot run on {counted(ranks, 'rank')}", problems), file=sys.stderr)
+            title = f"{config}: cannot run on {counted(nproc * nnodes, 'rank')}"
+            print(bullet_list(title, problems), file=sys.stderr)
             raise typer.Exit(1)
     meeting = ["--standalone"] if nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv_endpoint}"]
     shape = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
-    os.environ[CHECKED] = checked
-    try:  # "--": without it torchrun rejects a script's argument that begins like one of torchrun's ("--nproc")
+    # "--": without it torchrun rejects a script's argument that begins like one of torchrun's ("--nproc").
+    with _told(checked):
         raise typer.Exit(torchrun([*meeting, *shape, "--", str(script), *context.args]))
+
+
+def _explain_option(name: str, context: typer.Context) -> str:
+    """Why `name` cannot stand before the script."""
+    if name in ("--config", "--set"):
+        return f"{name} belongs after the script: halfmesh run --nproc N train.py {name} ..."
+    known = [option for one in context.command.params for option in one.opts if option.startswith("--")]
+    return f"{name}: halfmesh run has no such option{did_you_mean(name, known)}; options of the script follow it"
+
+
+@contextlib.contextmanager
+def _told(checked: str) -> Iterator[None]:
+    """A scope whose processes know which config was checked, "" for none."""
+    from ..config.load import CHECKED
+
+    os.environ[CHECKED] = checked
+    try:
+        yield
     finally:
         os.environ.pop(CHECKED, None)
 
@@ -104,6 +116,24 @@ def read_options(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return found.config, found.set
 
 
+def check_config(
+    path: Path, world_size: int, device: str | None, overrides: Sequence[str] = ()
+) -> tuple[str, list[str]]:
+    """What to tell the ranks of the config, and all its problems on `world_size` ranks."""
+    import torch
+
+    from ..compat import check
+    from ..config.load import tell_checked
+
+    with usage_errors():
+        loaded, problems = load(path, overrides)
+    if loaded is None:
+        return "", problems
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = " ".join([str(path), *(f"--set {one}" for one in overrides)])
+    return tell_checked(loaded, name), list(map(str, check(loaded, world_size, kind)))
+
+
 def verify(
     config: Annotated[
         Path | None,
@@ -118,7 +148,10 @@ def verify(
     updates: Annotated[int, typer.Option(metavar="N", min=1, help="How many updates to compare.")] = 2,
     overrides: Overrides = None,
     optimizer: Annotated[
-        str | None, typer.Option(metavar="FUNCTION", help="package.module:function of the parameters. Default: SGD.")
+        str | None,
+        typer.Option(
+            metavar="FUNCTION", help="package.module:function, called with the parameters. Default: SGD with momentum."
+        ),
     ] = None,
     accumulated: Annotated[
         bool, typer.Option("--accumulated", help="Compare with one process that accumulates the ranks' batches.")

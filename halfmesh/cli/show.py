@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from .check import AsJson
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -74,16 +74,23 @@ def configs(
 ) -> None:
     """List the configs that come with halfmesh, or print one."""
     texts = {stem: path.read_text(encoding="utf-8") for stem, path in find_configs().items()}
-    about = {stem: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for stem, text in texts.items()}
+    about = {
+        stem: next(iter((ast.get_docstring(ast.parse(text)) or "").splitlines()), "") for stem, text in texts.items()
+    }
     if name is None:
-        lines = "\n".join(f"{stem:{max(map(len, texts))}}  {what}" for stem, what in about.items())
-        print(json.dumps({"configs": about}, indent=2) if as_json else lines)
+        width = max(map(len, texts))
+        lines = [f"{stem:{width}}  {what}" for stem, what in about.items()]
+        print(json.dumps({"configs": about}, indent=2) if as_json else "\n".join(lines))
         return
     stem = name.removesuffix(".py")
     if stem not in texts:
-        raise typer.BadParameter(f"there is no config {name!r}; there are {', '.join(texts)}")
-    answer = {"name": stem, "about": about[stem], "text": texts[stem]}
-    print(json.dumps(answer, indent=2) if as_json else texts[stem].rstrip("\n"))
+        near = did_you_mean(stem, texts) or f"; there are {', '.join(texts)}"
+        raise typer.BadParameter(f"there is no config {name!r}{near}")
+    print(
+        json.dumps({"name": stem, "about": about[stem], "text": texts[stem]}, indent=2)
+        if as_json
+        else texts[stem].rstrip("\n")
+    )
 
 
 def schema() -> None:

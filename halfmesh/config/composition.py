@@ -66,25 +66,15 @@ class Setup:
             IncompatibleConfigError: `global_batch_size` is not a multiple of `batch_size` x data ranks,
                 `gradient_accumulation` is given and says otherwise, or `batch_size` is not known.
         """
-        total, given = self.config.global_batch_size, self.config.gradient_accumulation
-        if total is None:
+        if self.config.global_batch_size is None:
             return self
-        key = f"global_batch_size: {total}"
-        if batch_size is None:
-            raise IncompatibleConfigError([f"{key}: the loader has no batch_size; set gradient_accumulation instead"])
-        what = f"batch size {batch_size} x {counted(self.dims.dp, 'data rank')}"
-        length, rest = divmod(total, batch_size * self.dims.dp)
-        if rest:
-            raise IncompatibleConfigError([f"{key} is not a multiple of {what}; change one of the two"])
-        if "gradient_accumulation" in self.config.model_fields_set and given != length:
-            problem = f"{key} with {what} means gradient_accumulation={length}, not {given}; remove one of the two keys"
-            raise IncompatibleConfigError([problem])
+        length = _cycle_length(self.config, self.config.global_batch_size, batch_size, self.dims.dp)
         return replace(self, config=self.config.model_copy(update={"gradient_accumulation": length}))
 
 
 def find_key_problems(setup: Setup) -> Iterator[Finding]:
     """Everything that is wrong with the keys, on any number of ranks."""
-    for check in (_check_layout, _check_compile, _check_rest):
+    for check in (_check_axes, _check_data, _check_compile, _check_rest):
         yield from (Finding(key, message) for key, message in check(setup.config, setup.recipe))
 
 
@@ -95,9 +85,10 @@ def find_advice(setup: Setup) -> Iterator[Finding]:
     if setup.strategy is not strategy:
         message = f"{asked!r} has nothing to shard over one data rank, so the run uses 'replicate'"
         yield Finding("parallel.data.strategy", message, "advice")
-    if setup.dims.grad_ranks > 1:
-        for key, message in strategy.find_advice(setup.config, setup.recipe.param_dtype):
-            yield Finding(key, message, "advice")
+    for key, message in (
+        strategy.find_advice(setup.config, setup.recipe.param_dtype) if setup.dims.grad_ranks > 1 else ()
+    ):
+        yield Finding(key, message, "advice")
 
 
 def batch_size(loader: Any) -> int | None:
@@ -105,6 +96,31 @@ def batch_size(loader: Any) -> int | None:
     loader = getattr(loader, "loader", loader)  # of an IterableDataset that is read in strides
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
+
+
+def _cycle_length(config: Config, total: int, size: int | None, data_ranks: int) -> int:
+    """The number of batches in an update of `total` samples."""
+    if size is None:
+        raise _rejected(
+            f"{total}: the loader has no batch_size; give initialize a DataLoader with batch_size, or set "
+            "gradient_accumulation instead"
+        )
+    what, together = f"batch size {size} x {counted(data_ranks, 'data rank')}", size * data_ranks
+    if total % together:
+        below, above = total // together * together, (total // together + 1) * together
+        near = f"{below} or {above}" if below else str(above)
+        raise _rejected(f"{total} is not a multiple of {what} = {together}; set it to {near}, or change the batch size")
+    given, length = config.gradient_accumulation, total // together
+    if "gradient_accumulation" in config.model_fields_set and given != length:
+        raise _rejected(
+            f"{total}, but {what} x gradient_accumulation={given} makes {together * given} samples; remove one of the "
+            f"two keys, or set gradient_accumulation={length}"
+        )
+    return length
+
+
+def _rejected(message: str) -> IncompatibleConfigError:
+    return IncompatibleConfigError([f"global_batch_size: {message}"])
 
 
 def _make_recipe(config: Config) -> Recipe:
@@ -117,20 +133,25 @@ def _make_recipe(config: Config) -> Recipe:
     return recipe
 
 
-def _check_layout(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Problems that the used axes and the data strategy find; keys of an axis of size 1 have no effect."""
+def _check_axes(config: Config, _: Recipe) -> Iterator[tuple[str, str]]:
+    """Problems that the used axes find; keys of an axis of size 1 have no effect."""
     for name, size in config.parallel.sizes.items():
         if size > 1:
             yield from AXES.get(name).find_key_problems(config)
-    if config.parallel.data.reduce_dtype == "float16" and not recipe.keeps_scale:
+
+
+def _check_data(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data = config.parallel.data
+    strategy = DATA_STRATEGIES.get(data.strategy)
+    if data.reduce_dtype == "float16" and not recipe.keeps_scale:
         message = "without a loss scale, sums of gradients leave the range of float16; use 'float32'"
         yield "parallel.data.reduce_dtype", message
-    yield from DATA_STRATEGIES.get(config.parallel.data.strategy).find_key_problems(config, recipe.param_dtype)
+    yield from strategy.find_key_problems(config, recipe.param_dtype)
 
 
 def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Problems of keys that compiled code cannot serve."""
-    options, data = config.compile, config.parallel.data
+    options, parallel = config.compile, config.parallel
     if not options.enabled:
         return
     if options.mode is not None and options.backend != "inductor":
@@ -138,7 +159,7 @@ def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
     several = {
         "gradient_accumulation": config.gradient_accumulation,
         "num_losses": recipe.num_losses,
-        "parallel.pipeline.size": config.parallel.pipeline.size,
+        "parallel.pipeline.size": parallel.pipeline.size,
     }
     why = " and ".join(key for key, number in several.items() if number > 1)
     for key, value in options.graphs.items() if why else ():
@@ -147,31 +168,45 @@ def _check_compile(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"{value!r} makes CUDA graphs, and with {why} > 1 the next call of a graph may overwrite gradients "
             "that are still needed; use mode='max-autotune-no-cudagraphs' or 'default'",
         )
-    calls_blocks = config.parallel.pipeline.size > 1 or DATA_STRATEGIES.get(data.strategy).shards_model
-    if options.scope == "model" and (calls_blocks or config.activation_checkpoint.enabled):
-        why = "with a pipeline, activation_checkpoint or a strategy that shards the model"
-        yield "compile.scope", f"'model' is not possible {why}; use 'blocks', or leave scope out"
+    whole_model = {
+        "under a pipeline, which calls blocks": parallel.pipeline.size > 1,
+        f"with data={parallel.data.strategy!r}, which gathers the weights of each block between graphs": (
+            DATA_STRATEGIES.get(parallel.data.strategy).shards_model
+        ),
+        "with activation_checkpoint, which calls modules again": config.activation_checkpoint.enabled,
+    }
+    for why, holds in whole_model.items():
+        if options.scope == "model" and holds:
+            yield "compile.scope", f"'model' is not possible {why}; use 'blocks', or leave scope out"
     if recipe.cast_lists == "apex":
-        yield "compile", "O1's casts have no effect in compiled code; use mode='torch' (close to O1) or opt_level='O2'"
+        yield (
+            "compile",
+            "O1's casts have no effect in compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "
+            "compile out",
+        )
     elif config.precision is not None and getattr(config.precision.options, "backend", None) == "apex":
         yield "compile", "compiled code does not call the functions that apex changes; use backend='native'"
 
 
 def _check_rest(config: Config, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.split_masters and recipe.param_dtype != torch.bfloat16:
-        yield f"{config.precision_key}.masters", "'split' needs bf16 weights; use bf16, or leave masters out"
-    if config.loss_reduction == "weighted" and recipe.num_losses > 1:
-        yield "loss_reduction", f"'weighted' joins batches of one loss, not of num_losses={recipe.num_losses}"
     selective = config.activation_checkpoint.selective
+    if recipe.split_masters and recipe.param_dtype != torch.bfloat16:
+        message = "'split' needs weights that are the upper half of fp32, which only bf16 has; use bf16, or leave"
+        yield f"{config.precision_key}.masters", f"{message} masters out"
+    if config.loss_reduction == "weighted" and recipe.num_losses > 1:
+        losses = recipe.num_losses
+        yield "loss_reduction", f"'weighted' joins batches of one loss, not of num_losses={losses}; use 'mean' or 'sum'"
     if selective and config.activation_offload:
         yield (
             "activation_offload",
-            "torch cannot move the tensors that activation_checkpoint='selective' saves; use 'full'",
+            "torch keeps the tensors that activation_checkpoint='selective' saves where they cannot be moved; use "
+            "'full' or dict(every=...) with it, or leave one of the two out",
         )
     if selective and config.compile.enabled:
         yield (
             "activation_checkpoint",
-            "'selective' chooses among operations, which compiled code does not call; use 'full'",
+            "'selective' chooses among torch's operations, which compiled code does not call one by one; use 'full', "
+            "dict(every=...) or dict(patterns=...), or leave compile out",
         )
     if config.resume == "auto" and config.checkpoint is None:
         yield "resume", "'auto' needs checkpoint.directory; set checkpoint='checkpoints', or give resume a folder"

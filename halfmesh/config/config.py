@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import ValidationError
 
 from ..amp.plugin import AMP_PLUGINS, PRECISIONS
-from ..errors import ConfigError, did_you_mean, show, show_name
+from ..errors import ConfigError, did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
 from .schema import PrecisionConfig, Settings, data_config, get_plugin, parallel_config, strategy_keys
 from .text import as_python, to_yaml
+
+OWN_NAMES = "; write your own constants in UPPERCASE"
+"""The end of the message about an unknown key that is similar to no other."""
 
 
 class Config(Settings, extra="allow"):
@@ -29,9 +33,6 @@ class Config(Settings, extra="allow"):
 
         def __getattr__(self, name: str) -> Any:
             """The user's constants."""
-
-    def __reduce__(self) -> Any:
-        return Config.model_validate, (self.to_dict(),)  # classes with keys of an axis or strategy have no place
 
     @property
     def user(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class Config(Settings, extra="allow"):
         """`to_dict` as YAML; loading it gives an equal config.
 
         Raises:
-            ConfigError: YAML cannot hold a value (an object, a function).
+            ConfigError: YAML cannot hold a value (an object, a function); the message names its key.
         """
         return to_yaml(self.to_dict())
 
@@ -82,18 +83,19 @@ class Config(Settings, extra="allow"):
 
     def __repr__(self) -> str:
         items = [f"{key}={as_python(value)}" for key, value in self.to_dict().items()]
-        return f"Config({', '.join(items)})"
+        line = f"Config({', '.join(items)})"
+        return line if len(line) <= 88 else "\n".join(["Config(", *(f"    {item}," for item in items), ")"])
 
     __str__ = __repr__
 
 
-def build(raw: Mapping[Any, Any], source: str = "the config") -> Config:
+def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = OWN_NAMES) -> Config:
     """The config that `raw` describes.
 
     Raises:
         ConfigError: with all problems at once.
     """
-    unknown = {key: problem for key in raw if (problem := explain_key(key)) is not None}
+    unknown = {key: problem for key in raw if (problem := explain_key(key, hint)) is not None}
     known = {key: value for key, value in raw.items() if key not in unknown}
     config: Config | None = None
     errors: Sequence[Mapping[str, Any]] = ()
@@ -109,44 +111,77 @@ def build(raw: Mapping[Any, Any], source: str = "the config") -> Config:
 
 # -- mistakes in words -------------------------------------------------------------------------------------------------
 
+_EXPECTED = {
+    "literal_error": "{expected}",
+    "bool_type": "True or False",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "greater_than": "a number greater than {gt:g}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "a number less than {lt:g}",
+    "less_than_equal": "{le} or less",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
+    "tuple_type": "a tuple",
+    "dict_type": "a dict",
+}
+"""What pydantic's types of errors allow."""
+DATA = ("parallel", "data")
+FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
 
-def explain_key(key: Any) -> str | None:
-    """The mistake in a top-level key that is neither a setting nor an UPPERCASE constant; None if it is one."""
+
+def explain_key(key: Any, hint: str) -> str | None:
+    """The mistake in a top-level key that is neither a setting nor an UPPERCASE constant; None if it is one.
+
+    `hint` ends the line of a key that is like no other.
+    """
     if not isinstance(key, str):
         return f"{show(key)}: keys must be strings, not {type(key).__name__}"
     if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
         return f"{key}: {FOREIGN_KEYS[key.lower()]}"
     if key in Settings.model_fields or (key.isupper() and not key.startswith("_")):
         return None
-    return f"{show_name(key)}: {_explain_unknown(key, (), {})}"
+    return f"{show_name(key)}: unknown key{_suggest(key, (), {}, hint)}"
 
 
 def find_contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that are valid alone, but not together, and those of a mode that mean nothing in this precision."""
+    """Keys that are valid alone, but not together."""
     given = [key for key in PRECISIONS if raw.get(key) is not None]
     if len(given) > 1:
         yield f"{', '.join(given)}: a run has one precision; keep one of these keys"
     for key in given:
-        try:
-            plugin = get_plugin(raw[key].get("mode"))
-        except (ValueError, AttributeError):
-            continue  # reported by the schema
-        has = "bf16 has" if key == "bf16" else "fp8 computes gradients in bf16, which has"
-        for name in sorted(plugin.scale_keys & raw[key].keys()) if key != "fp16" else ():
-            yield f"{key}.{name}: {has} the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
-        for name in sorted(plugin.float8_keys & raw[key].keys()) if key != "fp8" else ():
-            yield f"{key}.{name}: it sets how float8 works, which {key} does not use; remove {name}, or use fp8"
+        yield from _find_moot(key, raw[key])
 
 
-def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _find_moot(key: str, given: Any) -> Iterator[str]:
+    """Keys of a mode that mean nothing in this precision."""
+    if not isinstance(given, Mapping):
+        return
+    try:
+        plugin = get_plugin(given.get("mode"))
+    except ValueError:
+        return  # reported by the schema
+    has = "bf16 has" if key == "bf16" else "fp8 computes gradients in bf16, which has"
+    for name in sorted(plugin.scale_keys & given.keys()) if key != "fp16" else ():
+        yield f"{key}.{name}: {has} the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
+    for name in sorted(plugin.float8_keys & given.keys()) if key != "fp8" else ():
+        yield f"{key}.{name}: it sets how float8 works, which {key} does not use; remove {name}, or use fp8"
+
+
+def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line per wrong value. The branches of a union each report it; their messages are joined."""
     by_path: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for error in errors:
         by_path.setdefault(_path(error, raw), []).append(error)
+    problems = []
     for path, found in by_path.items():
         depth = max(len(error["loc"]) for error in found)  # of the branch that fits the value best
         deepest = [error for error in found if len(error["loc"]) == depth]
-        yield f"{'.'.join(map(show_name, path))}: {_reason(deepest, path, raw)}"
+        for _, same in groupby(deepest, key=lambda error: show(error["input"])):
+            problems.append(f"{'.'.join(map(show_name, path))}: {_reason(list(same), path, raw)}")
+    return problems
 
 
 def _path(error: Mapping[str, Any], raw: Any) -> tuple[str, ...]:
@@ -163,47 +198,81 @@ def _path(error: Mapping[str, Any], raw: Any) -> tuple[str, ...]:
 
 
 def _reason(errors: Sequence[Mapping[str, Any]], path: tuple[str, ...], raw: Mapping[str, Any]) -> str:
-    """The mistake in one value."""
-    first = errors[0]
-    if first["type"] == "extra_forbidden":
-        return _explain_unknown(path[-1], path[:-1], raw)
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    if first["type"] == "missing":
-        return str(first["msg"])
-    said = " or ".join(dict.fromkeys(error["msg"].replace("Input should be", "expected") for error in errors))
-    return f"{said.replace('or expected', 'or')}, got {show(first['input'])}"
+    """The mistake in one value, in pydantic's words if we have none."""
+    kind = errors[0]["type"]
+    if kind == "extra_forbidden":
+        others = [n for n, keys in strategy_keys().items() if path[-1] in keys] if path[:-1] == DATA else []
+        if others:
+            strategy = raw["parallel"]["data"].get("strategy", "replicate")
+            return f"only strategy={others[0]!r} has this key, and the strategy is {strategy!r}; remove it"
+        return "unknown key" + _suggest(path[-1], path[:-1], raw, "")
+    if kind in ("value_error", "assertion_error"):
+        return str(errors[0]["ctx"]["error"])
+    if all(error["type"] in _EXPECTED for error in errors):
+        return _expect(errors)
+    said = " or: ".join(dict.fromkeys(error["msg"] for error in errors))
+    return said if kind in ("missing", "invalid_key") else f"{show(errors[0]['input'])}: {said}"
 
 
-def _explain_unknown(key: str, parents: tuple[str, ...], raw: Mapping[str, Any]) -> str:
+def _expect(errors: Sequence[Mapping[str, Any]]) -> str:
+    """What is allowed for one value, the value, and the number that a string of digits should be."""
+    given = errors[0]["input"]
+    allowed = " or ".join(dict.fromkeys(_EXPECTED[one["type"]].format(**one.get("ctx", {})) for one in errors))
+    if not isinstance(given, str):
+        return f"expected {allowed}, got {show(given)}"
+    kinds = {"int_type": int, "float_type": float}
+    for kind in filter(None, (kinds.get(error["type"]) for error in errors)):
+        with contextlib.suppress(ValueError):
+            return f"expected {allowed}, got the string {show(given)}; write {as_python(kind(given))}"
+    return f"expected {allowed}, got {show(given)}"
+
+
+def _suggest(key: str, parents: tuple[str, ...], raw: Mapping[str, Any], otherwise: str) -> str:
     """Which key was meant: one of another library, one from elsewhere in the tree, or a similar one here."""
     if (foreign := FOREIGN_KEYS.get(key.lower())) is not None:
-        return f"unknown key; {foreign}"
+        return f"; {foreign}"
     is_of_mode = bool(parents) and parents[0] in PRECISIONS
-    paths = list(_walk(get_plugin(raw[parents[0]]["mode"]).options, f"{parents[0]}.")) if is_of_mode else _all_paths()
+    plugin = get_plugin(raw[parents[0]]["mode"]) if is_of_mode else None
+    paths = _all_paths() if plugin is None else list(_walk(plugin.options, f"{parents[0]}."))
     here = [name for section, _, name in (path.rpartition(".") for path in paths) if section == ".".join(parents)]
-    if parents == ("parallel", "data"):  # the keys of other strategies are not allowed beside this one
-        strategy = raw["parallel"]["data"].get("strategy", "replicate")
-        if others := [name for name, keys in strategy_keys().items() if key in keys]:
-            return f"only strategy={others[0]!r} has this key, and the strategy is {strategy!r}; remove it"
-        here = list(data_config(strategy).model_fields)
-    elsewhere = [path for path in paths if path.rpartition(".")[2] == key and not is_of_mode]
-    if elsewhere:
-        return f"unknown key; it belongs at {' or '.join(map(repr, elsewhere))}"
-    allowed = f"; allowed: {', '.join(['mode', *here] if is_of_mode else here)}"
-    if not parents:
-        allowed = "; write your own constants in UPPERCASE, and begin helpers of a .py config with an underscore"
-    return f"unknown key{did_you_mean(key, here) or allowed}"
+    if parents == DATA:  # the keys of other strategies are not allowed beside this one
+        here = list(data_config(raw["parallel"]["data"].get("strategy", "replicate")).model_fields)
+    if is_of_mode:
+        modes = [name for name, keys in _mode_keys().items() if key in keys]
+        elsewhere = f"; mode {' and '.join(map(repr, modes))} has it" if modes else ""
+        return did_you_mean(key, here) or elsewhere or f"; allowed: {', '.join(['mode', *here])}"
+    if found := [path for path in paths if path.rpartition(".")[2] == key]:
+        return f"; it belongs at {' or '.join(map(repr, found))}"
+    if near := did_you_mean(key, here):
+        return near
+    by_leaf = {path.rpartition(".")[2]: path for path in paths}
+    if leaf := find_near(key, by_leaf, FAR_CUTOFF):
+        return f"; did you mean {by_leaf[leaf]!r}?"
+    return otherwise or f"; allowed: {', '.join(here)}"
 
 
 def _all_paths() -> list[str]:
     """All keys, dotted; those of all modes under fp16, and of all axes and strategies."""
-    paths = [*_walk(Settings, ""), *_walk(parallel_config([name for name, _ in AXES.each()]), "parallel.")]
+    paths = [f"fp16.{key}" for keys in _mode_keys().values() for key in keys]
     paths += [f"parallel.data.{key}" for keys in strategy_keys().values() for key in keys]
+    paths += _walk(parallel_config([name for name, _ in AXES.each()]), "parallel.")
+    return list(dict.fromkeys([*_walk(Settings, ""), *paths, "fp16.mode"]))
+
+
+def _mode_keys() -> dict[str, list[str]]:
+    """The keys of each mode, without plugins that cannot be imported: they must not hide the mistake at hand."""
+    keys = {}
     for name in AMP_PLUGINS.names():
-        with contextlib.suppress(ValueError):  # a plugin that cannot be imported must not hide the mistake at hand
-            paths += [f"fp16.{key}" for key in get_plugin(name).options.model_fields]
-    return list(dict.fromkeys([*paths, "fp16.mode"]))
+        with contextlib.suppress(ValueError):
+            keys[name] = list(get_plugin(name).options.model_fields)
+    return keys
+
+
+def _find_models(annotation: Any) -> Iterator[type[Options]]:
+    if isinstance(annotation, type) and issubclass(annotation, Options):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _find_models(inner)
 
 
 def _walk(model: type[Options], prefix: str) -> Iterator[str]:
@@ -214,39 +283,52 @@ def _walk(model: type[Options], prefix: str) -> Iterator[str]:
                 yield from _walk(inner, f"{prefix}{name}.")
 
 
-def _find_models(annotation: Any) -> Iterator[type[Options]]:
-    if isinstance(annotation, type) and issubclass(annotation, Options):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _find_models(inner)
-
-
-_OURS = "or keep it here as an UPPERCASE constant"
-_FOREIGN = {
-    "pipeline_parallel_degree partitions pipeline_parallelism pipeline_parallel": "set parallel.pipeline instead",
-    "num_micro_batches": "set parallel.pipeline.microbatches instead",
-    "tensor_parallel_degree tensor_parallel": "set parallel.tensor instead",
-    "zero zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
-    "shard_optimizer_state": "set parallel.data = 'zero1' instead",
-    "fsdp sharded_data_parallel_degree": "set parallel.data = 'fsdp' instead",
-    "data_parallel ddp dp": "omit it: data ranks are what the other axes leave; or set parallel.data.size",
-    "amp dtype precision mixed_precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
-    "static_loss_scale dynamic_loss_scale": "set fp16.loss_scale to that number or 'dynamic', with mode='naive'",
-    "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",
-    "scale_window": "set growth_interval instead",
-    "delayed_shift": "set hysteresis instead",
-    "offload_activations": "set activation_offload instead",
-    "max_grad_norm grad_clip gradient_clipping gradient_clip_val": "set clip_grad_norm instead",
-    "accumulate_grad_batches gradient_accumulation_steps": "set gradient_accumulation instead",
-    "train_batch_size": "set global_batch_size instead",
-    "batch_size": "give it to the DataLoader: the batch size of one data rank",
-    "num_workers shuffle drop_last pin_memory": "give it to the DataLoader",
-    "lr learning_rate weight_decay momentum betas eps": f"give it to the optimizer in your script, {_OURS}",
-    "epochs num_epochs max_epochs max_steps": f"give it to Trainer.fit or your loop, {_OURS}",
-    "optimizer model criterion scheduler lr_scheduler": "build it in your script, and pass it to initialize",
-    "optimize gradient_handler": "remove it: halfmesh has no such choice",
+_INSTEAD = {
+    "parallel.pipeline.size": "pipeline_parallel_degree partitions pipeline_parallelism",
+    "parallel.pipeline.microbatches": "num_micro_batches",
+    "parallel.pipeline": "pipeline_parallel",
+    "parallel.tensor.size": "tensor_parallel_degree",
+    "parallel.tensor": "tensor_parallel",
+    "parallel.data = 'zero1' or 'fsdp'": "zero zero_optimization",
+    "parallel.data = 'zero1'": "shard_optimizer_state",
+    "parallel.data = 'fsdp'": "fsdp sharded_data_parallel_degree",
+    "fp16 = dict(mode='torch') or bf16 = dict(mode='torch')": "amp dtype precision mixed_precision",
+    "growth_interval": "scale_window",
+    "hysteresis": "delayed_shift",
+    "activation_offload": "offload_activations",
+    "clip_grad_norm": "max_grad_norm grad_clip gradient_clipping gradient_clip_val",
+    "gradient_accumulation": "accumulate_grad_batches gradient_accumulation_steps",
+    "global_batch_size": "train_batch_size",
 }
-FOREIGN_KEYS: Mapping[str, str] = MappingProxyType(
-    {name: instead for names, instead in _FOREIGN.items() for name in names.split()}
+"""What to set here, and the keys of other libraries for it, lower case."""
+_OTHERS = {
+    "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition sets the stages",
+    "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) in fp16 instead",
+    "batch_size": "give it to the DataLoader: the batch size of one data rank",
+    **dict.fromkeys(["num_workers", "shuffle", "drop_last", "pin_memory"], "give it to the DataLoader"),
+    **dict.fromkeys(
+        ["lr", "learning_rate", "weight_decay", "momentum", "betas", "eps"],
+        "give it to the optimizer in your script, or keep it here as an UPPERCASE constant",
+    ),
+    **dict.fromkeys(
+        ["epochs", "num_epochs", "max_epochs", "max_steps"],
+        "give it to Trainer.fit or your loop, or keep it here as an UPPERCASE constant",
+    ),
+    **dict.fromkeys(
+        ["optimizer", "model", "criterion", "scheduler", "lr_scheduler"],
+        "build it in your script, and pass it to initialize",
+    ),
+    "gradient_handler": "remove it: halfmesh reduces gradients automatically; see parallel.data",
+    **dict.fromkeys(
+        ["static_loss_scale", "dynamic_loss_scale"],
+        "set fp16.loss_scale to that number or 'dynamic', with mode='naive'",
+    ),
+    **dict.fromkeys(
+        ["data_parallel", "ddp", "dp"],
+        "omit it: data ranks are what the other axes leave; or set parallel.data.size",
+    ),
+}
+FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
+    {name: f"set {ours} instead" for ours, names in _INSTEAD.items() for name in names.split()} | _OTHERS
 )
 """Keys of other libraries, lower case, and what to write here."""

@@ -12,13 +12,13 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from ..errors import ConfigError, cut, shorten, show
-from .config import Config, build
+from ..errors import ConfigError, cut, did_you_mean, shorten, show
+from .config import OWN_NAMES, Config, build
 from .schema import Settings
 from .text import UnreadableError, as_json, read_json, read_value, read_yaml
 
@@ -45,10 +45,11 @@ def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequ
     """
     if isinstance(source, Config) and not overrides:
         return source
-    raw, name = read_raw(source), str(source) if isinstance(source, (str, Path)) else "the config"
+    raw, hint = read_raw(source)
+    name = str(source) if isinstance(source, (str, Path)) else "the config"
     if overrides:
         raw, name = override(raw, overrides), f"{name} with {', '.join(overrides)}"
-    return build(raw, name)
+    return build(raw, name, hint)
 
 
 def tell_checked(config: Config, name: str) -> str:
@@ -80,27 +81,34 @@ def _settings(config: Config) -> dict[str, Any]:
     return dict(as_json(config.model_dump(exclude=set(config.user))))
 
 
-def read_raw(source: object) -> Mapping[Any, Any]:
-    """The keys and values of a file, a dict or a Config."""
+def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
+    """The keys and values, and a hint how this kind of source names constants and helpers."""
     if isinstance(source, Config):
-        return source.to_dict()
+        return source.to_dict(), OWN_NAMES
     if isinstance(source, Mapping):
-        return source
+        return source, OWN_NAMES
     if not isinstance(source, (str, Path)):
         kinds = f"a path ({', '.join(_READERS)}), a dict ({{}} trains in fp32) or a Config"
         raise ConfigError([f"a {type(source).__name__} was given, but a config must be {kinds}"])
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
-    if suffix not in _READERS:
-        raise UnreadableError(f"its suffix is {show(path.suffix)}; allowed: {', '.join(_READERS)}", str(source))
     try:
+        if suffix not in _READERS:
+            allowed = ", ".join(_READERS)
+            what = "it is a directory" if path.is_dir() else f"its suffix is {show(path.suffix)}"
+            raise UnreadableError(f"{what}; allowed: {allowed}", str(source))
         content = _READERS[suffix](path)
+    except FileNotFoundError:
+        place = path.resolve().parent
+        beside = [other.name for other in place.iterdir() if other.suffix in _READERS] if place.is_dir() else []
+        problem = f"there is no such file in {place}{did_you_mean(path.name, beside)}"
+        raise UnreadableError(problem, str(source)) from None
     except OSError as error:
-        raise UnreadableError(error.strerror or str(error), str(source)) from None
+        raise UnreadableError(f"{type(error).__name__}: {error}", str(source)) from error
     if not isinstance(content, Mapping):
         problem = f"its top level is of type {type(content).__name__}, but a config must map keys to values"
         raise UnreadableError(problem, str(source))
-    return content
+    return content, f"{OWN_NAMES}, and begin helpers with an underscore" if suffix == ".py" else OWN_NAMES
 
 
 def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]:
@@ -113,15 +121,19 @@ def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]
     Raises:
         ConfigError: one has no `=`, a value that is not YAML, or a path into something that is not a dict.
     """
-    found = dict(raw)
+    found, problems = dict(raw), list[str]()
     for text in overrides:
         path, separator, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            problems.append(f"{show(text)}: an override is key=value, such as parallel.tensor=2 or fp16.mode=naive")
+            continue
         try:
-            if not separator:
-                raise ValueError("an override is key=value, such as parallel.tensor=2 or fp16.mode=naive")
-            _set(found, path.strip().split("."), read_value(value))
+            _set(found, keys, read_value(value))
         except ValueError as error:
-            raise ConfigError([f"{text}: {error}"], "the overrides") from None
+            problems.append(f"{text}: {error}")
+    if problems:
+        raise ConfigError(problems, "the overrides")
     return found
 
 
@@ -177,7 +189,11 @@ def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
 
     module.__file__ = str(path)
     vars(module)["__builtins__"] = {**vars(builtins), "__import__": find}
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+    sys.modules[module.__name__] = module  # a dataclass looks up its module when it is defined
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+    finally:
+        sys.modules.pop(module.__name__, None)
     return module
 
 
@@ -190,4 +206,6 @@ def _describe(error: BaseException, files: Mapping[Path, ModuleType]) -> str:
     return f"{lines[-1] if lines else ''}{type(error).__name__}: {cut(str(error))}"
 
 
-_READERS = {".py": run_config, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}
+_READERS: Mapping[str, Callable[[Path], Any]] = MappingProxyType(
+    {".py": run_config, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}
+)

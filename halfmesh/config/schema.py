@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
-from ..errors import RegistryError, did_you_mean, shorten, show
+from ..errors import RegistryError, did_you_mean, find_near, shorten, show
 from ..options import DType, Names, Options, PositiveFloat, PositiveInt
 from ..parallel.dims import ParallelDims
-from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS
+from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..utils.registry import Registry
 
 
@@ -52,25 +52,29 @@ class ActivationCheckpointConfig(Options):
         return f"{chosen}, selective" if self.selective else chosen
 
 
+_ACTIVATIONS = {None: {}, False: {}, True: {"every": 1}, "full": {"every": 1}, "selective": {"selective": True}}
+"""The shorthand forms of `activation_checkpoint`."""
+
+
 def _expand_activations(value: Any) -> Any:
-    if value is None or isinstance(value, bool) or value == "full":
-        return {"every": 1} if value else {}
-    if value == "selective":
-        value = {"selective": True}
+    if isinstance(value, (str, bool, type(None))) and value in _ACTIVATIONS:
+        value = _ACTIVATIONS[value]
     if isinstance(value, Mapping):
         chosen = value.get("patterns") or value.get("every") is not None
         return {"every": 1, **value} if value.get("selective") is True and not chosen else dict(value)
     if isinstance(value, ActivationCheckpointConfig):
         return value
+    near = did_you_mean(value, ["full", "selective"]) if isinstance(value, str) else ""
     forms = "'full', 'selective', dict(every=2), dict(patterns=['blocks.*.mlp']) or False"
-    raise ValueError(f"{show(value)} does not say what to recompute; use {forms}")
+    raise ValueError(f"{show(value)} does not say what to recompute; use {forms}{near}")
 
 
 def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
-    known = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
+    known = [one.name for one in signal.Signals if one.name not in ("SIGKILL", "SIGSTOP")]
     for name in names:
         if name not in known:
-            raise ValueError(f"{name!r} is not a signal that a program can handle{did_you_mean(name, known)}")
+            near = "" if name in signal.Signals.__members__ else did_you_mean(name, known)
+            raise ValueError(f"{name!r} is not a signal that a program can handle{near}")
     return names
 
 
@@ -100,8 +104,11 @@ def get_plugin(mode: object) -> type[AMPPlugin]:
     Raises:
         ValueError: there is none; the message lists the modes.
     """
+    if not isinstance(mode, str) or mode not in AMP_PLUGINS:
+        near = did_you_mean(mode, AMP_PLUGINS.names())
+        raise ValueError(f"mode={show(mode)} is not a registered mode; allowed: {list_names(AMP_PLUGINS)}{near}")
     try:
-        return AMP_PLUGINS.get(str(mode))
+        return AMP_PLUGINS.get(mode)
     except RegistryError as error:
         raise ValueError(str(error)) from error
 
@@ -149,22 +156,39 @@ def _shorthand(key: str, kind: Any = object, allowed: str = "", none: Any = Mapp
 
 def _expand_parallel(value: Any) -> Any:
     if value is None or isinstance(value, Mapping):
-        return parallel_config(value or {}).model_validate(value or {})
+        given = dict(value or {})
+        kind = parallel_config(given)
+        return given if kind is ParallelConfig else kind.model_validate(given)
     if isinstance(value, Options):
         return value
-    raise ValueError(f"{show(value)} is not a dict; write for example dict(tensor=2, data='zero1')")
+    is_strategy = isinstance(value, str) and value in DATA_STRATEGIES.names()
+    example = f"data={value!r}" if is_strategy else "tensor=2, pipeline=1, data='replicate'"
+    raise ValueError(f"{show(value)} is not a dict; write for example dict({example})")
 
 
 def _expand_precision(value: Any) -> Any:
     if value is None or isinstance(value, PrecisionConfig):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{show(value)} is not a dict; write dict(mode='torch'); modes: {list_names(AMP_PLUGINS)}")
+        mode = str(value).lower() if isinstance(value, str) and value in AMP_PLUGINS else "torch"
+        raise ValueError(f"{show(value)} is not a dict; write dict(mode={mode!r}); modes: {list_names(AMP_PLUGINS)}")
     options = dict(value)
     if "mode" not in options:
+        if near := find_near("mode", [key for key in options if isinstance(key, str)]):
+            raise ValueError(f"unknown key {near!r}; did you mean 'mode'?")
         raise ValueError(f"mode is missing; write dict(mode='torch', ...); modes: {list_names(AMP_PLUGINS)}")
     mode = options.pop("mode")
     return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
+
+
+def _check_styles(value: Any) -> Any:
+    """Check the styles of a plan of patterns; their arguments are checked with the model."""
+    for pattern, text in value.items() if isinstance(value, dict) else ():
+        name = text.partition("(")[0].strip()
+        if name != "auto" and name not in TENSOR_STYLES:
+            near = did_you_mean(name, ["auto", *TENSOR_STYLES.names()])
+            raise ValueError(f"{show(pattern)}: {show(text)} is not one of {list_names(TENSOR_STYLES, 'auto')}{near}")
+    return value
 
 
 class PrecisionConfig(Options):
@@ -183,7 +207,7 @@ class TensorConfig(Options):
     """`parallel.tensor`. `plan` is a name, or a dict from patterns of module names to tensor styles."""
 
     size: PositiveInt = 1
-    plan: Annotated[str | dict[str, str], _registered(TENSOR_PLANS, "auto")] = "auto"
+    plan: Annotated[str | dict[str, str], AfterValidator(_check_styles), _registered(TENSOR_PLANS, "auto")] = "auto"
     sequence_parallel: bool = False
     mode: Annotated[Literal["1d"], BeforeValidator(lambda mode: "1d" if mode is None else mode)] = "1d"
 
@@ -208,6 +232,9 @@ class PipelineConfig(Options):
 class DataConfig(Options):
     """`parallel.data`. A derived class adds the keys of the strategy."""
 
+    def __reduce__(self) -> Any:
+        return _read_data, (self.model_dump(),)  # a derived class cannot be found by its name
+
     strategy: Annotated[str, _registered(DATA_STRATEGIES)] = "replicate"
     size: PositiveInt | None = None
     """None: the ranks that the other axes leave."""
@@ -224,10 +251,9 @@ def data_config(strategy: object) -> type[DataConfig]:
     Raises:
         ValueError: a package's strategy cannot be imported.
     """
-    if strategy not in DATA_STRATEGIES:
-        return DataConfig
     try:
-        return _data_with(DATA_STRATEGIES.get(str(strategy)).options)
+        known = isinstance(strategy, str) and strategy in DATA_STRATEGIES
+        return _data_with(DATA_STRATEGIES.get(str(strategy)).options if known else Options)
     except RegistryError as error:
         raise ValueError(str(error)) from error
 
@@ -238,8 +264,13 @@ def _data_with(own: type[Options]) -> type[DataConfig]:
     return DataConfig if own is Options else create_model("DataConfig", __base__=bases)
 
 
-def _read_data(value: Any) -> Any:
-    return data_config(value.get("strategy", "replicate")).model_validate(value) if isinstance(value, dict) else value
+def _read_data(keys: Mapping[str, Any]) -> DataConfig:
+    """The value of these keys. Those of another strategy may be there if they have their defaults."""
+    kind = data_config(keys.get("strategy", "replicate"))
+    if foreign := keys.keys() - kind.model_fields.keys():
+        others = {key: field.default for fields in strategy_keys().values() for key, field in fields.items()}
+        keys = {key: value for key, value in keys.items() if key not in foreign & others.keys() or value != others[key]}
+    return kind.model_validate(keys)
 
 
 def strategy_keys() -> dict[str, Mapping[str, Any]]:
@@ -250,11 +281,14 @@ def strategy_keys() -> dict[str, Mapping[str, Any]]:
 class ParallelConfig(Options):
     """`parallel`. A derived class adds fields for axes that you or a package registered."""
 
+    def __reduce__(self) -> Any:
+        return _read_parallel, (self.model_dump(),)  # a derived class cannot be found by its name
+
     tensor: Annotated[TensorConfig, _shorthand("size")] = TensorConfig()
     pipeline: Annotated[PipelineConfig, _shorthand("size")] = PipelineConfig()
     data: Annotated[
         SerializeAsAny[DataConfig],
-        BeforeValidator(_read_data),
+        BeforeValidator(lambda value: _read_data(value) if isinstance(value, dict) else value),
         _shorthand("strategy", str, "a strategy or a dict; write for example 'zero1' or dict(size=2)"),
     ] = DataConfig()
 
@@ -295,6 +329,10 @@ def _parallel_with(names: tuple[str, ...]) -> type[ParallelConfig]:
     options = {name: AXES.get(name).options for name in names}
     fields: dict[str, Any] = {name: (Annotated[kind, _shorthand("size")], kind()) for name, kind in options.items()}
     return create_model("ParallelConfig", __base__=ParallelConfig, **fields) if names else ParallelConfig
+
+
+def _read_parallel(keys: dict[str, Any]) -> ParallelConfig:
+    return parallel_config(keys).model_validate(keys)
 
 
 class ClipConfig(Options):
@@ -347,7 +385,9 @@ class Settings(Options):
     activation_offload: Annotated[bool, BeforeValidator(lambda value: False if value is None else value)] = False
     compile: Annotated[
         CompileConfig,
-        _shorthand("enabled", bool, "True, False or a dict such as dict(scope='blocks')", {"enabled": False}),
+        _shorthand(
+            "enabled", bool, "True, False or a dict such as dict(scope='blocks')", MappingProxyType({"enabled": False})
+        ),
     ] = CompileConfig(enabled=False)
     fused: Literal["auto", False] = "auto"
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
@@ -357,7 +397,12 @@ class Settings(Options):
     """Seconds that a collective may take."""
     checkpoint: Annotated[
         CheckpointConfig | None,
-        _shorthand("directory", (str, os.PathLike), "a folder (to recompute activations: activation_checkpoint)", None),
+        _shorthand(
+            "directory",
+            (str, os.PathLike),
+            "a folder; write 'checkpoints' (to recompute activations: activation_checkpoint)",
+            none=None,
+        ),
     ] = None
     debug: Literal["sync", "nonfinite"] | None = None
     """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in

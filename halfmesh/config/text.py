@@ -49,9 +49,13 @@ class _Dumper(yaml.SafeDumper):
     """Safe YAML with tuples, and enumerations of strings and integers as their values."""
 
 
+def _construct_tuple(loader: _Loader, node: yaml.SequenceNode) -> tuple[Any, ...]:
+    return tuple(loader.construct_sequence(node, deep=True))
+
+
 for _yaml in (_Loader, _Dumper):  # also the dumper, which puts a string in quotes where the loader would see a number
     _yaml.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
-_Loader.add_constructor(_TUPLE, lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))  # type: ignore[arg-type]
+_Loader.add_constructor(_TUPLE, _construct_tuple)
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(_TUPLE, value, flow_style=True))
 _Dumper.add_multi_representer(enum.StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 _Dumper.add_multi_representer(enum.IntEnum, lambda dumper, value: dumper.represent_int(value.value))
@@ -59,7 +63,7 @@ _Dumper.add_multi_representer(enum.IntEnum, lambda dumper, value: dumper.represe
 
 def as_python(value: Any) -> str:
     """`value` as a literal for a .py config; a dict of names becomes dict(...)."""
-    if type(value) is dict and value and all(str(key).isidentifier() and not iskeyword(str(key)) for key in value):
+    if type(value) is dict and value and all(isinstance(key, str) and _is_name(key) for key in value):
         return f"dict({', '.join(f'{key}={as_python(item)}' for key, item in value.items())})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"float('{value}')"
@@ -80,6 +84,10 @@ def as_json(value: Any, depth: int = 16) -> Any:
     return str(value) if isinstance(value, (float, Path)) else _text(value)
 
 
+def _is_name(key: str) -> bool:
+    return key.isidentifier() and not iskeyword(key)
+
+
 def _text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", show(value))
 
@@ -88,13 +96,18 @@ def to_yaml(values: Mapping[str, Any]) -> str:
     """`values` as YAML.
 
     Raises:
-        ConfigError: YAML cannot hold a value (an object, a function).
+        ConfigError: YAML cannot hold a value (an object, a function); the message names its key.
     """
-    try:
-        return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False)
-    except yaml.representer.RepresenterError as error:
-        problem = f"YAML cannot hold {show(error.args[-1])}; use numbers, strings, lists, tuples, sets and dicts"
-        raise ConfigError([problem], "the YAML form of the config") from None
+    lines = []
+    for key, value in values.items():
+        try:
+            lines.append(yaml.dump({key: value}, Dumper=_Dumper))
+        except yaml.representer.RepresenterError as error:
+            line = (
+                f"{key}: YAML cannot hold {show(error.args[-1])}; use numbers, strings, lists, tuples, sets and dicts"
+            )
+            raise ConfigError([line], "the YAML form of the config") from None
+    return "".join(lines) or "{}\n"
 
 
 def read_yaml(path: Path) -> Any:
@@ -107,7 +120,9 @@ def read_yaml(path: Path) -> Any:
         with path.open(encoding="utf-8-sig") as file:
             content = yaml.load(file, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:  # a mistake, an illegal character, a date that does not exist
-        raise UnreadableError(f"not valid YAML: {cut(' '.join(str(error).split()))}", str(path)) from error
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else str(error)  # type: ignore[union-attr]
+        raise UnreadableError(f"not valid YAML: {cut(line)}", str(path)) from error
     return {} if content is None else content
 
 

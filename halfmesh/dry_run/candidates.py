@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compat import check
+from ..compat import check, raise_for
 from ..config.load import load_config
 from ..config.text import as_python
 from ..errors import InputError, counted, readable
@@ -31,6 +31,12 @@ UNCHANGED = "the config as it is"
 """The name of no changes."""
 
 
+def both_units(size: int) -> str:
+    """The memory of a device in words; with the decimal unit if it was given in one: "74.5 GiB (80 GB)"."""
+    decimal = f"{size / 1e9:g} GB" if size >= 1e9 else f"{size / 1e6:g} MB"
+    return readable(size) + (f" ({decimal})" if size % 10**6 == 0 and size % 2**20 else "")
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A config, and the devices that it must fit into.
@@ -41,6 +47,9 @@ class PlanRequest:
         model, batch: see `build_model`.
         node: devices of a machine.
         device: cuda or cpu.
+
+    Raises:
+        IncompatibleConfigError: the config cannot run on this number of ranks; the message has all reasons.
     """
 
     config: Config
@@ -50,6 +59,10 @@ class PlanRequest:
     batch: tuple[str, ...] = ()
     node: int = 8
     device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        findings = check(self.config, self.world_size, self.device)
+        raise_for(findings, f"the config on {counted(self.world_size, 'rank')}, regardless of memory")
 
     @property
     def room(self) -> int:
@@ -64,6 +77,7 @@ class Candidate:
     Attributes:
         rows: of a data rank's batch.
         passes: forwards and backwards of an update.
+        recompute: the new value of `activation_checkpoint`; "" if it was not changed.
         run: its dry run.
         rejected: the reasons why it has none, one per line.
     """
@@ -72,6 +86,7 @@ class Candidate:
     config: Config
     rows: int | None = None
     passes: int = 1
+    recompute: str = ""
     run: DryRun | None = None
     rejected: str = ""
 
@@ -124,7 +139,7 @@ def make_candidate(asked: PlanRequest, update: Update, changes: Changes, recompu
         changes += (f"gradient_accumulation={batches}",)
     changed = load_config(asked.config, changes)
     rejected = "\n".join(map(str, check(changed, asked.world_size, asked.device)))
-    return Candidate(changes, changed, rows, batches * microbatches, rejected=rejected)
+    return Candidate(changes, changed, rows, batches * microbatches, recompute, rejected=rejected)
 
 
 def recomputations(config: Config) -> Iterator[str]:
@@ -205,7 +220,8 @@ def reject_target(option: str, path: Path | None, suffix: str, may_replace: bool
     """Check that a file can be written to `path`, if there is one, before anything is computed for it.
 
     Raises:
-        InputError: another suffix, a directory that does not exist, or a file that does and may not be replaced.
+        InputError: another suffix, a directory that does not exist, a file that does and may not be replaced, or one
+            that cannot be written.
     """
     if path is None:
         return
@@ -215,16 +231,37 @@ def reject_target(option: str, path: Path | None, suffix: str, may_replace: bool
         raise InputError(f"{option} {path}: there is no directory {path.resolve().parent}")
     if path.exists() and not may_replace:
         raise InputError(f"{option} {path}: the file exists; --force replaces it")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"{option} {path}: it cannot be written ({error.strerror})") from error
 
 
 def config_text(candidate: Candidate, asked: PlanRequest, update: Update) -> str:
     """The config of `candidate` as a .py file, with comments on its purpose and its memory."""
     ranks = counted(asked.world_size, "rank")
     lines = [
-        f"# Made by halfmesh plan for {asked.model} on {ranks} of {readable(asked.limit)}, AdamW.",
+        f"# Made by halfmesh plan for {asked.model} on {ranks} of {both_units(asked.limit)}, AdamW.",
         f"# Give each data rank's DataLoader batch_size={candidate.rows}. An update takes {update.rows} rows in total.",
         f"# In the simulation, a rank needed {readable(candidate.needs)}.",
         "",
         *(f"{key} = {as_python(value)}" for key, value in candidate.config.to_dict().items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str, config: Config) -> None:
+    """Write `text`, and read it again.
+
+    Raises:
+        InputError: the file does not load as `config`.
+    """
+    path.write_text(text, encoding="utf-8")
+    if load_config(path) != config:
+        raise InputError(
+            f"--out {path}: the file does not load as the chosen config, because one of your constants has no literal "
+            "form; add the changed keys to your own config instead"
+        )

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config.composition import Setup
 from ..engine.parallelize import make_plans
-from ..errors import HalfmeshError
+from ..errors import ConfigError, HalfmeshError
 from ..parallel.dims import ParallelDims
 from ..parallel.registries import DATA_STRATEGIES, SCHEDULES
 from .simulate_rank import Figures, simulate_rank
@@ -29,6 +29,9 @@ from .tracker import Traffic
 if TYPE_CHECKING:
     from ..config import Config
     from ..config.schema import PipelineConfig
+
+MOST_KINDS = 3
+"""Ranks that are simulated: on the first, a middle and the last stage. The ranks of a stage are equal."""
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """`map`, or that of a pool of processes."""
@@ -69,34 +72,47 @@ class DryRun:
         return rank // (self.dims.world_size // self.dims.pp)
 
 
-def dry_run(
+def dry_runs(
     over: Map,
-    config: Config,
+    wanted: Sequence[tuple[Config, int | None]],
     world_size: int,
     model: str,
     batch: tuple[str, ...] = (),
-    rows: int | None = None,
     limit: int | None = None,
-) -> DryRun:
-    """Simulate one update with AdamW of a config that passes `compat.check`.
+) -> list[DryRun]:
+    """Simulate one update with AdamW of configs that pass `compat.check`, in parallel.
 
     Args:
         over: see `workers`.
+        wanted: configs, each with the rows of its batch (None: those of the inputs).
         model: "package.module:build", see `build_model`.
         batch: shapes of the model's inputs, instead of those that `build` returns.
-        rows: of the batch; None: those of the inputs.
         limit: see `simulate_rank`.
     """
-    pipeline, run = config.parallel.pipeline, DryRun(config.parallel.dims(world_size))
-    wanted, counts, size = pipeline.microbatches or 1, choose_counts(pipeline), pipeline.size
-    # The first, a middle and the last stage; the ranks of a stage are equal.
-    ranks = [stage * (world_size // size) for stage in sorted({0, size // 2, size - 1})]
-    jobs = [(config, model, batch, rank, world_size, count, rows, limit) for rank in ranks for count in counts]
+    jobs = [
+        (config, model, batch, rank, world_size, count, rows, limit)
+        for config, rows in wanted
+        for rank in _kinds(config, world_size)
+        for count in choose_counts(config.parallel.pipeline)
+    ]
     results = iter(over(_try_to_simulate, jobs))
-    if size > 1:
-        run.bubble = SCHEDULES.get(pipeline.schedule).bubble(size, pipeline.chunks, wanted)
+    return [_collect(config, world_size, results) for config, _ in wanted]
+
+
+def _kinds(config: Config, world_size: int) -> list[int]:
+    """The ranks to simulate: one of each kind."""
+    size = config.parallel.pipeline.size
+    return [stage * (world_size // size) for stage in sorted({0, size // 2, size - 1})]  # MOST_KINDS
+
+
+def _collect(config: Config, world_size: int, results: Iterator[Figures | list[str]]) -> DryRun:
+    """The dry run of `config`, from the next of `results`."""
+    pipeline, run = config.parallel.pipeline, DryRun(config.parallel.dims(world_size))
+    wanted, counts = pipeline.microbatches or 1, choose_counts(pipeline)
+    if pipeline.size > 1:
+        run.bubble = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, wanted)
     run.extrapolated = counts if len(counts) > 1 else None
-    for rank in ranks:
+    for rank in _kinds(config, world_size):
         found = list(islice(results, len(counts)))
         run.problems += [problem for one in found if isinstance(one, list) for problem in one]
         if not run.problems:
@@ -108,7 +124,10 @@ def dry_run(
     if DATA_STRATEGIES.get(data.strategy).steps_on_host(data) or config.activation_offload:
         run.notes.append("the simulation counts offloaded tensors as if they were on the device")
     if not run.problems and not run.rows:
-        run.notes.append("activations, communication and peak are not known without inputs: give --batch")
+        run.notes.append(
+            "the model's inputs are not known, so activations, communication and the peak are missing: give "
+            "--batch, or return (model, inputs) from build()"
+        )
     return run
 
 
@@ -165,8 +184,10 @@ def _try_to_simulate(job: tuple[Any, ...]) -> Figures | list[str]:
 
 
 def _problems_of(error: Exception) -> list[str]:
+    if isinstance(error, ConfigError):
+        return list(error.problems)
     if isinstance(error, HalfmeshError):
-        return list(getattr(error, "problems", str(error).splitlines()))
+        return str(error).splitlines()
     reason = " ".join(str(error).splitlines()[:1])
     return [f"the simulation failed with {type(error).__name__}: {reason}; a real run may still work"]
 
@@ -178,9 +199,9 @@ def workers(is_fresh: bool) -> Iterator[Map]:
     if not is_fresh or sys.platform != "linux":
         yield map
         return
-    # At least one process for each of up to three kinds of ranks, because their times differ.
-    with ProcessPoolExecutor(max(3, os.cpu_count() or 1), get_context("fork"), _begin_worker) as pool:
-        tuple(pool.map(bool, (0,)))  # forks them all, before something is said that a user may answer with Ctrl-C
+    # At least one process for each kind of rank, because their times differ.
+    count = max(MOST_KINDS, os.cpu_count() or 1)
+    with ProcessPoolExecutor(count, get_context("fork"), _begin_worker) as pool:
         yield pool.map
 
 

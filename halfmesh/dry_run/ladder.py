@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..config.load import load_config
-from ..errors import InputError, cut, readable
+from ..errors import InputError, readable
 from ..parallel.expert import NO_EXPERTS
+from ..parallel.registries import DATA_STRATEGIES
 from ..utils.torch_private import BATCH_NORMS
 from .candidates import (
     UNCHANGED,
@@ -24,12 +26,17 @@ from .candidates import (
     recomputations,
     strategy_changes,
 )
-from .dry_run import Map, dry_run, find_plan_problems
+from .dry_run import Map, dry_runs, find_plan_problems
 from .model_spec import build_model
 from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
+
+_REASON = 200
+"""Characters of a note: a reason may list all modules of a model."""
+_SIMULATIONS = 2
+"""Of most layouts: without and with recomputation."""
 
 
 @dataclass
@@ -49,8 +56,9 @@ class Ladder:
     notes: list[str] = field(default_factory=list)
 
 
-Say = Callable[[str], None]
-"""Called before each simulation with its changes."""
+Say = Callable[[str, int | None], None]
+"""Called before each simulation with its changes, and about how many simulations it takes to try all layouts (None: not
+known)."""
 
 
 def search_layouts(asked: PlanRequest, over: Map, say: Say) -> Ladder:
@@ -62,11 +70,14 @@ def search_layouts(asked: PlanRequest, over: Map, say: Say) -> Ladder:
     Raises:
         InputError: the model's inputs are not known.
     """
-    first = _simulate(asked, over, say, Candidate((), asked.config))
+    (first,) = _simulate(asked, over, say, [Candidate((), asked.config)])
     if first.rejected or first.run is None:
         return Ladder(candidates=[first])
     if not first.run.rows:
-        raise InputError(f"--model {asked.model}: its inputs are not known: give --batch, or return (model, inputs)")
+        raise InputError(
+            f"--model {asked.model}: the model's inputs are not known, so no update can be simulated: give --batch, or "
+            "return (model, inputs) from build()"
+        )
     update = describe_update(asked.config, asked.world_size, first.run.rows)
     first = replace(first, rows=first.run.rows, passes=update.cycle * first.run.rows // update.at_once)
     if first.needs <= asked.room:
@@ -74,14 +85,21 @@ def search_layouts(asked: PlanRequest, over: Map, say: Say) -> Ladder:
     return _Search(asked, over, say, first, update).run()
 
 
-def _simulate(asked: PlanRequest, over: Map, say: Say, candidate: Candidate) -> Candidate:
-    """`candidate` with its dry run, or the reasons why there is none."""
-    if candidate.rejected:
-        return candidate
-    say(" ".join(candidate.changes) or UNCHANGED)
-    config, rows = candidate.config, candidate.rows
-    run = dry_run(over, config, asked.world_size, asked.model, asked.batch, rows, asked.room)
-    return replace(candidate, run=run, rejected="\n".join(run.problems))
+def _simulate(
+    asked: PlanRequest, over: Map, say: Say, candidates: Sequence[Candidate], about: int | None = None
+) -> list[Candidate]:
+    """`candidates` with their dry runs, or the reasons why there are none."""
+    wanted = [candidate for candidate in candidates if not candidate.rejected]
+    for candidate in wanted:
+        say(" ".join(candidate.changes) or UNCHANGED, about)
+    configs = [(candidate.config, candidate.rows) for candidate in wanted]
+    found = iter(dry_runs(over, configs, asked.world_size, asked.model, asked.batch, asked.room))
+    return [
+        candidate
+        if candidate.rejected
+        else replace(candidate, run=(run := next(found)), rejected="\n".join(run.problems))
+        for candidate in candidates
+    ]
 
 
 class _Search:
@@ -91,23 +109,28 @@ class _Search:
         self._asked, self._over, self._say, self._update = asked, over, say, update
         self._tried: dict[tuple[Changes, str, int], Candidate] = {((), "", update.at_once): first}
         self._notes: list[str] = []
+        self._about: int | None = None
         self._splits_batches = True
         self._kinds = ["", *recomputations(asked.config)]
-        self._least: dict[str, int] = {}
-        """By data strategy: the bytes of state of all ranks over which the axes shard the model, in the simplest layout
-        whose state is too large."""
+        self._least: dict[str, tuple[int, int, int]] = {}
+        """By data strategy: the bytes of each rank in the simplest layout, those of them that are state, and the number
+        of ranks over which the axes sharded the model there."""
 
     def run(self) -> Ladder:
         """Try all layouts."""
         rejected = self._find_rejected()
         before = () if self._asked.config.precision else ("bf16.mode=torch",)
+        layouts = [(), *make_layouts(self._asked, before, lambda change: change not in rejected)]
         chosen = None
-        for changes in make_layouts(self._asked, before, lambda change: change not in rejected):
+        for number, changes in enumerate(layouts[1:], 1):
+            self._about = len(self._tried) + _SIMULATIONS * (len(layouts) - number)
             chosen = None if self._is_hopeless(changes) else self._try_layout(changes)
             if chosen is not None:
                 break
-        others = [candidate for candidate in self._tried.values() if not self._fits(candidate)]
-        return Ladder(self._update, others if chosen is None else [*others, chosen], chosen, self._notes)
+        keys = sorted(self._tried, key=lambda key: (layouts.index(key[0]), self._kinds.index(key[1]), -key[2]))
+        candidates = [self._tried[key] for key in keys]
+        end = len(candidates) if chosen is None else candidates.index(chosen) + 1
+        return Ladder(self._update, candidates[:end], chosen, self._notes)
 
     def _find_rejected(self) -> set[str]:
         """The changes that the composition table or the model does not allow. Notes them, and what else is left out."""
@@ -120,41 +143,56 @@ class _Search:
         candidates = [make_candidate(asked, update, *key) for key in tried.values()]
         job = ([candidate.config for candidate in candidates], asked.world_size, asked.model)
         ((has_batch_norm, problems),) = self._over(_inspect_model, [job])
-        rejected = set()
+        left_out: dict[str, list[str]] = {}  # by reason: an axis of any size may have the same
         for change, candidate, reasons in zip(tried, candidates, problems, strict=True):
             if reasons := [*candidate.rejected.splitlines(), *reasons]:
-                rejected.add(change)
-                if NO_EXPERTS not in reasons[0]:  # as of most models
-                    self._notes.append(f"not tried: {change}: {cut(reasons[0].splitlines()[0], 200)}")
+                reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
+                left_out.setdefault(reason, []).append(change)
+        for reason, names in left_out.items():
+            if NO_EXPERTS in reason:  # as of most models
+                continue
+            self._notes.append(f"not tried: {', '.join(names)}: {reason}")
         if has_batch_norm:
             self._splits_batches = False
             self._notes.append("not tried: smaller batches: BatchNorm's statistics would change")
+        rejected = {change for names in left_out.values() for change in names}
         self._kinds = [kind for kind in self._kinds if f"activation_checkpoint={kind}" not in rejected]
         return rejected
 
     def _try_layout(self, changes: Changes) -> Candidate | None:
         """The simplest batch and recomputation by which the layout fits."""
-        sizes, room = self._sizes(changes), self._asked.room
-        for kind in self._kinds:
-            large = self._try(changes, kind, sizes[0])
-            if large.rejected or self._fits(large):
-                return None if large.rejected else large
-            if large.run is not None and large.state > room:
-                state = min(figures.state for figures in large.run.ranks.values())
-                parallel = large.config.parallel
-                self._least.setdefault(parallel.data.strategy, state * parallel.ranks_of_batch)
+        sizes, kinds, room = self._sizes(changes), self._kinds, self._asked.room
+        most, fewest = sizes[0], sizes[-1]
+        first, last = self._try((changes, "", most), (changes, kinds[-1], most))  # on two cores
+        if first.rejected or self._fits(first):
+            return None if first.rejected else first
+        if first.state > room:
+            self._note_least(first, "state")
+            if len(kinds) > 1:
+                del self._tried[changes, kinds[-1], most]
+            return None
+        if not self._fits(last):
+            # Memory shrinks by no more than the rows. Accumulated gradients take memory, too, so that smaller batches
+            # may need more.
+            hopeless = last.needs * fewest / most > room
+            (small,) = (last,) if hopeless else self._try((changes, kinds[-1], fewest))
+            if not self._fits(small):
+                self._note_least(min(last, small, key=lambda candidate: candidate.needs), "needed")
                 return None
-            if self._fits(self._try(changes, kind, sizes[-1])):
-                index = bisect_left(sizes, True, key=lambda rows: self._fits(self._try(changes, kind, rows)))
+        for kind in kinds:
+            large, small = self._try((changes, kind, most), (changes, kind, fewest))
+            if self._fits(large):
+                return large
+            if self._fits(small):
+                index = bisect_left(sizes, True, key=lambda rows: self._fits(*self._try((changes, kind, rows))))
                 return self._tried[changes, kind, sizes[index]]
         return None
 
-    def _try(self, changes: Changes, kind: str, rows: int) -> Candidate:
-        key = changes, kind, rows
-        if key not in self._tried:
-            candidate = make_candidate(self._asked, self._update, *key)
-            self._tried[key] = _simulate(self._asked, self._over, self._say, candidate)
-        return self._tried[key]
+    def _try(self, *wanted: tuple[Changes, str, int]) -> list[Candidate]:
+        new = [key for key in dict.fromkeys(wanted) if key not in self._tried]
+        candidates = [make_candidate(self._asked, self._update, *key) for key in new]
+        self._tried |= zip(new, _simulate(self._asked, self._over, self._say, candidates, self._about), strict=True)
+        return [self._tried[key] for key in wanted]
 
     def _sizes(self, changes: Changes) -> list[int]:
         """Numbers of rows that can go through the model at once, most first: those of the config, or fractions."""
@@ -166,11 +204,24 @@ class _Search:
     def _fits(self, candidate: Candidate) -> bool:
         return not candidate.rejected and candidate.needs <= self._asked.room
 
+    def _note_least(self, candidate: Candidate, figure: Literal["state", "needed"]) -> None:
+        """Remember the least memory that this layout can need: this `figure` of the smallest rank of `candidate`."""
+        if candidate.run is not None and not candidate.rejected:
+            found, ranks = candidate.run.ranks.values(), candidate.config.parallel.ranks_of_batch
+            least = min(getattr(one, figure) for one in found), min(one.state for one in found), ranks
+            self._least.setdefault(candidate.config.parallel.data.strategy, least)
+
     def _is_hopeless(self, changes: Changes) -> bool:
-        """Return True if a layout cannot fit: the state of a simpler one with the same data strategy is too large, even
-        if axes shard it evenly."""
+        """Return True if a layout cannot fit: a simpler one with the same data strategy needs too much, even if axes
+        shard all evenly."""
         parallel = load_config(self._asked.config, changes).parallel
-        least = self._least.get(parallel.data.strategy, 0) / parallel.ranks_of_batch
+        if parallel.data.strategy not in self._least:
+            return False
+        needs, state, ranks = self._least[parallel.data.strategy]
+        part = ranks / parallel.ranks_of_batch
+        strategy, everyone = DATA_STRATEGIES.get(parallel.data.strategy), self._asked.world_size
+        shared = strategy.shards_model and strategy.ranks_of_copy(parallel.data, everyone) == everyone
+        least = max(needs * part, state if shared else state * part)  # if shared, it is sharded over all ranks already
         if least > self._asked.room:
             evenly = f"a rank would need at least {readable(least)}, even if the axes sharded everything evenly"
             self._notes.append(f"not tried: {' '.join(changes)}: {evenly}")

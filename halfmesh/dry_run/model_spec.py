@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..utils.tensors import count_rows, map_tensors
 
 _LIBRARIES = str(Path(torch.__file__).parents[1]), f"{Path(__file__).parents[1]}{os.sep}", sysconfig.get_path("stdlib")
@@ -91,17 +91,22 @@ def call_builder(build: Callable[[], Any], name: str, how: str) -> Built:
     except InputError:
         raise
     except Exception as error:
-        raised = f"{type(error).__name__}: {error} ({_where(error)})"
-        raise InputError(f"{name}: it raised {raised}. It is called without arguments, {how}") from error
+        raise InputError(
+            f"{name}: it raised {type(error).__name__}: {error} ({_where(error)}). It is called without "
+            f"arguments, {how}"
+        ) from error
     model, given, criterion, *more = (*(made if isinstance(made, tuple) else (made,)), None, None)
     batches = [] if given is None else given if isinstance(given, list) else [given]
     if criterion is None:
         batches = [(batch, None) for batch in batches]
     is_complete = callable(criterion) and bool(batches) and all(isinstance(b, tuple) and len(b) == 2 for b in batches)
     if not isinstance(model, nn.Module) or any(m is not None for m in more) or not (criterion is None or is_complete):
-        kinds = ", ".join(type(part).__name__ for part in (made if isinstance(made, tuple) else (made,)))
-        forms = "the model (a torch.nn.Module), (model, inputs), or (model, (inputs, targets), criterion)"
-        raise InputError(f"{name}: it returned {kinds}; return {forms}")
+        kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
+        raise InputError(
+            f"{name}: it returned {f'({kinds})' if isinstance(made, tuple) else kinds}; return the model (a "
+            "torch.nn.Module), or (model, inputs), or (model, (inputs, targets), criterion). The second element may be "
+            "a list of batches"
+        )
     return Built(model, batches, criterion)
 
 
@@ -122,7 +127,10 @@ def read_tensor(text: str) -> torch.Tensor:
     try:
         return torch.zeros([int(size) for size in shape.split(",")], dtype=getattr(torch, dtype or "float32"))
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
-        raise InputError(f"--batch {text} is not a shape and dtype ({error}); write --batch 8,2048:int64") from error
+        raise InputError(
+            f"--batch {text} is not a shape and dtype ({error}); write --batch 8,2048:int64 (first the rows of one "
+            "data rank; the dtype is float32 by default)"
+        ) from error
 
 
 ROWS, TOKENS = 8, 1024
@@ -150,11 +158,16 @@ def build_hf(path: str) -> Any:
     kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
     model: Any = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     text = config.get_text_config()
-    ids = torch.randint(text.vocab_size, (ROWS, min(getattr(text, "max_position_embeddings", TOKENS), TOKENS)))
-    per_row = "SequenceClassification" in kind.__name__
-    labels = torch.randint(config.num_labels, (ROWS,)) if per_row else ids.clone()
+    if model.main_input_name == "pixel_values":
+        inputs = {"pixel_values": torch.randn(ROWS, config.num_channels, config.image_size, config.image_size)}
+        labels = torch.randint(config.num_labels, (ROWS,))
+    else:
+        length = min(getattr(text, "max_position_embeddings", TOKENS), TOKENS)
+        inputs = {model.main_input_name: torch.randint(text.vocab_size, (ROWS, length))}
+        per_row = "SequenceClassification" in kind.__name__
+        labels = torch.randint(config.num_labels, (ROWS,)) if per_row else inputs[model.main_input_name].clone()
     takes_labels = "labels" in inspect.signature(model.forward).parameters
-    return model, {model.main_input_name: ids} | ({"labels": labels} if takes_labels else {})
+    return model, inputs | ({"labels": labels} if takes_labels else {})
 
 
 LIBRARIES = {"timm": build_timm, "hf": build_hf}
@@ -178,9 +191,15 @@ def find_function(reference: str, option: str = "--model") -> Callable[..., Any]
     if here not in sys.path:  # as with python -m
         sys.path.insert(0, here)
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+        module = importlib.import_module(module_name)
     except Exception as error:
         raise InputError(
-            f"{option} {reference}: {type(error).__name__}: {error} (looked for in {here}, too)"
+            f"{option} {reference}: importing {module_name} raised {type(error).__name__}: {error} (looked for in "
+            f"{here} and in the installed packages)"
         ) from error
+    found = getattr(module, name, None)
+    if not callable(found) or isinstance(found, nn.Module):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        what = "is not a function" if hasattr(module, name) else f"does not exist{did_you_mean(name, functions)}"
+        raise InputError(f"{option} {reference}: {module_name}.{name} {what}; name a function of a module's top level")
     return found

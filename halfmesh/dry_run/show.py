@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..engine.parallelize import make_plans
 from ..errors import counted, readable
 from ..parallel.registries import AXES, DATA_STRATEGIES
 from ..report import mesh_picture
-from .candidates import ROOM, UNCHANGED, Candidate, PlanRequest, Update, config_text
+from .candidates import ROOM, UNCHANGED, Candidate, PlanRequest, Update, both_units, config_text
 from .dry_run import DryRun
 from .model_spec import build_model
 from .simulate_rank import CATEGORIES
@@ -24,10 +25,17 @@ if TYPE_CHECKING:
     from ..config import Config
     from .ladder import Ladder
 
+_MOST_NOTES = 8
 _NOTHING_FITS = (
-    "nothing fits. Use more ranks, devices with more memory, or shorter inputs; or offload (activation_offload, "
-    "parallel.data.cpu_offload), which a simulation cannot count"
+    "nothing fits. Use more ranks, devices with more memory, or shorter inputs. halfmesh plan does not try offloading "
+    "(activation_offload, parallel.data.cpu_offload), because a simulation cannot tell host memory from device memory"
 )
+_RECOMPUTED = {
+    "selective": "backward recomputes everything except matrix products, convolutions and attention",
+    "full": "backward runs each block's forward again, which is about a third more work",
+}
+
+
 COMMUNICATOR_BYTES = 100 * 2**20, 700 * 2**20
 """What NCCL's buffers of one communicator are likely to take, from and to. A channel to a neighbour has 9 MiB
 (NCCL_BUFFSIZE, 4 MiB, and those of the protocols LL and LL128: NCCL's device.h), and there are up to 32 channels. 688
@@ -58,7 +66,7 @@ def lines(run: DryRun, limit: int | None, device: str = "cuda") -> Iterator[str]
     yield from (f"  note: {note}" for note in (*run.notes, *communicator_notes(run, device)))
     if limit is not None:
         rank, figures = run.largest
-        of = f"rank {rank} needs {readable(figures.needed)} of {readable(limit)}"
+        of = f"rank {rank} needs {readable(figures.needed)} of {both_units(limit)}"
         if fits(run, limit):
             yield f"  fits: {of}, plus what the device and its allocator need"
         else:
@@ -68,10 +76,13 @@ def lines(run: DryRun, limit: int | None, device: str = "cuda") -> Iterator[str]
 
 def communicator_notes(run: DryRun, device: str) -> Iterator[str]:
     """What NCCL's buffers are likely to take of a GPU; no dry run counts them."""
-    found = [figures.communicators for figures in run.ranks.values()] if device == "cuda" else []
-    if most := max(found, key=len, default=()):
+    most = (
+        () if device != "cuda" else max((figures.communicators for figures in run.ranks.values()), key=len, default=())
+    )
+    if most:
+        names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(most).items())
         least, largest = (readable(len(most) * size) for size in COMMUNICATOR_BYTES)
-        yield f"NCCL's buffers take another {least} to {largest}, for the communicators of {', '.join(most)}"
+        yield f"NCCL's buffers take another {least} to {largest}, for {counted(len(most), 'communicator')} ({names})"
 
 
 def _size(size: int | None) -> str:
@@ -142,13 +153,15 @@ def ladder_lines(ladder: Ladder, asked: PlanRequest) -> Iterator[str]:
         f"rank, {ladder.update.rows} rows in an update"
     )
     yield (
-        f"a rank may use {readable(asked.room)} of {readable(asked.limit)}: {1 - ROOM:.0%} is reserved for CUDA, "
+        f"a rank may use {readable(asked.room)} of {both_units(asked.limit)}: {1 - ROOM:.0%} is reserved for CUDA, "
         "NCCL and the allocator"
     )
     for number, candidate in enumerate(ladder.candidates, 1):
         yield f"{number}. {' '.join(candidate.changes) or UNCHANGED}"
         yield f"     {_outcome(candidate, asked)}"
-    yield from (f"note: {note}" for note in ladder.notes)
+    yield from (f"note: {note}" for note in ladder.notes[:_MOST_NOTES])
+    if len(ladder.notes) > _MOST_NOTES:
+        yield f"note: {len(ladder.notes) - _MOST_NOTES} more notes; --json has all"
     chosen = ladder.chosen
     if chosen is None or chosen.run is None:
         yield _NOTHING_FITS
@@ -167,9 +180,15 @@ def _outcome(candidate: Candidate, asked: PlanRequest) -> str:
     rank, figures = candidate.run.largest
     largest = sorted(figures.bytes.items(), key=lambda item: -item[1])[:2]
     most = "; the largest parts are " + ", ".join(f"{name} {readable(size)}" for name, size in largest)
-    fitting = "fits" if candidate.needs <= asked.room else "does not fit"
-    kept = " between two updates" if figures.peak is None else ""
-    return f"{fitting}: rank {rank} needs {readable(candidate.needs)}{kept}{most}"
+    if candidate.needs <= asked.room:
+        return f"fits: rank {rank} needs {readable(candidate.needs)}{most}"
+    if figures.peak is None:
+        kept = f"keeps {readable(candidate.needs)} between updates, without gradients and activations"
+        return f"does not fit: rank {rank} {kept}{most}"
+    state = ""
+    if candidate.state > asked.room:
+        state = f" ({readable(candidate.state)} of it does not depend on the batch or on recomputation)"
+    return f"does not fit: rank {rank} needs {readable(candidate.needs)}{state}{most}"
 
 
 def costs(candidate: Candidate, update: Update) -> Iterator[str]:
@@ -179,15 +198,20 @@ def costs(candidate: Candidate, update: Update) -> Iterator[str]:
     used = {AXES.get(name).dim: (f"parallel.{name}", AXES.get(name).cost) for name in config.parallel.sizes}
     strategy = config.parallel.data.strategy
     used["dp"] = (f"parallel.data.strategy={strategy}", DATA_STRATEGIES.get(strategy).cost or "gradients are summed")
-    for axis, (key, cost) in used.items():
-        if sent := [figures.sent[axis] for figures in run.ranks.values() if axis in figures.sent]:
-            most = max(sent, key=lambda traffic: traffic.bytes)
-            yield f"{key}: {readable(most.bytes)} in {counted(most.messages, 'message')} per rank and update; {cost}"
+    sent: dict[str, tuple[int, int]] = {}
+    for figures in run.ranks.values():
+        for axis, traffic in figures.sent.items():
+            sent[axis] = max(sent.get(axis, (0, 0)), (traffic.bytes, traffic.messages))
+    for axis, (size, messages) in sent.items():
+        if axis in used:
+            key, cost = used[axis]
+            yield f"{key}: a rank sends {readable(size)} in {counted(messages, 'message')} per update; {cost}"
+    if not sent:
+        yield "ranks send nothing to each other"
     if run.bubble:
         yield f"bubble: a stage waits for {run.bubble:.0%} of a step; more rows per update reduce it"
-    for change in candidate.changes:
-        if change.startswith("activation_checkpoint="):
-            yield f"{change}: backward runs parts of the forward again"
+    if candidate.recompute:
+        yield f"activation_checkpoint={candidate.recompute}: {_RECOMPUTED[candidate.recompute]}"
     now, before = update.rows // run.dims.dp // candidate.passes, update.at_once
     if now < before:
         yield f"batches: {counted(now, 'row')} at a time through the model, not {before}; matrix products are smaller"
@@ -196,7 +220,7 @@ def costs(candidate: Candidate, update: Update) -> Iterator[str]:
 def ladder_as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
     """The search as a dict, with exact numbers."""
     chosen, update = ladder.chosen, ladder.update
-    return {
+    answer: dict[str, Any] = {
         "ok": chosen is not None,
         "world_size": asked.world_size,
         "limit": asked.limit,
@@ -205,10 +229,15 @@ def ladder_as_json(ladder: Ladder, asked: PlanRequest) -> dict[str, Any]:
         "rows_per_update": update.rows if update else None,
         "options": [_candidate_as_json(candidate) for candidate in ladder.candidates],
         "notes": ladder.notes,
-        "chosen": chosen and _candidate_as_json(chosen) | {"config": chosen.config.to_dict()},
-        "costs": list(costs(chosen, update)) if chosen and update else [],
-        "advice": list(map(str, find_advice(Setup.of(chosen.config, asked.world_size)))) if chosen else [],
+        "chosen": None,
+        "costs": [],
+        "advice": [],
     }
+    if chosen is not None and update is not None:
+        answer["chosen"] = _candidate_as_json(chosen) | {"config": chosen.config.to_dict()}
+        answer["costs"] = list(costs(chosen, update))
+        answer["advice"] = list(map(str, find_advice(Setup.of(chosen.config, asked.world_size))))
+    return answer
 
 
 def _candidate_as_json(candidate: Candidate) -> dict[str, Any]:
@@ -219,4 +248,6 @@ def _candidate_as_json(candidate: Candidate) -> dict[str, Any]:
         "rejected": candidate.rejected,
         "needs": candidate.needs,
         "bytes": figures.bytes if figures else {},
+        "update_simulated": figures is not None and figures.peak is not None,
+        "bubble": candidate.run.bubble if candidate.run else 0.0,
     }

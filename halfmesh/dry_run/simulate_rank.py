@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
 
 from ..config.composition import Setup
 from ..engine.initialize import initialize
@@ -18,7 +19,8 @@ from ..errors import InputError, find_module
 from ..parallel.buckets import give_grads
 from ..parallel.pipeline.axis import find_batch_problem
 from ..parallel.registries import AXES
-from ..utils.tensors import tensors_of
+from ..utils.tensors import map_tensors, tensors_of
+from ..utils.torch_private import has_no_memory
 from .model_spec import Built, build_model, call_of
 from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 
@@ -108,88 +110,131 @@ def simulate_rank(
         changed = {"gradient_accumulation": min(length, 2), "parallel": parallel, "compile": eager}
         left_out = {"global_batch_size": None, "checkpoint": None, "resume": None}
         config = config.model_copy(update=changed | left_out)
-        engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
+        with FewChunks():
+            engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
         engine._hooks.close(None)  # guards and probes look at values
         for axis in engine._parallel.axes.values():
             axis.skip_trial()
-        return _simulate_update(engine, given, tracker, length, limit)
+        figures = _Simulation(engine, given, tracker, length).run(limit)
+        figures.communicators = engine.context.communicators
+        return figures
 
 
-def _simulate_update(engine: Engine, given: Built, tracker: Tracker, length: int, limit: int | None) -> Figures:
-    """The figures of an update of `length` batches, which is not the first; of the batches the first and the last are
-    run, because those between are like the first."""
-    masters, trained = engine._update.master_weights, engine._update.master_weights.trained
-    params, kinds = list(engine.model.parameters()), [axis for _, axis in AXES.each()]
-    local = [_local(param) for param in params]
-    tracker.axes = engine.context.groups
-    # Other axes send activations: these messages count as activations.
-    tracker.transfers = {"dp", *(k.replica_dim for k in kinds), *(k.dim for k in kinds if k.splits_modules)}
-    _make_state(engine)
-    tracker.label(masters.kept, "masters")
-    tracker.label([*local, *engine.model.buffers()], "parameters")
-    tracker.label(tensors_of(list(engine.optimizer.state.values())), "optimizer")
-    held = {name: tracker.alive[name] for name in ("parameters", "masters", "optimizer")}
-    batch, rows = _bytes(given.batches), given.rows
-    tracker.begin()
-    tracker.sent.clear()
-    left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
-    found = Figures(sum(param.numel() for param in params), held, tracker.total - batch, rows=rows)
-    found.communicators = engine.context.communicators
-    if limit is not None and found.kept > limit:
-        return found
-    if not given.batches:
-        held["gradients"] = _bytes([param for param in local if param.requires_grad])
-        return found
-    hooks = [
-        param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
-        for param, part in zip(params, local, strict=True)
-        if param.requires_grad and part is param
-    ]
-    if length > 1:
-        _forward_and_backward(engine, given)
-        engine.step()
-        for sent in tracker.sent.values():
-            sent.add(sent, length - 2)
-    _forward_and_backward(engine, given)
-    for hook in hooks:
-        hook.remove()
-    tracker.label([shard.param.grad for shard in trained], "gradients")
-    computing, peak = tracker.largest, tracker.peak
-    tracker.begin()
-    began = tracker.alive[OTHER]
-    engine.step(last=True)
-    found.peak, found.sent = max(peak, tracker.peak), tracker.sent
-    engine.zero_grad()
-    gc.collect()
-    tracker.look_again()
-    held |= {name: max(computing[name], tracker.largest[name]) for name in ("gradients", "communication")}
-    held |= {"activations": computing[OTHER] - left, "temporary": left + tracker.largest[OTHER] - began}
-    found.kept = tracker.total - batch
-    return found
+class _Simulation:
+    """An update of `engine`, of `length` batches, seen by `tracker`; of the batches the first and the last are run."""
+
+    def __init__(self, engine: Engine, given: Built, tracker: Tracker, length: int) -> None:
+        self._engine, self._given, self._tracker, self._length = engine, given, tracker, length
+        self._master_weights = engine._update.master_weights
+        self._params = [_local(param) for param in engine.model.parameters()]
+        tracker.axes = engine.context.groups
+        # Other axes send activations: these messages count as activations.
+        kinds = [axis for _, axis in AXES.each()]
+        tracker.transfers = {"dp", *(k.replica_dim for k in kinds), *(k.dim for k in kinds if k.splits_modules)}
+
+    def run(self, limit: int | None) -> Figures:
+        """The figures of an update that is not the first."""
+        tracker, engine, given = self._tracker, self._engine, self._given
+        self._make_state()
+        held = self._label_held()
+        batch, numel = _bytes(given.batches), sum(param.numel() for param in engine.model.parameters())
+        tracker.begin()
+        tracker.sent.clear()
+        left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
+        if limit is not None and tracker.total - batch > limit:
+            return Figures(numel, held, tracker.total - batch, rows=given.rows)
+        if not given.batches:
+            held["gradients"] = _bytes([param for param in self._params if param.requires_grad])
+            return Figures(numel, held, tracker.total)
+        self._compute()
+        computing, peak = tracker.largest, tracker.peak
+        tracker.begin()
+        began = tracker.alive[OTHER]
+        engine.step(last=True)
+        peak = max(peak, tracker.peak)
+        engine.zero_grad()
+        gc.collect()
+        tracker.look_again()
+        sizes = {
+            **held,
+            **{name: max(computing[name], tracker.largest[name]) for name in ("gradients", "communication")},
+            "activations": computing[OTHER] - left,
+            "temporary": left + tracker.largest[OTHER] - began,
+        }
+        return Figures(numel, sizes, tracker.total - batch, peak, tracker.sent, given.rows)
+
+    def _make_state(self) -> None:
+        """Create the optimizer's state, by a step whose gradients are zeros."""
+        engine = self._engine
+        reduces = engine.context.dims.grad_ranks > 1
+        reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if reduces else None
+        for shard in self._master_weights.trained:
+            if shard.param.requires_grad:
+                give_grads([(shard.param, torch.zeros_like(shard.param, dtype=reduced))])
+        engine._update.step()
+        engine.zero_grad()
+
+    def _label_held(self) -> dict[str, int]:
+        """Label the memory that is kept from one update to the next in the tracker. Returns its bytes."""
+        tracker, engine = self._tracker, self._engine
+        tracker.label(self._master_weights.kept, "masters")
+        tracker.label([*self._params, *engine.model.buffers()], "parameters")
+        tracker.label(tensors_of(list(engine.optimizer.state.values())), "optimizer")
+        return {name: tracker.alive[name] for name in ("parameters", "masters", "optimizer")}
+
+    def _compute(self) -> None:
+        """Forward and backward of all batches of an update; of more than two, those between are like the first."""
+        tracker, engine = self._tracker, self._engine
+        hooks = [
+            param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
+            for param in engine.model.parameters()
+            if param.requires_grad and _local(param) is param
+        ]
+        if self._length > 1:
+            self._forward_and_backward()
+            engine.step()
+            for sent in tracker.sent.values():
+                sent.add(sent, self._length - 2)
+        self._forward_and_backward()
+        for hook in hooks:
+            hook.remove()
+        tracker.label([shard.param.grad for shard in self._master_weights.trained], "gradients")
+
+    def _forward_and_backward(self) -> None:
+        engine, given = self._engine, self._given
+        inputs, targets = given.batches[0]
+        args, kwargs = call_of(inputs)
+        try:
+            output = engine(*args, **kwargs)
+            engine.backward(engine.criterion(output, *(() if given.criterion is None else (targets,))))
+        except InputError:
+            raise
+        except Exception as error:
+            shown = map_tensors(lambda t: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", (args, kwargs))
+            words = ", ".join([*map(str, shown[0]), *(f"{name}={value}" for name, value in shown[1].items())])
+            where = find_module(engine.model, error)
+            raised = f"{type(error).__name__}: {error}" + (f" (in {where})" if where else "")
+            notes = getattr(error, "__notes__", ())
+            raise InputError("\n".join([f"--model: calling the model with {words} raised {raised}", *notes])) from error
 
 
-def _make_state(engine: Engine) -> None:
-    """Create the optimizer's state, by a step whose gradients are zeros."""
-    reduces = engine.context.dims.grad_ranks > 1
-    reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if reduces else None
-    for shard in engine._update.master_weights.trained:
-        if shard.param.requires_grad:
-            give_grads([(shard.param, torch.zeros_like(shard.param, dtype=reduced))])
-    engine._update.step()
-    engine.zero_grad()
+class FewChunks(TorchFunctionMode):
+    """Makes chunks of equal size one tensor, where neither values nor a graph distinguish them.
+
+    FSDP2 splits each parameter into the shards of all ranks and keeps one: on 512 ranks that was most of a dry run.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.chunk and args and has_no_memory(args[0]) and args[0].is_leaf and args[0].numel():
+            return _chunk(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
-def _forward_and_backward(engine: Engine, given: Built) -> None:
-    inputs, targets = given.batches[0]
-    args, kwargs = call_of(inputs)
-    try:
-        output = engine(*args, **kwargs)
-        engine.backward(engine.criterion(output, *(() if given.criterion is None else (targets,))))
-    except InputError:
-        raise
-    except Exception as error:
-        where = find_module(engine.model, error) or "the model or criterion"
-        raise InputError(f"--model: {where} raised {type(error).__name__}: {error}") from error
+def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
+    size = -(-tensor.shape[dim] // chunks)
+    count, rest = divmod(tensor.shape[dim], size)
+    same = [tensor.narrow(dim, 0, size)] * count
+    return [*same, tensor.narrow(dim, count * size, rest)] if rest else same
 
 
 def _local(param: nn.Parameter) -> torch.Tensor:
@@ -202,7 +247,9 @@ def _stand_in(output: Any) -> torch.Tensor:
     """The model's loss if it returns one, else the sum of its first output."""
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not floats:
-        raise InputError("--model: no tensor that the model returned requires gradients, so there is no loss")
+        raise InputError(
+            "--model: no tensor that the model returned requires gradients, so there is no loss for the backward"
+        )
     return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
 
 

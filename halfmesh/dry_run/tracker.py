@@ -20,6 +20,8 @@ from ..utils.torch_private import has_no_memory, shapes_only
 OTHER = "other"
 """Activations while the model computes; temporary memory while an update runs."""
 
+_UNSENT = ("recv", "barrier")  # the sender counts
+
 _DEVICE = torch.ops.prim.device.default
 """Three of four calls in a dry run; answering them here saves a third of its time."""
 
@@ -152,7 +154,7 @@ class Tracker(TorchDispatchMode):
         if axis.partition(" x ")[0] in self.transfers:
             for tensors in given:
                 self.label(tensors, "communication", only=OTHER)
-        if not func.name().partition("::")[2].startswith(("recv", "barrier")):  # the sender counts
+        if not func.name().partition("::")[2].startswith(_UNSENT):
             size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
             self.sent.setdefault(axis, Traffic()).add(Traffic(1, size))
 

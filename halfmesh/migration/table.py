@@ -9,7 +9,7 @@ Keys that share a row are in one string; `*` matches anything, and an exact key 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -55,7 +55,8 @@ class Origin:
     """A library whose configs can be converted.
 
     `needs`: keys that count only if another key has a value: (keys, the other, that value, its default). `prefix`: an
-    optional prefix of its keys. `always`: settings that follow from missing keys. `look`: what to check.
+    optional prefix of its keys. `always`: settings that follow from missing keys. `look`: what to check. `calls`:
+    calls in a script, by the key to set for them.
     `has_constants`: UPPERCASE keys belong to the user.
     """
 
@@ -65,6 +66,7 @@ class Origin:
     prefix: str = ""
     always: Callable[[Values], Values] = lambda values: {}
     look: str = ""
+    calls: Mapping[str, str] = field(default_factory=dict)
     has_constants: bool = False
 
 
@@ -98,7 +100,9 @@ def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
     if value is None or value == {}:
         return done("nothing to write: it is off or the default")
     is_off = value is False or value == "" or (type(value) is int and value <= 1)
-    if is_off and isinstance(row, Outcome):  # a row that names the value takes precedence
+    if (
+        is_off and isinstance(row, Outcome) and row.kind in ("lost", "by hand")
+    ):  # a row that names the value takes precedence
         return done("off")
     for keys, other, wanted, default in origin.needs:
         if name != other and matches(name, keys) and (given := values.get(other, default)) != wanted:

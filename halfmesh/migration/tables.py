@@ -14,7 +14,9 @@ CONTEXT = "parallel.context.size", f"pass whole sequences to engine(...); see {p
 CLIPPED = {"clip_grad_norm": 1.0}  # DeepSpeed's default of gradient_clipping since 0.19
 ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
 ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 computes the same, but does not shard gradients"), 3: to(FSDP)}
-_OFFLOADED = to({"parallel.data.cpu_offload": True}, "it also keeps gradients in host memory")
+_OFFLOADED = to(
+    {"parallel.data.cpu_offload": True}, "it keeps parameters, gradients and optimizer state in host memory"
+)
 _TO_DISK = do("halfmesh cannot offload to disk; parallel.data.cpu_offload=True uses host memory")
 OFFLOAD = {False: AS_HERE, "none": AS_HERE, True: _OFFLOADED, "cpu": _OFFLOADED, "nvme": _TO_DISK}
 _OFF = {"no": AS_HERE, False: AS_HERE}  # YAML reads a plain no as False
@@ -27,11 +29,12 @@ _SHARDING = {
     **dict.fromkeys(("hybrid_shard", 4), to(FSDP, _HYBRID)),
     **dict.fromkeys(("hybrid_shard_zero2", 5), to(_KEPT, _HYBRID)),
 }
-_YOURSELF = "write parallel = dict(...) yourself"
 
 
 def _half(value: str, values: Values) -> object:
-    return to({f"{value.lower()}.mode": "naive" if values.get("distributed_type") == "DEEPSPEED" else "torch"})
+    kind, key = values.get("distributed_type"), value.lower()
+    look = "'torch' gathers weights in fp32; 'naive' in half precision, as FSDP's MixedPrecision does"
+    return to({f"{key}.mode": "naive" if kind == "DEEPSPEED" else "torch"}, look if kind == "FSDP" else "")
 
 
 def _clipping(values: Values) -> Values:
@@ -43,8 +46,17 @@ def _clipping(values: Values) -> Values:
 ACCELERATE = Origin(
     title="accelerate",
     rows={
-        "mixed_precision": _OFF | {"fp16": _half, "bf16": _half, "fp8": lost("see fp8 = dict(mode='torch')")},
-        "distributed_type": {"fsdp": to(FSDP), "megatron_lm": lost(_YOURSELF), "*": done("see parallel")},
+        "mixed_precision": {
+            **_OFF,
+            "fp16": _half,
+            "bf16": _half,
+            "fp8": lost("the nearest is fp8 = dict(mode='torch'), which uses torchao"),
+        },
+        "distributed_type": {
+            "fsdp": to(FSDP),
+            "megatron_lm": lost("write parallel = dict(tensor=..., pipeline=...) yourself"),
+            "*": done("see parallel"),
+        },
         "debug": on(to({"debug": "sync"})),
         "use_cpu cpu": on(do("pass initialize(device='cpu'); it is the default on a machine without GPUs")),
         "num_* machine_rank main_* rdzv_backend same_network gpu_ids enable_cpu_affinity commands command_file mpirun* "
@@ -57,13 +69,17 @@ ACCELERATE = Origin(
         "deepspeed_config.gradient_clipping": "clip_grad_norm",
         "deepspeed_config.zero_stage": ZERO,
         "deepspeed_config.offload_*_device": OFFLOAD,
-        "deepspeed_config.deepspeed_config_file": lost("convert that file, with --from deepspeed"),
-        "dynamo_config.dynamo_backend dynamo_backend": _OFF | {"*": to({"compile.enabled": True})},
+        "deepspeed_config.deepspeed_config_file": lost(
+            "convert that file: halfmesh convert-config FILE --from deepspeed"
+        ),
+        "dynamo_config.dynamo_backend dynamo_backend": {**_OFF, "*": to({"compile.enabled": True})},
         "parallelism_config.parallelism_config_tp_size": TENSOR,
         "parallelism_config.parallelism_config_dp_shard_size": {1: AS_HERE, "*": to(FSDP, _HYBRID)},
         "parallelism_config.parallelism_config_cp_size parallelism_config.parallelism_config_sp_size": CONTEXT,
-        "fsdp_plugin deepspeed_plugin* megatron_lm_plugin torch_tp_plugin": lost(_YOURSELF),
-        "*_config.* log_with device_placement project_* *_plugin kwargs* tpu_* downcast_bf16": no("there is none here"),
+        "fsdp_plugin deepspeed_plugin* megatron_lm_plugin torch_tp_plugin": lost("write its parallel keys yourself"),
+        "*_config.* log_with device_placement project_* *_plugin kwargs* tpu_* downcast_bf16": no(
+            "halfmesh has no such key"
+        ),
         "split_batches": on(do("give the DataLoader the batch size of one data rank: divide it by their number")),
         "step_scheduler_with_optimizer": {True: AS_HERE, False: to({"lr_interval": "manual"})},
     },
@@ -73,11 +89,16 @@ ACCELERATE = Origin(
         ("deepspeed_config.offload_*_device", "deepspeed_config.zero_stage", 3, 2),
     ),
     always=_clipping,
-    look="set gradient_accumulation if your script calls accelerator.accumulate, and clip_grad_norm if it clips",
+    calls={
+        "gradient_accumulation": "accelerator.accumulate",
+        "clip_grad_norm": "accelerator.clip_grad_norm_",
+    },
 )
 
 
-_NAIVE = to({"fp16.mode": "naive"}, "the loss scale starts at 2**16; from 2**32 about 20 updates would be skipped")
+_NAIVE = to(
+    {"fp16.mode": "naive"}, "the loss scale starts at 2**16; from Colossal-AI's 2**32 about 20 updates are skipped"
+)
 _OWN_LAYERS = "remove Colossal-AI's own layers from the model"
 
 
@@ -101,25 +122,36 @@ COLOSSAL = Origin(
         "fp16.initial_scale": lambda value, values: (
             "fp16.loss_scale" if values.get("fp16.dynamic_grad_scale") is False else "fp16.initial_scale"
         ),
-        "fp16.dynamic_grad_scale": {True: AS_HERE, False: done("the initial scale becomes loss_scale")},
+        "fp16.dynamic_grad_scale": {  # without the scale it is None, which is rejected
+            True: AS_HERE,
+            False: lambda value, values: to({"fp16.loss_scale": values.get("fp16.initial_scale")}),
+        },
         "fp16.hysterisis": "fp16.hysteresis",
         "fp16.clip_grad_norm": do("set the top-level clip_grad_norm, which Colossal-AI used instead"),
         "fp16.*": "fp16.*",
-        "parallel.pipeline parallel.pipeline.size": (STAGES, "keep your loop as it is; there is no execute_schedule"),
+        "parallel.pipeline parallel.pipeline.size": (
+            STAGES,
+            "keep your loop as it is; halfmesh has no execute_schedule",
+        ),
         "NUM_MICRO_BATCHES schedule.num_microbatches": _microbatches,
         "parallel.tensor parallel.tensor.size": lambda value, values: (
             CONTEXT if values.get("parallel.tensor.mode") == "sequence" else (TENSOR, _OWN_LAYERS)
         ),
-        "parallel.tensor.mode": {"1d": AS_HERE, "sequence": AS_HERE, "*": no("here it is '1d', with the same results")},
+        "parallel.tensor.mode": {
+            "1d": AS_HERE,
+            "sequence": AS_HERE,
+            "*": no("halfmesh shards '1d', with the same results"),
+        },
         "parallel.sequence.*": lost(f"write parallel = dict(context=...); see {page('Context parallelism')}"),
         "parallel.data parallel.data.size": {-1: AS_HERE, "*": "parallel.data.size"},
         "zero.level": ZERO,
-        "zero.model_config.tensor_placement_policy": OFFLOAD | dict.fromkeys(["cuda", "auto"], AS_HERE),
+        "zero.model_config.tensor_placement_policy": OFFLOAD
+        | {"cuda": AS_HERE, "auto": do("see parallel.data.cpu_offload")},
         "zero.optimizer_config.gpu_margin_mem_ratio zero.model_config.*": no("fsdp shards each block by rows"),
         "zero.optimizer_config.*": "fp16.*",
         "gradient_accumulation clip_grad_norm": "*",
         "gradient_handler torch_ddp.* fp16.?p_process_group TENSOR_SHAPE": no("halfmesh does this automatically"),
-        "seed": ("seed", "Colossal-AI ignored this key and used 1024"),
+        "seed": ("seed", "Colossal-AI ignored this key and used the seed of launch (1024); halfmesh uses it"),
         "model.num_chunks": {1: AS_HERE, "*": do("set parallel.pipeline.schedule='interleaved' and chunks")},
         "model.* optimizer.* loss.* lr_scheduler.* train_data.* test_data.* dataset.* schedule.* hooks.* cudnn_* "
         "logging.*": do("build it in your script; halfmesh does not build it from the config"),
@@ -166,26 +198,32 @@ DEEPSPEED = Origin(
         "fp16.loss_scale_window": "fp16.growth_interval",
         "fp16.min_loss_scale": "fp16.min_scale",
         "fp16.* bf16.*": no("masters and their gradients are fp32; hysteresis is refilled when the scale grows"),
-        "torch_autocast.enabled": on(lost("write fp16 or bf16 = dict(mode='torch')")),
+        "torch_autocast.enabled": on(
+            lost("write fp16 or bf16 = dict(mode='torch'), whichever torch_autocast.dtype is")
+        ),
         "amp.enabled": on(to({"fp16.mode": "apex"})),
         "amp.* fp16.hysteresis": "fp16.*",
         "zero_optimization.stage": ZERO,
         "zero_optimization.offload_*.device zero_optimization.cpu_offload*": _offload,
         "zero_optimization.mics_shard_size zero_optimization.zero_hpz_partition_size": lost("see parallel.data.hybrid"),
         "zero_optimization.*": no("parallel.data has bucket_mb and prefetch; engine.save_weights writes whole weights"),
-        "communication_data_type data_types.* prescale* *predivide*": do("see reduce_dtype, gradient_dtype"),
+        "communication_data_type data_types.* prescale* *predivide*": do(
+            "see parallel.data.reduce_dtype, gradient_dtype"
+        ),
         "pipeline.stages": STAGES,
         "pipeline.activation_checkpoint_interval": {0: AS_HERE, "*": "activation_checkpoint.every"},
         "tensor_parallel.autotp_size": TENSOR,
         "*.cpu_checkpointing": on(to({"activation_offload": True, "activation_checkpoint.every": 1})),
         "activation_checkpointing.partition_activations": lost("the nearest is parallel.tensor.sequence_parallel=True"),
         "pipeline.* tensor_parallel.* activation_checkpointing.*": no("halfmesh partitions the model automatically"),
-        "optimizer.* scheduler.*": do("build it in your script; Adam is torch.optim.AdamW, unless adam_w_mode=False"),
+        "optimizer.* scheduler.*": do(
+            "build it in your script; Adam is torch.optim.AdamW, unless adam_w_mode is false"
+        ),
         "compile.deepcompile": on(to({"compile.enabled": True})),
         "dataloader_drop_last": on(do("give your DataLoader drop_last=True")),
         "seed": "seed",
-        "steps_per_print *_breakdown dump_state tensorboard.* wandb.* csv_monitor.* comet.* torch_autocast.* "
-        "flops_profiler.* comms_logger.* autotuning.* elasticity.* aio.* zero_* nebula.* "
+        "steps_per_print *_breakdown dump_state tensorboard.* wandb.* csv_monitor.* comet.*": no("see Trainer's hooks"),
+        "torch_autocast.* flops_profiler.* comms_logger.* autotuning.* elasticity.* aio.* zero_* nebula.* "
         "hybrid_engine.* checkpoint.* monitor_config.*": no("halfmesh has no such feature"),
         "data_efficiency.* curriculum_* sparse_* compression_training.* progressive_layer_drop.* eigenvalue.* "
         "quantize_training.*": do("halfmesh has no such feature, and it changes the training"),
@@ -229,11 +267,19 @@ SAGEMAKER = Origin(
         "microbatches": lambda value, values: (
             MICROBATCHES if _stages(values) > 1 else ("gradient_accumulation", _DIVIDE if value > 1 else "")
         ),
-        "pipeline": {"simple": to({_SCHEDULE: "gpipe"}), "interleaved": to({_SCHEDULE: "1f1b"}, "it is 1f1b here")},
-        "tensor_parallel_degree": (TENSOR, "multiply the DataLoader's batch size by it, unless it is prescaled_batch"),
+        "pipeline": {
+            "simple": to({_SCHEDULE: "gpipe"}),
+            "interleaved": to({_SCHEDULE: "1f1b"}, "the same order is called 1f1b here"),
+        },
+        "tensor_parallel_degree": (
+            TENSOR,
+            "multiply the DataLoader's batch size by it, unless prescaled_batch was set",
+        ),
         "auto_partition": {True: AS_HERE, False: do("name the stages in parallel.pipeline.partition")},
         "ddp": {True: AS_HERE, False: to({"parallel.data.size": 1}, "start pipeline x tensor ranks")},
-        "fp16 fp16_params": on(to({"fp16.mode": "naive"}, "SageMaker's default is a static loss scale of 1.0")),
+        "fp16 fp16_params": on(
+            to({"fp16.mode": "naive"}, "SageMaker used a static loss scale of 1.0, unless the optimizer got another")
+        ),
         "bf16": on(to({"bf16.mode": "naive"})),
         "static_loss_scale": "fp16.loss_scale",
         "dynamic_loss_scale": lambda value, values: to(
@@ -249,7 +295,10 @@ SAGEMAKER = Origin(
         "dynamic_loss_args.*": no("hysteresis is refilled when the scale grows, and not before"),
         "shard_optimizer_state": on(to(ZERO1)),
         "sharded_data_parallel_degree": {1: AS_HERE, "*": _SHARDED},
-        "hybrid_shard_degree": {0: lost("write parallel = dict(data='fsdp')"), "*": _SHARDED},
+        "hybrid_shard_degree": {
+            0: lost("write parallel = dict(data='fsdp') in place of the FSDP in your script"),
+            "*": _SHARDED,
+        },
         "sdp_gradient_clipping": "clip_grad_norm",
         "offload_activations sm_activation_offloading": "activation_offload",
         "random_seed": "seed",

@@ -116,15 +116,15 @@ class ScriptRun:
 
     # -- in place of halfmesh's own ----------------------------------------------------------------------------
 
-    def build(self, raw: Any, source: str = "the config") -> Config:
+    def build(self, raw: Any, source: str = "the config", hint: str = building.OWN_NAMES) -> Config:
         """The script's config, below the one that is verified, which alone decides precision and layout. The script
         gets that of one process."""
         if source == "config.replace()":
-            return self._build(raw, source)
+            return self._build(raw, source, hint)
         others = {key: value for key, value in raw.items() if key not in ("fp16", "bf16", "fp8", "parallel")}
-        merged = load.override({**others, **load.read_raw(self.script.config)}, self.script.overrides)
+        merged = load.override({**others, **load.read_raw(self.script.config)[0]}, self.script.overrides)
         parallel = self.case.config.to_dict().get("parallel", {})
-        self.config = self._build({**merged, "parallel": parallel}, source)
+        self.config = self._build({**merged, "parallel": parallel}, source, hint)
         return layout.reference(layout.structure(self.config.model_copy(update=layout.QUIET)), 1)
 
     def initialize(self, given: Any, config: Any, device: Any) -> Engine:

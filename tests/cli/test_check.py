@@ -83,7 +83,7 @@ def test_what_a_model_needs(run):
     assert [line[2:].split("  ")[0] for line in lines[5:]][:13] == [
         "bytes, each part at its largest", "parameters", "masters", "optimizer", "gradients", "communication",
         "activations", "temporary", "between two updates", "peak", "sent over dp", "sent over tp",
-        "note: NCCL's buffers take another 300.0 MiB to 2.1 GiB, for the communicators of world, tp, dp",
+        "note: NCCL's buffers take another 300.0 MiB to 2.1 GiB, for 3 communicators (world, tp, dp)",
     ]  # fmt: skip
 
 

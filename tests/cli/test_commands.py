@@ -45,10 +45,17 @@ def test_init_writes_a_config_that_can_run(tmp_path, monkeypatch, ranks, answers
         assert written[key] in (value, {"max_norm": value}, {"mode": value})
 
 
-def test_init_writes_nothing_that_cannot_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("answers", "status", "said"),
+    [
+        ("4\nfp32\ntensor\n3\n\n\n\n", 2, "tensor=3 x pipeline=1 = 3"),
+        ("4\n\n", 2, "the input ended before the last answer, so config.py is not written"),
+    ],
+)
+def test_init_writes_nothing_that_cannot_run(tmp_path, monkeypatch, answers, status, said):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["init"], input="4\nfp32\ntensor\n3\n\n\n\n")
-    assert (result.exit_code, "tensor=3 x pipeline=1 = 3" in words(result.output)) == (2, True), result.output
+    result = CliRunner().invoke(app, ["init"], input=answers)
+    assert (result.exit_code, said in words(result.output)) == (status, True), result.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -57,10 +64,18 @@ def test_each_command_is_listed_and_its_example_is_understood(name):
     listed = run("--help").stdout
     assert re.search(rf"^  {name} +\w", listed, re.MULTILINE)
     assert run(name, "-h").stdout.startswith(f"Usage: root {name}")
-    example = re.search(r"Example: halfmesh (.*)", COMMANDS[name].epilog)[1]
-    given, *arguments = shlex.split(example.partition(" > ")[0])
+    example = re.search(r"Example: halfmesh (.*)", COMMANDS[name].epilog, re.DOTALL)[1]
+    given, *arguments = shlex.split(example.replace("\\\n", " ").partition(" > ")[0])
     assert given == name
     typer.main.get_command(app).commands[name].make_context(name, arguments, resilient_parsing=False)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_for_people(name, monkeypatch):
+    """No Python types, and no option or example is broken at a hyphen."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run(name, "--help").stdout
+    assert re.search(r"<[a-z]|[{}]|-$", text, re.MULTILINE) is None
 
 
 def test_the_package_runs_as_a_module_and_its_help_needs_no_torch():
@@ -103,7 +118,10 @@ def test_configs_are_listed_and_printed_as_one_file(tmp_path):
         expected = halfmesh.load_config(ROOT / "configs" / f"{name}.py")
         assert halfmesh.load_config(tmp_path / "config.py") == expected
     wrong = run("configs", "naive_fp61")
-    assert (wrong.exit_code, "there is no config 'naive_fp61'; there are acc" in words(wrong.stderr)) == (2, True)
+    assert (wrong.exit_code, "there is no config 'naive_fp61'; did you mean 'naive_fp16'?" in words(wrong.stderr)) == (
+        2,
+        True,
+    )
     listed = json.loads(run("configs", "--json").stdout)["configs"]
     assert json.loads(run("configs", "tensor", "--json").stdout)["about"] == listed["tensor"]
 

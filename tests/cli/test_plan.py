@@ -54,9 +54,9 @@ def test_nothing_fits(tmp_path):
         (["1GB", "--out", "/none/config.py"], SMALL, 2, "there is no directory /none"),
         (["1GB", "--out", "/none/fits.txt"], SMALL, 2, "--out /none/fits.txt: give a name that ends in .py"),
         (["1GB", "--set", "clip_grad_nrm=1"], SMALL, 1, "empty config: cannot run on 1 rank config problems: - clip_"),
-        (["1GB", "--set", "parallel.tensor=2"], SMALL, 1, "= 2 does not divide the 1 rank"),
+        (["1GB", "--set", "parallel.tensor=2"], SMALL, 1, "= 2 ranks, but there is 1; start them with"),
         (["1GB"], "frozen_llama:build", 1, "frozen_llama:build cannot be simulated with the config as it is"),
-        (["1GB"], "tests.support.llama:smal", 1, "has no attribute 'smal'"),
+        (["1GB"], "tests.support.llama:smal", 1, "tests.support.llama.smal does not exist; did you mean 'small'?"),
     ],
 )
 def test_what_is_rejected(args, model, status, said, tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_ctrl_c_ends_the_processes_without_tracebacks(tmp_path):
         start_new_session=True,
     )
     assert started.stderr is not None
-    assert started.stderr.readline().startswith("simulating: ")
+    assert started.stderr.readline().startswith("simulating 1: ")
     os.killpg(started.pid, signal.SIGINT)
     said = started.communicate(timeout=30)[1]
     assert (started.returncode, "Traceback" in said) == (130, False)

@@ -44,7 +44,7 @@ def test_torchrun_understands_its_options(run):
         (["--nproc", "2", "train.py", "--config=wrong.py"], "gradient_acumulation: unknown key; did you mean"),
         (["--nproc", "2", "--nnodes", "2", "train.py"], "--nnodes needs --rdzv-endpoint host:port"),
         (["--nproc", "2", "train.py", "--set", "parallel.tensor=3"], "--set parallel.tensor=3 changes the config that"),
-        (["--set", "a=3", "train.py"], "there is no script --set; its options, such as --config and --set, follow it"),
+        (["--set", "a=3", "train.py"], "--set belongs after the script: halfmesh run --nproc N train.py --set"),
     ],
 )
 def test_nothing_is_started(run, arguments, said):

@@ -158,11 +158,15 @@ def test_global_batch_size():
 @pytest.mark.parametrize(
     ("config", "loader", "words"),
     [
-        ({"global_batch_size": 20}, make_loader(), "20 is not a multiple of batch size 8 x 1 data rank; change one"),
+        (
+            {"global_batch_size": 20},
+            make_loader(),
+            "20 is not a multiple of batch size 8 x 1 data rank = 8; set it to 16 or 24",
+        ),
         (
             {"global_batch_size": 32, "gradient_accumulation": 2},
             make_loader(),
-            "32 with batch size 8 x 1 data rank means gradient_accumulation=4, not 2; remove one of the two keys",
+            "makes 16 samples; remove one of the two keys, or set gradient_accumulation=4",
         ),
         ({"global_batch_size": 32}, make_loader(batch_size=None), "the loader has no batch_size"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmesh import load_config
+from halfmesh import IncompatibleConfigError, load_config
 from halfmesh.dry_run.candidates import (
     PlanRequest,
     Update,
@@ -13,6 +13,10 @@ from halfmesh.dry_run.candidates import (
     make_layouts,
     recomputations,
 )
+from halfmesh.options import Options
+from halfmesh.parallel.axis import Axis
+from halfmesh.parallel.data_strategy import DataStrategy
+from halfmesh.parallel.registries import AXES, DATA_STRATEGIES
 
 
 def ask(world_size=8, node=8, **config):
@@ -23,15 +27,26 @@ def layouts(asked, rejected=()):
     return [" ".join(changes) for changes in make_layouts(asked, (), lambda change: change not in rejected)]
 
 
+def with_strategies(axes, data_ranks=2):
+    """A layout, and where gradients are averaged over several ranks the same with zero1, and with fsdp."""
+    names = ("zero1", "fsdp") if data_ranks > 1 else ()
+    return [axes, *(f"{axes} parallel.data.strategy={name}".strip() for name in names)]
+
+
 @pytest.mark.promise("help in choosing a layout")
 def test_layouts_from_the_simplest_to_the_most_invasive():
-    found = layouts(ask(4, node=2), [f"parallel.expert.size={size}" for size in (2, 4)])
-    assert found[:3] == ["", "parallel.data.strategy=zero1", "parallel.data.strategy=fsdp"]
-    axes = [line.replace("parallel.", "").replace(".size", "") for line in found if "strategy" not in line]
-    both = ["tensor=2 context=2", "tensor=2 pipeline=2", "context=2 pipeline=2"]
-    assert axes == ["", "tensor=2", "context=2", "pipeline=2", "pipeline=4", *both]
-    alone = [line for line, after in zip(found, [*found[1:], ""], strict=True) if "strategy" not in line + after]
-    assert alone == ["parallel.pipeline.size=4", "parallel.tensor.size=2 parallel.pipeline.size=2"], "one data rank"
+    tensor, context, pipeline = (f"parallel.{name}.size" for name in ("tensor", "context", "pipeline"))
+    experts = [f"parallel.expert.size={size}" for size in (2, 4)]
+    assert layouts(ask(4, node=2), experts) == [
+        *with_strategies(""),
+        *with_strategies(f"{tensor}=2"),
+        *with_strategies(f"{context}=2"),
+        *with_strategies(f"{pipeline}=2"),
+        *with_strategies(f"{pipeline}=4", 1),
+        *with_strategies(f"{tensor}=2 {context}=2"),
+        *with_strategies(f"{tensor}=2 {pipeline}=2", 1),
+        *with_strategies(f"{context}=2 {pipeline}=2"),
+    ]
 
 
 def test_what_a_config_has_stays():
@@ -70,3 +85,42 @@ def test_an_update_has_the_same_rows(config, changes, at_once, rows, passes, mor
     assert (candidate.rows, candidate.passes) == (rows, passes)
     assert candidate.changes == (*changes, "activation_checkpoint=full", *more)
     assert candidate.config == load_config(asked.config, candidate.changes)  # what is printed after --set
+
+
+def test_what_does_not_compose_is_rejected():
+    asked = ask(fp16={"mode": "apex"})
+    candidate = make_candidate(asked, describe_update(asked.config, 8, 4), ("parallel.tensor.size=2",), "", 4)
+    assert candidate.rejected.startswith("apex fp16 x tensor: ")
+
+
+def test_an_axis_and_a_strategy_of_others_are_candidates():
+    class WideOptions(Options):
+        size: int = 1
+
+    class Wide(Axis):
+        dim, options = "wd", WideOptions
+
+    class Owned(DataStrategy):
+        shards_state = True
+
+    AXES.register("wide", Wide)
+    DATA_STRATEGIES.register("owned", Owned)
+    try:
+        found = layouts(ask(2))
+        assert found[:4] == ["", *(f"parallel.data.strategy={name}" for name in ("zero1", "owned", "fsdp"))]
+        of_data = [f"parallel.{name}.size=2" for name in ("context", "expert")]
+        of_data = [" ".join([size, strategy]).strip() for size in of_data for strategy in found[:4]]
+        alone = [f"parallel.{name}.size=2" for name in ("tensor", "wide", "pipeline")]
+        assert found[4:] == [alone[0], *of_data, *alone[1:]]
+        update = describe_update(ask(2).config, 2, 4)
+        assert make_candidate(ask(2), update, ("parallel.wide.size=2",), "", 4).config.parallel.sizes["wide"] == 2
+    finally:
+        AXES.unregister("wide")
+        DATA_STRATEGIES.unregister("owned")
+
+
+def test_what_cannot_be_asked():
+    with pytest.raises(
+        IncompatibleConfigError, match=r"config on 3 ranks, regardless of memory:\n  - parallel: .*tensor=2"
+    ):
+        ask(3, parallel={"tensor": 2})

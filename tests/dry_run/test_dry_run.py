@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from torch import nn
 
 from halfmesh import load_config
-from halfmesh.dry_run import dry_run as whole
+from halfmesh.dry_run.dry_run import dry_runs
 from halfmesh.dry_run.show import lines
-from halfmesh.dry_run.simulate_rank import simulate_rank
-from halfmesh.dry_run.tracker import Traffic
+from halfmesh.dry_run.simulate_rank import FewChunks, simulate_rank
+from halfmesh.dry_run.tracker import Traffic, _grouped_product, dry_run_mode
 from tests.support.llama import SMALL
 
 
-def pipeline(microbatches, size=2, **parallel):
-    return load_config({"parallel": {"pipeline": {"size": size, "microbatches": microbatches}, **parallel}})
+def pipeline(microbatches, schedule="1f1b", size=2, **parallel):
+    chunks = {"chunks": 2} if schedule == "interleaved" else {}
+    keys = {"size": size, "microbatches": microbatches, "schedule": schedule} | chunks
+    return load_config({"parallel": {"pipeline": keys, **parallel}})
 
 
 def dry_run(config, world_size, model, batch=()):
     """In this process: tests of the command start others."""
-    return whole.dry_run(map, config, world_size, model, batch)
+    return dry_runs(map, [(config, None)], world_size, model, batch)[0]
 
 
-def test_what_is_extrapolated_is_what_is_run():
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [("1f1b", 10), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("gpipe", 8), ("interleaved", 20)))],
+)
+def test_what_is_extrapolated_is_what_is_run(schedule, count):
     """With the fewest microbatches of which not all are run."""
-    config, batch = pipeline(10), ("10,32:int64",)
+    config, batch = pipeline(count, schedule), (f"{count},32:int64",)
     run = dry_run(config, 2, SMALL, batch)
     assert run.extrapolated is not None
     for rank, said in run.ranks.items():
-        full = simulate_rank(config, SMALL, batch, rank, 2)  # all microbatches
-        assert (said.peak, said.kept) == pytest.approx((full.peak, full.kept), rel=1e-3)
-        assert (said.sent, said.rows) == (full.sent, 10)
-        for part, size in full.bytes.items():
+        whole = simulate_rank(config, SMALL, batch, rank, 2)  # all microbatches
+        assert said.peak == pytest.approx(whole.peak, rel=1e-3)
+        assert said.kept == pytest.approx(whole.kept, rel=1e-3)
+        assert (said.sent, said.rows) == (whole.sent, count)
+        for part, size in whole.bytes.items():
             assert said.bytes[part] == pytest.approx(size, rel=1e-2, abs=4096), part
 
 
@@ -49,14 +60,38 @@ def test_messages():
     assert figures.sent["dp"].bytes == pytest.approx(figures.parameters * 4, rel=1e-2)
 
 
-def test_nccls_communicators_are_counted_and_what_they_may_take_is_said_of_gpus():
-    """Stages send over a group of their own; the stages' groups in gloo are none of NCCL's."""
-    run = dry_run(pipeline(4, tensor=2), 8, SMALL)
+@pytest.mark.parametrize(
+    ("parallel", "size", "expected"),
+    [
+        ({}, 1, ()),
+        ({"data": "zero1"}, 2, ("world",)),
+        # stages send over a group of their own; the stages' groups in gloo are none of NCCL's
+        ({"pipeline": {"size": 2, "microbatches": 4}, "tensor": 2}, 8, ("dp", "pp", "pp", "tp", "world")),
+    ],
+)
+def test_nccls_communicators_are_counted_and_what_they_may_take_is_said_of_gpus(parallel, size, expected):
+    run = dry_run(load_config({"parallel": parallel}), size, SMALL)
     for figures in run.ranks.values():
-        assert sorted(figures.communicators) == ["dp", "pp", "pp", "tp", "world"]
-    (said,) = [line for line in lines(run, None) if "NCCL" in line]
-    assert "take another 500.0 MiB to 3.4 GiB, for the communicators of world, tp, dp, pp, pp" in said
+        assert tuple(sorted(figures.communicators)) == expected
+    said = [line for line in lines(run, None) if "NCCL" in line]
+    names = {1: "1 communicator (world)", 5: "5 communicators (world, tp, dp, pp x 2)"}
+    wanted = {1: "100.0 MiB to 700.0 MiB", 5: "500.0 MiB to 3.4 GiB"}
+    count = len(expected)
+    assert len(said) == bool(count)
+    assert all(f"NCCL's buffers take another {wanted[count]}, for {names[count]}" in line for line in said)
     assert not any("NCCL" in line for line in lines(run, None, "cpu"))
+
+
+def test_activations_that_are_sent_in_autocasts_dtype():
+    """Four microbatches of [2, 32, 64]; under autocast the sum of residuals is in fp32."""
+
+    def sent(send_dtype):
+        keys = {"size": 2, "microbatches": 4, "send_dtype": send_dtype}
+        return simulate_rank(load_config({"bf16": {"mode": "torch"}, "parallel": {"pipeline": keys}}), SMALL, (), 0, 2)
+
+    same, compute = (sent(kind).sent["pp"] for kind in ("same", "compute"))
+    assert same.messages == compute.messages
+    assert same.bytes - compute.bytes == 4 * 2 * 32 * 64 * 2
 
 
 def test_what_accumulated_batches_send():
@@ -78,24 +113,39 @@ def test_accumulation_that_follows_from_the_global_batch():
     """10 rows on each of 2 data ranks; also where fewer microbatches are run than there are."""
     run = dry_run(pipeline(10).replace(global_batch_size=40), 4, SMALL, ("10,32:int64",))
     assert 2 * 10 < run.ranks[0].sent["pp"].messages < 3 * 10, "an update of two batches"
+    rejected = dry_run(pipeline(10).replace(global_batch_size=50), 4, SMALL, ("10,32:int64",))
+    assert "global_batch_size: 50 is not a multiple of batch size 10 x 2 data ranks" in rejected.problems[0]
 
 
 def test_all_kinds_of_ranks():
     run = dry_run(pipeline(4, size=4, tensor=2), 4096, SMALL)
-    assert (run.problems, list(run.ranks), run.rows) == ([], [0, 2048, 3072], 8)
+    assert run.problems == []
+    assert list(run.ranks) == [0, 2048, 3072]
     assert run.bubble == pytest.approx(3 / 7)
+    assert run.rows == 8
     assert run.largest[1].needed == max(figures.peak for figures in run.ranks.values())
 
+
+# --- models and batches --------------------------------------------------------------------------------------------
 
 MODULE = """
 import halfmesh
 from torch import nn
 from tests.support import llama
+MODEL = nn.Linear(2, 2)
 def bare(): return llama.small()[0]
 def fails(): return 1 / 0
+def returns_text(): return "a model"
 def no_pair(): return nn.Linear(2, 2), 1, nn.MSELoss()
+def no_batch(): return nn.Linear(2, 2), [], nn.MSELoss()
 def deferred():
     with halfmesh.deferred_init(): return llama.small()
+def one():
+    model, (ids, _), _ = llama.small()
+    return model, ids
+def several():
+    model, ids = one()
+    return model, [ids, ids[:1]]
 def several_pairs():
     model, pair, criterion = llama.small()
     return model, [pair, pair], criterion
@@ -105,23 +155,41 @@ def several_pairs():
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     (tmp_path / "my_models.py").write_text(MODULE)
+    (tmp_path / "broken_models.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.parametrize("others", ["several_pairs", "deferred"])
+@pytest.mark.parametrize("others", ["several", "several_pairs", "deferred"])
 def test_of_several_batches_the_first_is_taken_and_a_deferred_model_is_as_any_other(models, others):
-    (figures,), (expected,) = (dry_run(load_config({}), 1, m).ranks.values() for m in (f"my_models:{others}", SMALL))
-    for part in ("activations", "parameters"):
-        assert figures.bytes[part] == expected.bytes[part] > 0
+    one = "my_models:one" if others == "several" else SMALL
+    (figures,), (expected,) = (dry_run(load_config({}), 1, m).ranks.values() for m in (f"my_models:{others}", one))
+    assert figures.rows == expected.rows == 8
+    assert figures.bytes["activations"] == expected.bytes["activations"] > 0
+    assert figures.bytes["parameters"] == expected.bytes["parameters"]
+    assert figures.peak == pytest.approx(expected.peak, abs=100)
 
 
 def test_a_model_without_inputs(models):
     run = dry_run(load_config({}), 1, "my_models:bare")
     (figures,) = run.ranks.values()
-    assert (figures.peak, figures.sent, figures.bytes["gradients"]) == (None, {}, figures.parameters * 4)
+    assert (figures.peak, figures.sent) == (None, {})
+    assert figures.bytes["gradients"] == figures.parameters * 4
     assert figures.bytes["optimizer"] > figures.parameters * 8
-    given = dry_run(load_config({}), 1, "my_models:bare", ("8,32:int64",))
-    assert next(iter(given.ranks.values())).peak > figures.kept
+    assert "give --batch, or return (model, inputs) from build()" in run.notes[0]
+    whole = dry_run(load_config({}), 1, "my_models:bare", ("8,32:int64",))
+    assert next(iter(whole.ranks.values())).peak > figures.kept
+
+
+def wide():
+    """8 blocks, whose weights are much larger than their activations."""
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(8)]
+    return nn.Sequential(*blocks), torch.randn(2, 64)
+
+
+def test_under_fsdp_autocast_keeps_no_casts_of_the_whole_model():
+    config = {"bf16": {"mode": "torch"}, "activation_checkpoint": "full", "parallel": {"data": "fsdp"}}
+    (figures,) = dry_run(load_config(config), 2, f"{__name__}:wide").ranks.values()
+    assert figures.bytes["activations"] < 2 * figures.parameters, "bytes of the model in bf16"
 
 
 def test_a_model_of_a_library_needs_no_builder(tmp_path):
@@ -131,13 +199,17 @@ def test_a_model_of_a_library_needs_no_builder(tmp_path):
     llama = transformers.LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=16)
     llama.architectures = ["LlamaForCausalLM"]
     llama.save_pretrained(tmp_path)
-    for model in ("timm:vit_tiny_patch16_224", f"hf:{tmp_path / 'config.json'}"):
+    vit = transformers.ViTConfig(**sizes, image_size=32, architectures=["ViTForImageClassification"])
+    vit.save_pretrained(tmp_path / "vit")
+    for model in ("timm:vit_tiny_patch16_224", f"hf:{tmp_path / 'config.json'}", f"hf:{tmp_path / 'vit'}"):
         run = dry_run(load_config({"bf16": {"mode": "naive"}, "activation_checkpoint": "full"}), 1, model)
         assert run.problems == []
         (figures,) = run.ranks.values()
         assert (figures.rows, figures.peak > figures.kept > 0) == (8, True)
+    (problem,) = dry_run(load_config({}), 1, "timm:vit_tinny").problems
     (missing,) = dry_run(load_config({}), 1, "hf:nope/config.json").problems
     assert missing == "--model hf:nope/config.json: there is no such file"
+    assert "--model timm:vit_tinny: it raised RuntimeError: Unknown model (vit_tinny)" in problem
 
 
 @pytest.mark.parametrize(
@@ -145,10 +217,21 @@ def test_a_model_of_a_library_needs_no_builder(tmp_path):
     [
         ("my_models", (), "name a function as package.module:function, or a model as timm:NAME or hf:config.json"),
         ("my_model:build", (), "ModuleNotFoundError: No module named 'my_model' (looked for in "),
+        ("my_models:bar", (), "my_models.bar does not exist; did you mean 'bare'?"),
+        ("my_models:MODEL", (), "my_models.MODEL is not a function"),
         ("my_models:fails", (), "it raised ZeroDivisionError: division by zero ("),
-        ("my_models:no_pair", (), "it returned Linear, int, MSELoss; return"),
+        ("my_models:fails", (), "without loading weights"),
+        ("my_models:returns_text", (), "it returned str; return the model"),
+        ("my_models:no_pair", (), "it returned (Linear, int, MSELoss); return"),
+        ("my_models:no_batch", (), "it returned (Linear, list, MSELoss); return"),
+        ("broken_models:build", (), "importing broken_models raised ZeroDivisionError: division by zero"),
         (SMALL, ("8,2:int46",), "is not a shape and dtype (module 'torch' has no attribute 'int46'); write --batch 8"),
-        (SMALL, ("8,64:int64",), "--model: 'blocks.0.attention' (Attention) raised RuntimeError: "),
+        (
+            SMALL,
+            ("8x2",),
+            "--batch 8x2 is not a shape and dtype (invalid literal for int() with base 10: '8x2'); write",
+        ),
+        (SMALL, ("8,64:int64",), "calling the model with [8, 64] int64 raised "),
     ],
 )
 def test_what_cannot_be_run(models, model, batch, words):
@@ -156,32 +239,47 @@ def test_what_cannot_be_run(models, model, batch, words):
     assert any(words in problem for problem in problems), problems
 
 
-def test_a_layout_that_does_not_fit_the_model():
-    (problem, *_) = dry_run(pipeline(3, size=3, tensor=3), 9, SMALL).problems
-    assert "does not divide the dataloader's batch_size=8" in problem
+@pytest.mark.parametrize(("size", "words"), [(3, "does not divide the dataloader's batch_size=8"), (2, "tensor=3")])
+def test_a_layout_that_does_not_fit_the_model(size, words):
+    problems = dry_run(pipeline(size, size=size, tensor=3), 3 * size, SMALL).problems
+    assert any(words in problem for problem in problems)
 
 
 def test_what_is_kept_may_be_too_much_already():
     """Then the update is not simulated, and what is kept is the same."""
-    full = simulate_rank(load_config({}), SMALL, (), 0, 1)
-    short = simulate_rank(load_config({}), SMALL, (), 0, 1, limit=full.kept - 1)
-    assert (short.kept, short.peak, short.sent, short.rows) == (full.kept, None, {}, 8)
+    whole = simulate_rank(load_config({}), SMALL, (), 0, 1)
+    short = simulate_rank(load_config({}), SMALL, (), 0, 1, limit=whole.kept - 1)
+    assert (short.kept, short.peak, short.sent, short.rows) == (whole.kept, None, {}, 8)
+    assert simulate_rank(load_config({}), SMALL, (), 0, 1, limit=whole.kept) == whole
 
 
-def transformers_model(name, **sizes):
-    transformers = pytest.importorskip("transformers")
-    sizes |= {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=16, use_cache=False)
+@pytest.mark.parametrize(("shape", "chunks", "dim"), [((8, 2), 4, 0), ((7, 2), 3, 0), ((3, 5), 8, 1)])
+def test_chunks_have_torchs_shapes(shape, chunks, dim):
+    """As many as torch makes, but few tensors."""
+    with dry_run_mode():
+        param = torch.nn.Parameter(torch.empty(shape))
+        with FewChunks():
+            found = torch.chunk(param, chunks, dim=dim)
+        assert [chunk.shape for chunk in found] == [chunk.shape for chunk in torch.chunk(param, chunks, dim=dim)]
+        assert len({id(chunk) for chunk in found}) <= 2
+
+
+def llama():
+    """Looks into positions whether sequences are joined, as it does without a cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    return getattr(transformers, f"{name}ForCausalLM")(config), {"input_ids": ids, "labels": ids}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, use_cache=False)), {"input_ids": ids, "labels": ids}
 
 
-def llama():  # looks into positions whether sequences are joined
-    return transformers_model("Llama")
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-
-def mixtral():  # multiplies groups of rows in fp32
-    return transformers_model("Mixtral", num_key_value_heads=2, num_local_experts=2)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16, "intermediate_size": 12}
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    config = MixtralConfig(**sizes, vocab_size=16, num_hidden_layers=1, num_local_experts=2)
+    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
 @pytest.mark.parametrize(
@@ -195,3 +293,20 @@ def mixtral():  # multiplies groups of rows in fp32
 def test_models_of_transformers_that_run(model, config):
     pytest.importorskip("transformers")
     assert dry_run(load_config(config), 2, f"{__name__}:{model}").problems == []
+
+
+@pytest.mark.parametrize("shapes", [((6, 4), (2, 4, 8)), ((2, 8, 4), (4, 8)), ((2, 8, 4), (2, 4, 8)), ((4, 8), (8, 4))])
+def test_grouped_products_have_torchs_shapes(shapes):
+    ends = torch.tensor([4, 8] if len(shapes[1]) == 2 else [2, 6], dtype=torch.int32)
+    a, b = (torch.ones(shape, dtype=torch.float32) for shape in shapes)
+    offsets = {} if len(shapes[0]) == len(shapes[1]) == 3 else {"offs": ends}
+    expected = torch.nn.functional.grouped_mm(a, b, **offsets).shape
+    assert _grouped_product(a, b, *offsets.values()).shape == expected
+
+
+def test_workers_do_not_pass_on_what_torch_says_of_torchao():
+    """Four of them said it once each, between the lines of `halfmesh plan`."""
+    pytest.importorskip("torchao")
+    code = "from halfmesh.dry_run.dry_run import _begin_worker as begin; begin(); import torchao.quantization"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "pytree" in done.stderr) == (0, False), done.stderr

@@ -89,7 +89,7 @@ def test_the_table_has_its_column_and_keys_are_checked() -> None:
     assert any("wide=2" in finding.message for finding in check(config, 3))
     with pytest.raises(halfmesh.ConfigError, match=r"parallel.wide.most: unknown key"):
         halfmesh.load_config({"parallel": {"wide": {"size": 2, "most": 4}}})
-    with pytest.raises(halfmesh.ConfigError, match=r"parallel.wide: expected a valid integer, got "):
+    with pytest.raises(halfmesh.ConfigError, match=r"parallel.wide: expected a whole number, got "):
         halfmesh.load_config({"parallel": {"wide": "2"}})
 
 
