@@ -93,10 +93,10 @@ TENSOR = "parallel = dict(tensor=dict(size=2, plan={'9': 'colwise'}))"
         ("text", [], "", "it returned str; return the model"),
         ("lacks_targets", [], "", "Expected input batch_size (16) to match target batch_size (5)"),
         ("one_row", [], "", "the batch has one row, which proves nothing"),
-        ("rihgt", [], "", "module 'bad_models' has no attribute 'rihgt'"),
+        ("rihgt", [], "", "bad_models.rihgt does not exist; did you mean 'right'?"),
         ("right", [], TENSOR, "9"),
         ("right", [], "parallel = dict(pipeline=2, tensor=2)", "2 rank"),
-        ("right", ["--optimizer=bad_models:adam"], "", "--optimizer bad_models:adam: AttributeError: "),
+        ("right", ["--optimizer=bad_models:adam"], "", "--optimizer bad_models:adam: bad_models.adam does not exist"),
         ("right", ["--device=cuda"], "", "ranks need a GPU each, but found 0 GPUs"),
     ],
 )
